@@ -1,0 +1,157 @@
+"""Planned documents become one PackedBatch: tokens in a row, and the context that every layer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
+
+
+class Document(NamedTuple):
+    """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+
+
+class PackedBatch:
+    """One packed micro-batch that any Hugging Face causal language model takes as ``model(**batch)``.
+
+    A plain class with ``keys`` and ``__getitem__`` (so that ``**batch`` and ``batch["input_ids"]`` work) and with ``__iter__`` yielding one tensor
+    whose first size is the number of labelled tokens (so that ``self.log`` weighs epoch means by tokens). Keys: input_ids, position_ids, labels and
+    attention_mask of shape (1, T), int64; use_cache False; num_items_in_batch; context.
+
+    Args:
+        input_id_T: Token ids, shape (T,), int64, on the device of the context.
+        context: The metadata of this pack.
+        index: Global number of this micro-batch in the plan of the run; -1 where there is no plan.
+
+    Raises:
+        ShapeError: input_id_T does not have the context's token count.
+
+    Example:
+        >>> batch = collate([Document(np.array([5, 6]), np.array([-100, 6])), Document(np.array([7, 8]), np.array([-100, 8]))])
+        >>> batch["position_ids"].tolist(), batch.context.num_labelled
+        ([[0, 1, 0, 1]], 2)
+    """
+
+    _KEYS = ("input_ids", "position_ids", "labels", "attention_mask", "use_cache", "num_items_in_batch", "context")
+
+    def __init__(self, *, input_id_T: torch.Tensor, context: BatchContext, index: int = -1) -> None:
+        if input_id_T.shape != (context.num_tokens,):
+            raise ShapeError(f"input_id_T has shape {tuple(input_id_T.shape)}, the context describes ({context.num_tokens},).")
+        self.context = context
+        self.index = index
+        self._items: dict[str, Any] = {
+            "input_ids": input_id_T[None],
+            "position_ids": context.position_T[None],
+            "labels": context.label_T[None],
+            "attention_mask": torch.ones_like(input_id_T)[None],
+            "use_cache": False,
+            "num_items_in_batch": context.num_items,
+            "context": context,
+        }
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the keyword arguments that a model is called with."""
+        return self._KEYS
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - tensors, a flag, a number and the context, as a dict of model inputs has them
+        return self._items[key]
+
+    def __len__(self) -> int:
+        return len(self._KEYS)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        # Expanded, not allocated: Lightning reads only its first size.
+        yield torch.empty(1).expand(self.context.num_labelled)
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
+        """Return the batch on that device; copies from pinned memory do not wait."""
+        if torch.device(device) == self.context.device:
+            return self
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self.context.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """Return the batch in pinned host memory."""
+        return self._map(lambda tensor: tensor.pin_memory(), self.context.pin_memory())
+
+    def _map(self, move: Callable[[torch.Tensor], torch.Tensor], context: BatchContext) -> PackedBatch:
+        other = object.__new__(PackedBatch)
+        other.context = context
+        other.index = self.index
+        other._items = {
+            **self._items,
+            "input_ids": move(self._items["input_ids"]),
+            "attention_mask": move(self._items["attention_mask"]),
+            # Views of what the context has moved already: one copy each, and ``labels`` stays recognisable as the context's own.
+            "position_ids": context.position_T[None],
+            "labels": context.label_T[None],
+            "context": context,
+        }
+        return other
+
+
+def collate(
+    documents: Sequence[Document], *, pad_to: int | None = None, pad_token_id: int = 0, num_items: float | None = None, index: int = -1
+) -> PackedBatch:
+    """Lay documents one behind the other and build their context.
+
+    The first label of every document becomes -100, so that nothing is predicted across a border; the pad tail becomes documents of its own, none
+    longer than the longest real one, so that no kernel meets a token past the last offset.
+
+    Args:
+        documents: What shares the pack, at least one unless pad_to is given.
+        pad_to: Length of the pack in tokens; None for no padding.
+        pad_token_id: Token id of the pad tail.
+        num_items: What the summed loss is divided by; None for the pack's own labelled tokens (validation, or one pack per step).
+        index: Global number of the micro-batch in the plan.
+
+    Returns:
+        A batch on the CPU.
+
+    Raises:
+        ShapeError: A document is empty, ids and labels differ in length, or the documents do not fit pad_to.
+
+    Cost:
+        One pass over the tokens on the host.
+    """
+    for number, document in enumerate(documents):
+        if len(document.input_ids) != len(document.labels):
+            raise ShapeError(f"Document {number} has {len(document.input_ids)} ids and {len(document.labels)} labels.")
+    lengths = [len(document.input_ids) for document in documents]
+    num_real_tokens = sum(lengths)
+    num_pad_tokens = 0 if pad_to is None else pad_to - num_real_tokens
+    if num_pad_tokens < 0:
+        raise ShapeError(f"{len(lengths)} documents hold {num_real_tokens} tokens and do not fit a pack of {pad_to}.")
+
+    ids = np.full(num_real_tokens + num_pad_tokens, pad_token_id, dtype=np.int64)
+    labels = np.full(num_real_tokens + num_pad_tokens, IGNORED_LABEL, dtype=np.int64)
+    start = 0
+    for document in documents:
+        end = start + len(document.input_ids)
+        ids[start:end] = document.input_ids
+        labels[start + 1 : end] = document.labels[1:]
+        start = end
+    label_T = torch.from_numpy(labels)
+    num_labelled = int((label_T != IGNORED_LABEL).sum())
+    context = BatchContext(
+        lengths=lengths + _pad_lengths(num_pad_tokens, longest=max(lengths, default=num_pad_tokens)),
+        label_T=label_T,
+        num_pad_tokens=num_pad_tokens,
+        num_items=max(1, num_labelled) if num_items is None else num_items,
+    )
+    return PackedBatch(input_id_T=torch.from_numpy(ids), context=context, index=index)
+
+
+def _pad_lengths(num_pad_tokens: int, *, longest: int) -> list[int]:
+    """Split the pad tail so that it never becomes the longest document of the pack."""
+    if num_pad_tokens == 0:
+        return []
+    whole, rest = divmod(num_pad_tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)

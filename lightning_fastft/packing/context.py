@@ -1,0 +1,257 @@
+"""BatchContext: what every layer needs to know about a packed batch, built once and read by all of them.
+
+Axes: T tokens of the pack, S documents (S1 = S + 1 offsets), R labelled rows padded to a bucket, Q blocks of a block mask.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+
+T = TypeVar("T")
+
+IGNORED_LABEL = -100
+# Rows handed to the loss are padded to a multiple of this, so that the allocator meets few different sizes.
+LABELLED_ROW_BUCKET = 128
+BLOCK_SIZE = 128
+
+
+class VarlenArguments(NamedTuple):
+    """What a variable-length attention kernel takes: offsets on the device, the longest document on the host."""
+
+    start_S1: torch.Tensor
+    max_length: int
+
+
+class BatchContext:
+    """Hold the metadata of one packed batch, on the host and on one device.
+
+    A plain class on purpose: Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses, and leave this object alone. Masks are
+    built on first request, once per (kind, device, dtype, window), kept in the object and dropped with it.
+
+    Args:
+        lengths: Length of each document in tokens, in the order of the pack, pad documents last; each at least 1.
+        label_T: Unshifted labels, shape (T,), int64, on the CPU; -100 where nothing is trained. The first token of every document must be -100.
+        num_pad_tokens: Tokens at the end of the pack that belong to pad documents.
+        num_items: What the summed loss is divided by: labelled tokens of the accumulation window / (micro-batches x ranks).
+
+    Raises:
+        ShapeError: A document is empty, lengths do not add up to T, a label is trained across a document border, or the pad tail does not end on one.
+        OptionError: num_items is not above 0.
+
+    Cost:
+        O(T) on the host, no device work; masks cost what they cost on first request and nothing after.
+
+    Source:
+        Metadata once per batch: the published packed-sequence optimisation of Unsloth and NVIDIA (2026); the form is our own.
+
+    Example:
+        >>> context = BatchContext(lengths=[2, 3], label_T=torch.tensor([-100, 7, -100, 8, 9]), num_items=3)
+        >>> context.start_S1.tolist(), context.max_length, context.num_labelled
+        ([0, 2, 5], 3, 3)
+    """
+
+    def __init__(self, *, lengths: Sequence[int], label_T: torch.Tensor, num_pad_tokens: int = 0, num_items: float) -> None:
+        length_S = torch.as_tensor(lengths, dtype=torch.int64)
+        _check_content(length_S=length_S, label_T=label_T, num_pad_tokens=num_pad_tokens, num_items=num_items)
+        offset_S1 = torch.nn.functional.pad(length_S.cumsum(0), (1, 0))
+
+        self.num_tokens = int(label_T.numel())
+        self.num_pad_tokens = num_pad_tokens
+        self.num_documents = int(length_S.numel())
+        self.max_length = int(length_S.max())
+        self.sum_squared_lengths = int((length_S * length_S).sum())
+        self.num_items = float(num_items)
+
+        document_T = torch.repeat_interleave(torch.arange(self.num_documents), length_S)
+        row_L = torch.nonzero(label_T[1:] != IGNORED_LABEL).flatten()
+        self.num_labelled = int(row_L.numel())
+        num_padding_rows = -self.num_labelled % LABELLED_ROW_BUCKET
+        target_L = label_T[row_L + 1]
+
+        self.start_host_S1 = offset_S1.to(torch.int32)
+        self.start_S1 = self.start_host_S1
+        self.document_T = document_T.to(torch.int32)
+        self.position_T = torch.arange(self.num_tokens) - offset_S1[document_T]
+        self.label_T = label_T
+        self.labelled_row_R = torch.nn.functional.pad(row_L, (0, num_padding_rows))
+        self.labelled_target_R = torch.nn.functional.pad(target_L, (0, num_padding_rows), value=IGNORED_LABEL)
+
+        # Set by the strategy or by a caller that forces a backend; "auto" picks by device, head shape and longest document.
+        self.attention_backend = "auto"
+        # Loss heads return full logits when a user asks for them.
+        self.output_logits = False
+        self.num_reads = 0
+        self.backends_used: dict[str, int] = {}
+        self.num_builds: Counter[str] = Counter()
+        self._built: dict[Hashable, Any] = {}
+
+    _DEVICE_TENSORS = ("start_S1", "document_T", "position_T", "label_T", "labelled_row_R", "labelled_target_R")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of this context live (start_host_S1 always stays on the CPU)."""
+        return self.label_T.device
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens of the pack that are not padding."""
+        return self.num_tokens - self.num_pad_tokens
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> BatchContext:
+        """Return a context on that device; the same object if it is there already. Masks built so far stay behind."""
+        if torch.device(device) == self.device:
+            return self
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> BatchContext:
+        """Return a context whose tensors lie in pinned host memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def note_read(self, backend: str) -> None:
+        """Record that one attention layer used this context with that backend; a packed step without a read is refused."""
+        self.num_reads += 1
+        self.backends_used[backend] = self.backends_used.get(backend, 0) + 1
+
+    def once(self, kind: str, key: Hashable, build: Callable[[], T]) -> T:
+        """Return what build makes, built at most once for (kind, key) in the life of this batch.
+
+        Args:
+            kind: Name under which builds are counted in ``num_builds``.
+            key: All that the result depends on besides this batch: device, dtype, window.
+            build: Called without arguments on the first request.
+        """
+        full_key = (kind, key)
+        if full_key not in self._built:
+            self.num_builds[kind] += 1
+            self._built[full_key] = build()
+        return cast("T", self._built[full_key])
+
+    def varlen(self) -> VarlenArguments:
+        """Return offsets (int32, shape (S+1,), on this device) and the longest document (a Python int)."""
+        return self.once("varlen", self.device, lambda: VarlenArguments(self.start_S1, self.max_length))
+
+    def dense_mask(self, *, window: int | None = None, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+        """Return who may see whom, shape (1, 1, T, T): bool, or additive (0 and the lowest finite value) in a float dtype.
+
+        Args:
+            window: Keys a query sees, itself included; None for all keys of its document.
+            dtype: torch.bool or a floating dtype.
+
+        Cost:
+            T x T elements, two or three element-wise launches, no loop over documents, no host synchronisation.
+        """
+        window = self._effective_window(window)
+        return self.once("dense_mask", (self.device, dtype, window), lambda: self._build_dense_mask(window=window, dtype=dtype))
+
+    def block_mask(self, *, window: int | None = None) -> Any:  # noqa: ANN401 - torch's BlockMask has no public type path on every supported version
+        """Return a FlexAttention BlockMask of this pack, built from block borders without a T x T tensor.
+
+        Args:
+            window: Keys a query sees, itself included; None for all keys of its document.
+
+        Cost:
+            (T / 128) squared elements, a dozen launches, no host synchronisation.
+        """
+        window = self._effective_window(window)
+        return self.once("block_mask", (self.device, window), lambda: self._build_block_mask(window=window))
+
+    def _effective_window(self, window: int | None) -> int | None:
+        """A window that no document exceeds is no window: one mask serves both kinds of layer."""
+        if window is not None and window < 1:
+            raise OptionError(f"A sliding window must be at least 1 token, got {window}.")
+        return None if window is None or window >= self.max_length else window
+
+    def _build_dense_mask(self, *, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        index_T = torch.arange(self.num_tokens, device=self.device)
+        # Documents are contiguous, so "same document and not later" is "between the document's start and the query".
+        first_T = index_T - self.position_T
+        if window is not None:
+            first_T = torch.maximum(first_T, index_T - (window - 1))
+        seen_TT = (index_T[None, :] >= first_T[:, None]) & (index_T[None, :] <= index_T[:, None])
+        if dtype is not torch.bool:
+            lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=self.device)
+            return torch.where(seen_TT, lowest.new_zeros(()), lowest)[None, None]
+        return seen_TT[None, None]
+
+    def _build_block_mask(self, *, window: int | None) -> Any:  # noqa: ANN401 - see block_mask
+        from torch.nn.attention.flex_attention import BlockMask
+
+        num_blocks = -(-self.num_tokens // BLOCK_SIZE)
+        begin_Q = torch.arange(num_blocks, device=self.device) * BLOCK_SIZE
+        end_Q = (begin_Q + BLOCK_SIZE - 1).clamp(max=self.num_tokens - 1)
+        document_T = self.document_T
+        first_document_Q, last_document_Q = document_T[begin_Q], document_T[end_Q]
+        query_begin, query_end = begin_Q[:, None], end_Q[:, None]
+        key_begin, key_end = begin_Q[None, :], end_Q[None, :]
+
+        touched_QQ = (key_begin <= query_end) & (last_document_Q[None, :] >= first_document_Q[:, None])
+        full_QQ = (key_end <= query_begin) & (first_document_Q[None, :] == last_document_Q[:, None])
+        # A last block that reaches past T is never full, so that the kernel applies the mask there.
+        full_QQ &= (query_begin + BLOCK_SIZE <= self.num_tokens) & (key_begin + BLOCK_SIZE <= self.num_tokens)
+        if window is not None:
+            touched_QQ &= query_begin - key_end < window
+            full_QQ &= query_end - key_begin < window
+        partial_QQ = touched_QQ & ~full_QQ
+
+        first_T = torch.arange(self.num_tokens, device=self.device) - self.position_T
+        if window is not None:
+            first_T = torch.maximum(first_T, torch.arange(self.num_tokens, device=self.device) - (window - 1))
+
+        def mask_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return (key >= first_T[query]) & (key <= query)
+
+        return BlockMask.from_kv_blocks(
+            *_ordered_blocks(partial_QQ),
+            *_ordered_blocks(full_QQ),
+            BLOCK_SIZE=BLOCK_SIZE,
+            mask_mod=mask_mod,
+            seq_lengths=(self.num_tokens, self.num_tokens),
+        )
+
+    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> BatchContext:
+        other = object.__new__(BatchContext)
+        other.__dict__.update(self.__dict__)
+        for name in self._DEVICE_TENSORS:
+            setattr(other, name, move(getattr(self, name)))
+        other.backends_used = {}
+        other.num_reads = 0
+        other.num_builds = Counter()
+        other._built = {}
+        return other
+
+
+def _ordered_blocks(chosen_QQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return per query block how many key blocks are chosen, and their indices, chosen ones first."""
+    count_Q = chosen_QQ.sum(dim=1, dtype=torch.int32)
+    order_QQ = torch.argsort(chosen_QQ.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
+    return count_Q[None, None], order_QQ[None, None].contiguous()
+
+
+def _check_content(*, length_S: torch.Tensor, label_T: torch.Tensor, num_pad_tokens: int, num_items: float) -> None:
+    """Refuse metadata that a kernel would turn into NaN, a leak between documents or an illegal access."""
+    if label_T.ndim != 1 or label_T.dtype != torch.int64 or label_T.device.type != "cpu":
+        raise ShapeError(f"label_T must be a 1-D int64 tensor on the CPU, got shape {tuple(label_T.shape)}, {label_T.dtype}, {label_T.device}.")
+    if length_S.ndim != 1 or length_S.numel() == 0:
+        raise ShapeError(f"lengths must name at least one document, got shape {tuple(length_S.shape)}.")
+    if int(length_S.min()) < 1:
+        raise ShapeError(f"Every document needs at least one token; document {int(length_S.argmin())} has {int(length_S.min())}.")
+    if int(length_S.sum()) != label_T.numel():
+        raise ShapeError(f"Documents hold {int(length_S.sum())} tokens, the pack holds {label_T.numel()}; the last offset must be the token count.")
+    end_S = length_S.cumsum(0)
+    start_S = end_S - length_S
+    crossing = torch.nonzero(label_T[start_S] != IGNORED_LABEL).flatten()
+    if crossing.numel():
+        raise ShapeError(f"The first token of document {int(crossing[0])} is labelled: it would be predicted from another document. Set it to -100.")
+    num_real_tokens = label_T.numel() - num_pad_tokens
+    if num_pad_tokens and not (num_pad_tokens > 0 and bool((start_S == num_real_tokens).any())):
+        raise ShapeError(f"The pad tail of {num_pad_tokens} tokens must begin with a document of its own.")
+    if num_pad_tokens and bool((label_T[num_real_tokens:] != IGNORED_LABEL).any()):
+        raise ShapeError("The pad tail holds trained labels; set them to -100.")
+    if not 0 < num_items < float("inf"):
+        raise OptionError(f"num_items must be a finite number above 0, got {num_items}.")

@@ -1,0 +1,43 @@
+"""What is active, and why not: one Status per optimisation, and the table that shows them."""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+State = Literal["active", "inactive", "refused"]
+
+
+class Status(NamedTuple):
+    """The state of one optimisation in one run.
+
+    Args:
+        name: The optimisation, for example "packed attention".
+        state: "active"; "inactive" (not asked for, or the model has no such structure); "refused".
+        reason: What is in use, or why it is not.
+        remedy: What to change to make it active; empty when nothing is to be done.
+
+    Example:
+        >>> Status("expert router", "inactive", "no MoE layers").state
+        'inactive'
+    """
+
+    name: str
+    state: State
+    reason: str
+    remedy: str = ""
+
+
+def render_status_table(statuses: Iterable[Status]) -> str:
+    """Return the statuses as an aligned text table, one line each, remedies on their own line.
+
+    Example:
+        >>> print(render_status_table([Status("packed attention", "active", "varlen, 28 layers")]))
+        optimisation      state   reason
+        packed attention  active  varlen, 28 layers
+    """
+    rows = [("optimisation", "state", "reason")]
+    for status in statuses:
+        rows.append((status.name, status.state, status.reason))
+        if status.remedy:
+            rows.append(("", "", f"-> {status.remedy}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"{name:<{widths[0]}}  {state:<{widths[1]}}  {reason}".rstrip() for name, state, reason in rows)

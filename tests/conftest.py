@@ -1,0 +1,23 @@
+"""Shared test set-up: fixed seeds, one thread, offline hub, and a reason on every test that is skipped for want of a device."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("gpu") and num_devices < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("multi_gpu") and num_devices < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))

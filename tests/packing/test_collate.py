@@ -1,0 +1,92 @@
+"""collate and PackedBatch: every token once, borders unlabelled, the shape that Lightning and models expect."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.data import extract_batch_size
+
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.packing.collate import Document, PackedBatch, collate
+
+
+def make_documents(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    documents = []
+    for length in lengths:
+        ids = rng.integers(1, 100, length)
+        documents.append(Document(ids, np.where(rng.random(length) < 0.5, ids, -100)))
+    return documents
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [3, 1, 40], [13] * 17])
+@pytest.mark.parametrize("room", [0, 1, 64])
+def test_collate_keeps_every_token_once(lengths, room):
+    documents = make_documents(lengths)
+    batch = collate(documents, pad_to=sum(lengths) + room)
+    context = batch.context
+    for number, document in enumerate(documents):
+        start, end = context.start_host_S1[number : number + 2].tolist()
+        assert batch["input_ids"][0, start:end].tolist() == document.input_ids.tolist()
+        assert batch["labels"][0, start:end].tolist() == [-100, *document.labels[1:].tolist()]
+        assert batch["position_ids"][0, start:end].tolist() == list(range(end - start))
+    assert context.num_pad_tokens == room
+    assert (batch["labels"][0, sum(lengths) :] == -100).all()
+    assert context.max_length == max(lengths)
+
+
+def test_a_pack_of_padding_alone_is_allowed_and_trains_nothing():
+    batch = collate([], pad_to=12)
+    assert batch.context.num_real_tokens == 0
+    assert batch.context.num_labelled == 0
+
+
+def test_collate_refuses_what_does_not_fit():
+    with pytest.raises(ShapeError, match="do not fit a pack of 5"):
+        collate(make_documents([6]), pad_to=5)
+    with pytest.raises(ShapeError, match="2 ids and 3 labels"):
+        collate([Document(np.array([1, 2]), np.array([1, 2, 3]))])
+
+
+def test_divisor_defaults_to_the_labelled_tokens():
+    documents = make_documents([30, 20])
+    expected = sum(int((document.labels[1:] != -100).sum()) for document in documents)
+    assert collate(documents)["num_items_in_batch"] == expected
+    assert collate(documents, num_items=2.5)["num_items_in_batch"] == 2.5
+
+
+def test_batch_unpacks_into_model_arguments():
+    batch = collate(make_documents([4, 4]))
+    assert set(dict(**batch)) == set(batch.keys())
+    assert batch["use_cache"] is False
+    assert batch["attention_mask"].tolist() == [[1] * 8]
+    assert batch["labels"].data_ptr() == batch.context.label_T.data_ptr()
+
+
+def test_lightning_reads_labelled_tokens_as_the_batch_size():
+    batch = collate(make_documents([40, 30]))
+    assert extract_batch_size(batch) == batch.context.num_labelled > 0
+
+
+def test_lightning_moves_the_batch_with_its_context():
+    batch = collate(make_documents([4, 4]), index=3)
+    moved = move_data_to_device(batch, torch.device("meta"))
+    assert isinstance(moved, PackedBatch)
+    assert moved["input_ids"].device.type == moved.context.start_S1.device.type == "meta"
+    assert moved["context"] is moved.context
+    assert moved.index == 3
+    assert moved["position_ids"].shape == (1, 8)
+
+
+@pytest.mark.gpu
+def test_pinned_batch_moves_without_waiting():
+    batch = collate(make_documents([400, 300])).pin_memory()
+    assert batch["input_ids"].is_pinned()
+    assert batch.context.labelled_row_R.is_pinned()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = batch.to("cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(moved["labels"].cpu(), batch["labels"])
