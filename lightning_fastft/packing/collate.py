@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_fastft.errors import ShapeError
-from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
-
-
-class Document(NamedTuple):
-    """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained."""
-
-    input_ids: np.ndarray
-    labels: np.ndarray
+from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Document
 
 
 class PackedBatch:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 
 from lightning_fastft.errors import OptionError, ShapeError
@@ -19,6 +20,13 @@ IGNORED_LABEL = -100
 # Rows handed to the loss are padded to a multiple of this, so that the allocator meets few different sizes.
 LABELLED_ROW_BUCKET = 128
 BLOCK_SIZE = 128
+
+
+class Document(NamedTuple):
+    """One tokenised example: ids and unshifted labels, each of shape (length,), -100 where nothing is trained."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
 
 
 class VarlenArguments(NamedTuple):

@@ -1,0 +1,1 @@
+"""Benchmarks: one script per public claim; results are appended to results.csv."""

@@ -1,0 +1,1 @@
+"""One module per system that is measured; each runs in a process of its own."""

@@ -1,0 +1,157 @@
+"""Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
+
+Modes: "keep" and "recompute" (OffloadCheckpointing), with "+liger" Liger's norms and SwiGLU swapped in per instance until fused layers of our own exist.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from benchmarks.ruler.cases import LEARNING_RATE, MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, run_case
+from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.liger_layers import install_liger_layers
+from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
+from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.module import FineTuner
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.status import render_status_table
+from lightning_fastft.strategies.single_device import FastFTStrategy
+
+MODES = ("recompute", "keep", "recompute+liger", "keep+liger")
+
+
+def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+    """Run the cases one after the other; cases with the same optimizer share one FineTuner, each has a Trainer of its own.
+
+    Args:
+        cases: All of one workload.
+        files: Its folder.
+        log: Where records go.
+        device: "cuda" or "cpu".
+    """
+    is_cuda = device == "cuda"
+    packs, adapter = files.read_packs(), files.read_adapter()
+    tuner: FineTuner | None = None
+    optimizer_name = ""
+    for case in sorted(cases, key=lambda case: case.optimizer):
+        if tuner is None or case.optimizer != optimizer_name:
+            # Another optimizer needs another FineTuner; the old one leaves the device first.
+            tuner, optimizer_name = None, case.optimizer
+        recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
+        if tuner is None:
+            tuner = make_tuner(files, optimizer=case.optimizer, is_cuda=is_cuda)
+
+        def body(recorder: CaseRecorder, *, tuner: FineTuner = tuner) -> None:
+            _train(tuner, recorder, adapter=adapter, is_cuda=is_cuda)
+
+        record = run_case(recorder, body, log=log)
+        if "error" in record:
+            # Whatever a failed fit left behind is not trusted.
+            tuner = None
+        else:
+            tuner.zero_grad(set_to_none=True)
+
+
+def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTuner:
+    """Return a FineTuner as a user makes it."""
+    tuner = FineTuner(
+        str(files.model),
+        quantization=files.workload.quantization,
+        lora=lora_config(files.workload),
+        dtype="bfloat16" if is_cuda else "float32",
+        optimizer=_optimizer_class(optimizer, is_cuda=is_cuda),
+        learning_rate=LEARNING_RATE,
+    )
+    # Lightning moves the module to the host when a fit ends; the next case wants it where it is.
+    tuner.cpu = lambda: tuner  # type: ignore[method-assign]
+    return tuner
+
+
+def make_batch(documents: list[tuple[Any, Any]]) -> PackedBatch:
+    """Collate one pack, as the data module does."""
+    return collate([Document(ids, labels) for ids, labels in documents])
+
+
+def _optimizer_class(name: str, *, is_cuda: bool) -> Any:
+    if name == "adamw_fused" or not is_cuda:
+        return None
+    from bitsandbytes.optim import AdamW8bit
+
+    return functools.partial(AdamW8bit)
+
+
+def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
+    case = recorder.case
+    policy, _, layers = case.mode.partition("+")
+    measure = MeasuringCallback(recorder, adapter=adapter, wants_liger=layers == "liger")
+    strategy = FastFTStrategy(activations=OffloadCheckpointing(policy))
+    trainer = Trainer(
+        accelerator="gpu" if is_cuda else "cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=recorder.num_total,
+        gradient_clip_val=MAX_GRADIENT_NORM,
+        callbacks=[measure],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
+    loader = torch.utils.data.DataLoader(
+        rows, batch_size=None, collate_fn=functools.partial(_collate_pack, share=case.label_share), pin_memory=is_cuda
+    )
+    try:
+        trainer.fit(tuner, train_dataloaders=loader)
+    finally:
+        measure.ledger.undo()
+    recorder.record["statuses"] = measure.status_table
+    recorder.record["backends"] = dict(strategy.packed_steps.backends_used)
+
+
+def _collate_pack(pack: Pack, *, share: float) -> PackedBatch:
+    return make_batch(pack.documents(share))
+
+
+class MeasuringCallback(Callback):
+    """Load the ruler's adapters, tell the recorder what happens, stop the Trainer when it says so."""
+
+    def __init__(self, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], wants_liger: bool) -> None:
+        self.ledger = SwapLedger()
+        self.status_table = ""
+        self._recorder = recorder
+        self._adapter = adapter
+        self._wants_liger = wants_liger
+        self._loss: torch.Tensor | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
+        """Put the adapters and the asked layers in place, after everything else is."""
+        if self._wants_liger:
+            self._recorder.record["liger_layers"] = install_liger_layers(pl_module.model, self.ledger)
+        load_adapter(pl_module.model, self._adapter)
+        if pl_module.adapter_shadows is not None:
+            pl_module.adapter_shadows.refresh()
+        self.status_table = render_status_table(trainer.strategy.statuses())
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: FineTuner, batch: Any, batch_idx: int) -> None:
+        """Note the arrival of a batch."""
+        self._recorder.batch_arrived()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
+        """Keep the loss of the judged step."""
+        self._loss = loss.detach() if self._recorder.step == 0 else None
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: FineTuner, optimizer: Any) -> None:
+        """Show the gradients, before they are clipped."""
+        self._recorder.backward_done(pl_module.model, loss=self._loss)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note the end of a step."""
+        if self._recorder.step_done():
+            trainer.should_stop = True

@@ -1,0 +1,111 @@
+"""The plain arm: transformers and PEFT as a user has them - fp32 adapters, Hugging Face's varlen attention and loss, 8-bit AdamW, a loop of ten lines.
+
+Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss. Liger patches the modelling module, so its
+modes come last in a process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.ruler.cases import MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, base_dtype, make_optimizer, quantization_config, run_case
+from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.workloads import WorkloadFiles, lora_config
+
+MODES = ("recompute", "keep", "recompute+liger", "keep+liger")
+
+
+def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+    """Run the cases on one loaded model; the first case of each label share leaves the reference gradients.
+
+    Args:
+        cases: All of one workload.
+        files: Its folder.
+        log: Where records go.
+        device: "cuda" or "cpu".
+    """
+    is_cuda = device == "cuda"
+    packs = files.read_packs()
+    model = load_model(files, device=device)
+    adapter = files.read_adapter()
+    has_liger = False
+    seen_shares: set[float] = set()
+    for case in sorted(cases, key=lambda case: "liger" in case.mode):
+        is_reference = case.label_share not in seen_shares and "liger" not in case.mode
+        seen_shares.add(case.label_share)
+        recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
+        wants_liger, apply_liger = "liger" in case.mode, not has_liger
+        has_liger = has_liger or wants_liger
+
+        def body(recorder: CaseRecorder, *, apply: bool = wants_liger and apply_liger) -> None:
+            if apply:
+                _apply_liger(model)
+            load_adapter(model, adapter)
+            _set_checkpointing(model, enabled=recorder.case.mode.startswith("recompute"))
+            _train(model, recorder, device=device)
+
+        run_case(recorder, body, log=log)
+        model.zero_grad(set_to_none=True)
+
+
+def load_model(files: WorkloadFiles, *, device: str) -> Any:
+    """Load the model with PEFT's adapters the way its documentation does."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    is_cuda = device == "cuda"
+    quantization = quantization_config(files.workload, is_cuda=is_cuda)
+    model = AutoModelForCausalLM.from_pretrained(
+        files.model,
+        dtype=base_dtype(is_cuda=is_cuda),
+        attn_implementation="flash_attention_2" if is_cuda else "sdpa",
+        device_map={"": 0} if is_cuda else {"": "cpu"},
+        **({"quantization_config": quantization} if quantization else {}),
+    )
+    model.config.use_cache = False
+    return get_peft_model(model, lora_config(files.workload)).train()
+
+
+def _set_checkpointing(model: Any, *, enabled: bool) -> None:
+    base = model.get_base_model()
+    if enabled:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        base.enable_input_require_grads()
+    else:
+        base.gradient_checkpointing_disable()
+        base.disable_input_require_grads()
+
+
+def _apply_liger(model: Any) -> None:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    base = model.get_base_model()
+    MODEL_TYPE_TO_APPLY_LIGER_FN[base.config.model_type](model=base)
+
+
+def _train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
+    from transformers import DataCollatorWithFlattening
+
+    is_cuda = device == "cuda"
+    collator = DataCollatorWithFlattening()
+    share = recorder.case.label_share
+    rows = [
+        [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in recorder.pack_at(step).documents(share)]
+        for step in range(recorder.num_total)
+    ]
+    loader = torch.utils.data.DataLoader(rows, batch_size=None, collate_fn=collator, pin_memory=is_cuda)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda)
+    for batch in loader:
+        recorder.batch_arrived()
+        batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        loss = model(**batch).loss
+        loss.backward()
+        recorder.backward_done(model, loss=loss.detach())
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if recorder.step_done():
+            break

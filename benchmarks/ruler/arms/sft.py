@@ -1,0 +1,143 @@
+"""What the TRL and the Unsloth arm share: their own SFTTrainer trains on the ruler's packs, in the ruler's order, and a callback measures.
+
+The trainer is built as its documentation says (packing on); its prepared data set is then exchanged for one with the same columns that holds the ruler's packs.
+Model, collator, loss, optimizer and step are the trainer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.ruler.cases import LEARNING_RATE, MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, run_case
+from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.workloads import Pack, WorkloadFiles
+
+OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_fused": "adamw_torch_fused"}
+
+
+def training_arguments(case: Case, *, files: WorkloadFiles, is_cuda: bool) -> dict[str, Any]:
+    """Return the SFTConfig arguments that are the same for both trainers."""
+    return {
+        "output_dir": str(files.folder / "trainer_output"),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "max_steps": case.num_warmup + case.num_steps,
+        "warmup_steps": 2,
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": MAX_GRADIENT_NORM,
+        "optim": OPTIMIZERS[case.optimizer] if is_cuda else "adamw_torch",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 100_000,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_length": files.workload.max_tokens,
+        "packing": True,
+        "bf16": is_cuda,
+        "use_cpu": not is_cuda,
+        "seed": 3407,
+    }
+
+
+def seed_documents(num_documents: int = 64) -> Any:
+    """Return a small text data set for a trainer to prepare; the packs replace it before training."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": [" ".join(f"w{4 + (row * 7 + word) % 100}" for word in range(40)) for row in range(num_documents)]})
+
+
+def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
+    """Train every case with one trainer; cases differ in their label share only."""
+    packs = files.read_packs()
+    adapter = files.read_adapter()
+    driver = _install_driver(trainer)
+    for case in cases:
+        recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
+
+        def body(recorder: CaseRecorder) -> None:
+            load_adapter(trainer.model, adapter)
+            driver.recorder = recorder
+            rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
+            trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)
+            trainer.optimizer = trainer.lr_scheduler = None
+            driver.expected = [_expected(pack, share=recorder.case.label_share) for pack in rows[:1]][0]
+            try:
+                trainer.train()
+            finally:
+                driver.recorder = None
+
+        run_case(recorder, body, log=log)
+        trainer.model.zero_grad(set_to_none=True)
+
+
+def _data_set(packs: list[Pack], *, share: float) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict(
+        {
+            "input_ids": [pack.input_id_T.tolist() for pack in packs],
+            "labels": [pack.label_T(share).tolist() for pack in packs],
+            "seq_lengths": [pack.lengths for pack in packs],
+        }
+    )
+
+
+def _expected(pack: Pack, *, share: float) -> dict[str, np.ndarray]:
+    return {"input_ids": pack.input_id_T, "labels": pack.label_T(share), "position_ids": pack.position_T()}
+
+
+def _install_driver(trainer: Any) -> Any:
+    """Add the measuring callback and stand in the way of training_step, once per trainer."""
+    from transformers import TrainerCallback
+
+    class Driver(TrainerCallback):
+        """Tell the recorder what happens, and stop the trainer when it says so."""
+
+        recorder: CaseRecorder | None = None
+        expected: dict[str, np.ndarray] = {}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            if self.recorder is not None and self.recorder.step_done():
+                control.should_training_stop = True
+            return control
+
+    driver = Driver()
+    trainer.add_callback(driver)
+    own_step: Callable[..., torch.Tensor] = trainer.training_step
+
+    def training_step(model: Any, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> torch.Tensor:
+        recorder = driver.recorder
+        assert recorder is not None
+        if recorder.step == 0:
+            recorder.record["batch"] = check_batch(inputs, driver.expected)
+        recorder.batch_arrived()
+        loss = own_step(model, inputs, *arguments, **keywords)
+        recorder.backward_done(model, loss=loss.detach())
+        return loss
+
+    trainer.training_step = training_step
+    return driver
+
+
+def check_batch(inputs: dict[str, Any], expected: dict[str, np.ndarray]) -> dict[str, str]:
+    """Return a description of the first batch.
+
+    Raises:
+        ValueError: The trainer's collator did not produce the ruler's first pack.
+    """
+    description = {key: str(tuple(value.shape)) if hasattr(value, "shape") else repr(value) for key, value in inputs.items()}
+    for key, value_T in expected.items():
+        if key not in inputs:
+            # Unsloth may pass lengths instead of positions; ids and labels must be there.
+            if key == "position_ids":
+                continue
+            raise ValueError(f"The trainer's batch has no {key}; it has {description}.")
+        given = inputs[key].detach().cpu().numpy().reshape(-1)
+        if given.shape != value_T.shape or not np.array_equal(given, value_T):
+            num_different = int((given != value_T).sum()) if given.shape == value_T.shape else -1
+            raise ValueError(f"The trainer's {key} differ from the ruler's first pack in {num_different} places; batch: {description}.")
+    return description

@@ -1,0 +1,55 @@
+"""The Unsloth arm, through its public functions only: FastLanguageModel and the SFTTrainer it prepares.
+
+Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its default with layers left out by its planner).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Unsloth asks to be imported before everything it patches, and prints a warning otherwise.
+import unsloth  # noqa: F401
+from unsloth import FastLanguageModel
+
+from benchmarks.ruler.arms import sft
+from benchmarks.ruler.cases import Case, CaseLog, base_dtype
+from benchmarks.ruler.workloads import TARGET_MODULES, WorkloadFiles
+
+MODES: dict[str, dict[str, Any]] = {
+    "unsloth": {"use_gradient_checkpointing": "unsloth"},
+    "off": {"use_gradient_checkpointing": False},
+    "skip-auto": {"use_gradient_checkpointing": "unsloth", "checkpoint_skip_layers": "auto"},
+    "skip-max": {"use_gradient_checkpointing": "unsloth", "checkpoint_skip_layers": "max"},
+}
+
+
+def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+    """Run cases of one mode on one trainer."""
+    from trl import SFTConfig, SFTTrainer
+
+    workload, is_cuda = files.workload, device == "cuda"
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(files.model),
+        max_seq_length=workload.max_tokens,
+        load_in_4bit=workload.quantization is not None,
+        dtype=base_dtype(is_cuda=is_cuda),
+        local_files_only=True,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=workload.lora_rank,
+        lora_alpha=workload.lora_alpha,
+        lora_dropout=0,
+        bias="none",
+        target_modules=list(TARGET_MODULES),
+        random_state=3407,
+        max_seq_length=workload.max_tokens,
+        **MODES[cases[0].mode],
+    )
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=sft.seed_documents(),
+        args=SFTConfig(**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), dataset_text_field="text", dataset_num_proc=1),
+    )
+    sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda)

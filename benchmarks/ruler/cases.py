@@ -1,0 +1,275 @@
+"""One case of an arm - a system in one mode on one label share - and the recorder that judges it, times it and writes its raw record."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.ruler import judge as judging
+from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, summarise_ms
+from benchmarks.ruler.workloads import Pack, Workload, WorkloadFiles
+
+# A step above this is measured 10 times instead of 30.
+LONG_STEP_MS = 3000.0
+NUM_LONG_STEPS = 10
+MAX_GRADIENT_NORM = 1.0
+LEARNING_RATE = 2e-4
+# What an arm may raise without taking the other cases of its process along; a killed process is the driver's concern.
+CASE_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Args:
+        workload: Name of the workload.
+        system: "plain", "ours", "unsloth" or "trl".
+        mode: What the system is asked to do with activations, and what is added to it, for example "recompute" or "keep+liger".
+        label_share: Share of tokens that are trained.
+        optimizer: "adamw_8bit" or "adamw_fused".
+        num_warmup: Steps before the first timed one; the first of them is the judged step.
+        num_steps: Timed steps.
+        diagnose: Whether a case that fails the judge is timed for the raw log all the same (it still gets no row).
+    """
+
+    workload: str
+    system: str
+    mode: str
+    label_share: float = 1.0
+    optimizer: str = "adamw_8bit"
+    num_warmup: int = 6
+    num_steps: int = 30
+    diagnose: bool = False
+
+    @property
+    def title(self) -> str:
+        """Name in the table."""
+        return f"{self.system} {self.mode}"
+
+
+class CaseRecorder:
+    """Follow one case step by step.
+
+    Call, in every step: ``batch_arrived`` before the batch is copied to the device, ``backward_done`` before gradients are clipped, ``step_done`` after the
+    optimizer; stop when it returns True. Step 0 is judged on the first pack; the last warm-up step counts host waits and is not timed.
+
+    Args:
+        case: What is measured.
+        files: The built workload.
+        packs: Packs in the order they are trained.
+        is_cuda: Whether steps run on a GPU.
+        is_reference: Whether this case's gradients become the reference (the first case of the plain arm).
+    """
+
+    def __init__(self, case: Case, *, files: WorkloadFiles, packs: list[Pack], is_cuda: bool, is_reference: bool = False) -> None:
+        self.case = case
+        self._files = files
+        self._packs = packs
+        self._is_cuda = is_cuda
+        self._is_reference = is_reference
+        self._clock = StepClock(is_cuda=is_cuda)
+        self._waits: HostWaits | None = None
+        self._num_timed = case.num_steps
+        self._is_stopped = False
+        self.step = 0
+        self.verdict: judging.Verdict | None = None
+        self.record: dict[str, Any] = {**asdict(case), "title": case.title}
+        if is_cuda:
+            torch.cuda.init()
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.record["peak_gib_before"] = peak_memory_gib(is_cuda=True)
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def num_total(self) -> int:
+        """Most steps that this case can take."""
+        return self.case.num_warmup + self.case.num_steps
+
+    def pack_at(self, step: int) -> Pack:
+        """Return the pack of a step; the token file is repeated when it is used up."""
+        return self._packs[step % len(self._packs)]
+
+    def batch_arrived(self) -> None:
+        """Start counting host waits in the last warm-up step."""
+        if self.step == self.case.num_warmup - 1:
+            self._waits = HostWaits(is_cuda=self._is_cuda)
+            self._waits.__enter__()
+
+    def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
+        """Stop counting host waits; in step 0 judge the gradients of model and note the loss."""
+        self.close()
+        if self.step == 0:
+            self.record["first_loss"] = None if loss is None else float(loss)
+            self._judge(model)
+
+    def close(self) -> None:
+        """Stop counting host waits if they are being counted."""
+        if self._waits is not None:
+            self._waits.__exit__(None, None, None)
+            self.record["host_waits"], self.record["host_wait_places"] = self._waits.count, self._waits.places[:20]
+            self._waits = None
+
+    def step_done(self) -> bool:
+        """Note the end of a step; return True when the case is over."""
+        self.step += 1
+        self._clock.mark()
+        num_warmup = self.case.num_warmup
+        if self.step == num_warmup:
+            self._begin_timing()
+        over = self._is_stopped or self.step >= num_warmup + self._num_timed
+        if over and self.step > num_warmup and "ms" not in self.record:
+            self._finish()
+        return over
+
+    def _judge(self, model: torch.nn.Module) -> None:
+        gradients = judging.read_gradients(model)
+        path = self._files.reference(self.case.label_share)
+        if self._is_reference:
+            self.verdict = judging.first_reference(gradients)
+            if self.verdict.passed:
+                judging.save_gradients(gradients, path)
+        elif path.exists():
+            self.verdict = judging.judge(gradients, judging.load_gradients(path), device="cuda" if self._is_cuda else "cpu")
+        else:
+            self.verdict = judging.Verdict(False, "the plain arm left no gradients to compare with")
+        self.record["verdict"] = self.verdict.to_dict()
+        print(f"judge: {self.case.title}, labels {self.case.label_share:.0%}: {self.verdict}", flush=True)
+        self._is_stopped = not self.verdict.passed and not self.case.diagnose
+        if not self.verdict.passed:
+            self._num_timed = min(self._num_timed, NUM_LONG_STEPS)
+        if self._is_cuda:
+            # The copies of the comparison are no part of the system's memory.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _begin_timing(self) -> None:
+        # One wait for the device, between warm-up and timing; the clock goes on from the mark just made.
+        warmup_ms = self._clock.read_ms()
+        self.record["warmup_ms"] = warmup_ms
+        if warmup_ms and min(warmup_ms[-2:]) > LONG_STEP_MS:
+            self._num_timed = min(self._num_timed, NUM_LONG_STEPS)
+        if self._is_cuda:
+            self.record["peak_gib_warmup"] = peak_memory_gib(is_cuda=True)
+            torch.cuda.reset_peak_memory_stats()
+        self._clock = StepClock(is_cuda=self._is_cuda)
+        self._clock.mark()
+
+    def _finish(self) -> None:
+        step_ms = self._clock.read_ms()
+        timed = [self.pack_at(self.case.num_warmup + number) for number in range(len(step_ms))]
+        num_tokens = sum(pack.input_id_T.size for pack in timed)
+        num_labelled = sum(int((pack.label_T(self.case.label_share) != -100).sum()) for pack in timed)
+        summary = summarise_ms(step_ms)
+        seconds = summary["median"] / 1e3
+        self.record.update(
+            ms=step_ms,
+            summary=summary,
+            peak_gib=peak_memory_gib(is_cuda=self._is_cuda),
+            tokens_per_s=num_tokens / len(timed) / seconds,
+            labelled_tokens_per_s=num_labelled / len(timed) / seconds,
+            mean_tokens_per_s=num_tokens / sum(step_ms) * 1e3,
+        )
+
+
+class CaseLog:
+    """Append finished cases to a JSON-lines file at once, so that a killed process loses only the case it was in."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, log: CaseLog) -> dict[str, Any]:
+    """Run one case and write its record, whatever becomes of it.
+
+    Args:
+        recorder: Of this case.
+        body: Trains until the recorder says stop.
+        log: Where the record goes.
+    """
+    record = recorder.record
+    record["versions"], record["command"] = versions(), " ".join(sys.argv)
+    try:
+        body(recorder)
+    except CASE_FAILURES as error:
+        recorder.close()
+        record["error"] = f"{type(error).__name__}: {str(error)[:600]}"
+        record["traceback"] = traceback.format_exc()[-6000:]
+        traceback.print_exc()
+        # The frames of the failed step hold its activations.
+        error.__traceback__ = None
+    record["reason"] = reason_without_row(record)
+    log.write(record)
+    median = record.get("summary", {}).get("median")
+    state = record["reason"] or f"{median:.1f} ms, {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.1f} GiB"
+    if recorder.case.num_steps == 0 and record["verdict"]["passed"] if record.get("verdict") else False:
+        state = "reference gradients written"
+    print(f"case: {record['workload']} {recorder.case.title}, labels {recorder.case.label_share:.0%}: {state}", flush=True)
+    return record
+
+
+def reason_without_row(record: dict[str, Any]) -> str:
+    """Return why a case gets no row in the table; empty when it gets one."""
+    if "error" in record:
+        return str(record["error"])
+    verdict = record.get("verdict")
+    if verdict is None:
+        return "no step was judged"
+    if not verdict["passed"]:
+        return str(verdict["reason"])
+    return "" if "summary" in record else "it ended before a step was timed"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what ran, and the device."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "peft", "bitsandbytes", "lightning", "trl", "unsloth", "liger_kernel", "triton", "lightning_fastft"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+    return found
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter], *, name: str, is_cuda: bool) -> torch.optim.Optimizer:
+    """Return the optimizer of a loop that we drive ourselves; plain AdamW on a CPU, where bitsandbytes has none."""
+    if name == "adamw_8bit" and is_cuda:
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(list(parameters), lr=LEARNING_RATE)
+    return torch.optim.AdamW(list(parameters), lr=LEARNING_RATE, fused=is_cuda)
+
+
+def base_dtype(*, is_cuda: bool) -> torch.dtype:
+    """Return the dtype of weights and compute: bf16 on a GPU, fp32 in CPU tests."""
+    return torch.bfloat16 if is_cuda else torch.float32
+
+
+def quantization_config(workload: Workload, *, is_cuda: bool) -> Any:
+    """Return the BitsAndBytesConfig that every system is given, or None."""
+    if workload.quantization is None:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=base_dtype(is_cuda=is_cuda)
+    )

@@ -1,0 +1,173 @@
+"""The judge: a system is timed only if one step on one packed batch gives the plain arm's gradients.
+
+Each trainable tensor is compared with the same tensor of the plain arm (the first system, Hugging Face's own loss): cosine at least 0.999 and norm within 2 %.
+Gradients may be bf16 or fp32 where they were made; they are compared as float64 sums of fp32 values, so that the comparison adds no rounding of its own. What
+bf16 arithmetic itself does to a gradient (different summation orders, 0.4 % a rounding) is inside these limits; where it is not, the system gets no row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MIN_COSINE = 0.999
+MAX_NORM_ERROR = 0.02
+_ADAPTER_NAME = re.compile(r"layers\.(\d+)\.([\w.]+?)\.lora_([AB])\b")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge found.
+
+    Args:
+        passed: Whether the system may be timed.
+        reason: Why not; empty when passed.
+        num_tensors: Tensors compared.
+        worst_cosine: Lowest cosine, with its tensor's name.
+        worst_norm_error: Largest relative difference of norms, with its tensor's name.
+        lowest: The five tensors with the lowest cosine: name, cosine, relative norm error.
+    """
+
+    passed: bool
+    reason: str
+    num_tensors: int = 0
+    worst_cosine: tuple[str, float] = ("", float("nan"))
+    worst_norm_error: tuple[str, float] = ("", float("nan"))
+    median_cosine: float = float("nan")
+    lowest: tuple[tuple[str, float, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for the raw log."""
+        return asdict(self)
+
+
+def canonical_name(name: str) -> str | None:
+    """Return "<layer>.<module>.<A|B>" for an adapter tensor, whatever wraps the model; None for another tensor.
+
+    Example:
+        >>> canonical_name("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
+        '3.self_attn.q_proj.A'
+    """
+    match = _ADAPTER_NAME.search(name)
+    return f"{match[1]}.{match[2]}.{match[3]}" if match else None
+
+
+def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the trainable tensors of a model by canonical name.
+
+    Raises:
+        ValueError: Something other than adapters is trained, or two tensors share a name.
+    """
+    adapters: dict[str, torch.nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        key = canonical_name(name)
+        if key is None or key in adapters:
+            raise ValueError(f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}.")
+        adapters[key] = parameter
+    return adapters
+
+
+@torch.no_grad()
+def load_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy the ruler's adapter values into a model, in the dtype the system keeps its adapters in.
+
+    Raises:
+        ValueError: The model's adapters are not exactly those of the file.
+    """
+    adapters = trainable_adapters(model)
+    values = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    if set(adapters) != set(values):
+        difference = sorted(set(adapters) ^ set(values))
+        raise ValueError(f"The model trains {len(adapters)} tensors, the adapter file has {len(values)}; they differ in {difference[:4]}.")
+    for name, parameter in adapters.items():
+        parameter.copy_(values[name])
+
+
+def read_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return every adapter's gradient by canonical name, fp32 on the CPU; a missing gradient is left out."""
+    return {name: parameter.grad.detach().float().cpu() for name, parameter in trainable_adapters(model).items() if parameter.grad is not None}
+
+
+def save_gradients(gradients: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write the reference gradients."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, path)
+
+
+def load_gradients(path: Path) -> dict[str, torch.Tensor]:
+    """Read the reference gradients."""
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], *, device: str = "cpu") -> Verdict:
+    """Compare gradients with the plain arm's.
+
+    Args:
+        gradients: By canonical name, any float dtype.
+        reference: The plain arm's, by the same names.
+        device: Where to compare.
+    """
+    missing = sorted(set(reference) - set(gradients))
+    surplus = sorted(set(gradients) - set(reference))
+    if missing or surplus or not reference:
+        return Verdict(False, f"{len(missing)} tensors without a gradient {missing[:3]}, {len(surplus)} that the plain arm does not train {surplus[:3]}")
+    rows = [(name, *_compare(gradients[name].to(device), reference[name].to(device))) for name in reference]
+    by_cosine = sorted(rows, key=lambda row: _low_first(row[1]))
+    by_norm = sorted(rows, key=lambda row: -_high(row[2]))
+    failed = [row for row in rows if not (row[1] >= MIN_COSINE and row[2] <= MAX_NORM_ERROR)]
+    worst, widest = by_cosine[0], by_norm[0]
+    reason = ""
+    if failed:
+        reason = (
+            f"{len(failed)} of {len(rows)} gradients differ from the plain arm's: lowest cosine {worst[1]:.5f} ({worst[0]}), "
+            f"largest norm difference {widest[2]:.2%} ({widest[0]})"
+        )
+    return Verdict(
+        passed=not failed,
+        reason=reason,
+        num_tensors=len(rows),
+        worst_cosine=(worst[0], worst[1]),
+        worst_norm_error=(widest[0], widest[2]),
+        median_cosine=by_cosine[len(rows) // 2][1],
+        lowest=tuple(by_cosine[:5]),
+    )
+
+
+def first_reference(model_gradients: Mapping[str, torch.Tensor]) -> Verdict:
+    """Judge the plain arm by itself: every gradient is there, finite and not zero."""
+    broken = sorted(_not_training(model_gradients.items()))
+    reason = f"{len(broken)} gradients of the plain arm are zero or not finite: {broken[:3]}" if broken else ""
+    return Verdict(not broken, reason, num_tensors=len(model_gradients), worst_cosine=("", 1.0), worst_norm_error=("", 0.0), median_cosine=1.0)
+
+
+def _not_training(items: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+    for name, gradient in items:
+        norm = float(gradient.double().norm())
+        if not 0 < norm < float("inf"):
+            yield name
+
+
+def _compare(gradient: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """Return cosine and relative difference of norms, NaN where one of them is zero or not finite."""
+    left, right = gradient.double().flatten(), reference.double().flatten()
+    left_norm, right_norm = left.norm(), right.norm()
+    cosine, error = (left @ right) / (left_norm * right_norm), (left_norm / right_norm - 1).abs()
+    return float(cosine), float(error)
+
+
+def _low_first(cosine: float) -> float:
+    return cosine if cosine == cosine else -2.0
+
+
+def _high(error: float) -> float:
+    return error if error == error else float("inf")

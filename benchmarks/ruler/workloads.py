@@ -1,0 +1,308 @@
+"""What is trained: models by configuration, packs from the seeded list of lengths, and the files that every system reads.
+
+``python -m benchmarks.train_step build`` writes one folder per workload (random weights, a word tokenizer, non-zero adapters, the token file); the arms only read it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+LENGTHS_PATH = Path(__file__).parents[1] / "lengths" / "lognormal_mean512.json"
+TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+IGNORED_LABEL = -100
+# Documents shorter than this are not cut off at the end of a pack; the document before them grows instead.
+SHORTEST_DOCUMENT = 16
+# The word tokenizer knows this many words, so token ids stay below it for every model.
+TOKENIZER_WORDS = 8000
+# Small beside the base weights, as adapters are after some hundred steps, and far from zero, so that A has a gradient.
+ADAPTER_B_STD = 0.01
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model and one kind of pack.
+
+    Args:
+        name: As on the command line.
+        model_type: Hugging Face's name of the family.
+        model_config: Arguments of its configuration.
+        quantization: "nf4" for QLoRA, None for LoRA on bf16 weights.
+        max_tokens: Tokens of a pack.
+        length_divisor: Document lengths of the list are divided by this (1 except in CPU tests).
+        num_packs: Packs in the token file; a run that needs more starts again.
+    """
+
+    name: str
+    model_type: str
+    model_config: dict[str, Any] = field(hash=False)
+    quantization: str | None
+    max_tokens: int = 8192
+    length_divisor: int = 1
+    num_packs: int = 48
+    lora_rank: int = 16
+    lora_alpha: int = 16
+
+
+def _qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, Any]:
+    return {
+        "vocab_size": 151_936, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }  # fmt: skip
+
+
+_QWEN3_14B = _qwen3(hidden=5120, inner=17_408, layers=40, heads=40, kv_heads=8, tied=False)
+_QWEN3_06B = _qwen3(hidden=1024, inner=3072, layers=28, heads=16, kv_heads=8, tied=True)
+_LLAMA_1B = {
+    "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}  # fmt: skip
+_TINY = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 1024, "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("qwen3-14b-qlora", "qwen3", _QWEN3_14B, "nf4"),
+        Workload("qwen3-0.6b-lora", "qwen3", _QWEN3_06B, None),
+        Workload("llama-3.2-1b-lora", "llama", _LLAMA_1B, None),
+        Workload("tiny", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
+        Workload("tiny-qlora", "qwen3", _TINY, "nf4", max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
+    )
+}
+
+
+class Pack:
+    """One packed micro-batch as every system receives it: token ids and document lengths; labels follow from the label share.
+
+    Args:
+        input_id_T: Token ids, shape (T,), int64.
+        lengths: Tokens of each document, in order; they add up to T.
+    """
+
+    def __init__(self, *, input_id_T: np.ndarray, lengths: Sequence[int]) -> None:
+        self.input_id_T = input_id_T
+        self.lengths = [int(length) for length in lengths]
+
+    def label_T(self, share: float) -> np.ndarray:
+        """Return unshifted labels: the last share of every document, never its first token, at least one token where it has two."""
+        label_T = np.full(self.input_id_T.shape, IGNORED_LABEL, dtype=np.int64)
+        for start, end in self.borders():
+            num_labelled = num_labelled_tokens(end - start, share=share)
+            label_T[end - num_labelled : end] = self.input_id_T[end - num_labelled : end]
+        return label_T
+
+    def position_T(self) -> np.ndarray:
+        """Return positions that restart with every document."""
+        return np.concatenate([np.arange(length) for length in self.lengths])
+
+    def borders(self) -> list[tuple[int, int]]:
+        """Return start and end of every document."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [(end - length, end) for end, length in zip(ends, self.lengths)]
+
+    def documents(self, share: float) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return (ids, labels) of every document."""
+        label_T = self.label_T(share)
+        return [(self.input_id_T[start:end], label_T[start:end]) for start, end in self.borders()]
+
+
+def num_labelled_tokens(length: int, *, share: float) -> int:
+    """Return how many tokens at the end of a document are trained."""
+    return 0 if length < 2 else min(length - 1, max(1, round(share * length)))
+
+
+def generate_lengths(num_documents: int, *, seed: int, mean: int, sigma: float, low: int, high: int) -> list[int]:
+    """Return log-normal document lengths with that mean before clipping; the stored list was made by this."""
+    source = random.Random(seed)
+    log_mean = math.log(mean) - 0.5 * sigma * sigma
+    return [min(high, max(low, int(source.lognormvariate(log_mean, sigma)))) for _ in range(num_documents)]
+
+
+def read_lengths(path: Path = LENGTHS_PATH) -> dict[str, Any]:
+    """Return the stored list with the arguments it was generated by."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def plan_packs(lengths: Sequence[int], *, max_tokens: int, num_packs: int) -> list[list[int]]:
+    """Fill packs to exactly max_tokens in the order of the list; the last document of a pack is cut or stretched to fit.
+
+    Raises:
+        ValueError: The list does not fill num_packs.
+    """
+    packs: list[list[int]] = []
+    current: list[int] = []
+    for length in lengths:
+        room = max_tokens - sum(current)
+        taken = min(length, room)
+        if room - taken < min(SHORTEST_DOCUMENT, max_tokens):
+            taken = room
+        current.append(taken)
+        if sum(current) == max_tokens:
+            packs.append(current)
+            current = []
+        if len(packs) == num_packs:
+            return packs
+    raise ValueError(f"{len(lengths)} lengths fill {len(packs)} packs of {max_tokens} tokens, {num_packs} were asked for.")
+
+
+def make_packs(workload: Workload) -> list[Pack]:
+    """Return the packs of a workload; the same on every machine."""
+    lengths = [max(2, length // workload.length_divisor) for length in read_lengths()["lengths"]]
+    plans = plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)
+    highest = min(workload.model_config["vocab_size"], TOKENIZER_WORDS)
+    return [
+        Pack(input_id_T=np.random.default_rng([7, number]).integers(4, highest, size=workload.max_tokens, dtype=np.int64), lengths=plan)
+        for number, plan in enumerate(plans)
+    ]
+
+
+class WorkloadFiles:
+    """The folder of a built workload.
+
+    Args:
+        root: Folder that holds one subfolder per workload, /dev/shm/... on the GPU machine.
+        workload: Which one.
+    """
+
+    def __init__(self, root: Path, workload: Workload) -> None:
+        self.workload = workload
+        self.folder = root / workload.name
+        self.model = self.folder / "model"
+        self.adapter = self.folder / "adapter"
+        self.tokens = self.folder / "tokens.safetensors"
+        self.done = self.folder / "done.json"
+
+    def reference(self, share: float) -> Path:
+        """Where the plain arm leaves its gradients for this label share."""
+        return self.folder / f"reference_gradients_{share:g}.safetensors"
+
+    def is_built(self) -> bool:
+        """Whether build has finished here, with this very workload."""
+        return self.done.exists() and json.loads(self.done.read_text()) == _fingerprint(self.workload)
+
+    def read_packs(self) -> list[Pack]:
+        """Return the packs of the token file."""
+        from safetensors.numpy import load_file
+
+        arrays = load_file(self.tokens)
+        length_rows = np.split(arrays["length_D"], np.cumsum(arrays["num_documents_P"])[:-1])
+        return [Pack(input_id_T=ids, lengths=lengths) for ids, lengths in zip(arrays["input_id_PT"], length_rows)]
+
+    def read_adapter(self) -> dict[str, torch.Tensor]:
+        """Return the adapter tensors by their names in the PEFT file, fp32 on the CPU."""
+        from safetensors.torch import load_file
+
+        return load_file(self.adapter / "adapter_model.safetensors")
+
+
+def build(workload: Workload, *, root: Path, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Write the folder of a workload, once, and return what took how many seconds.
+
+    Args:
+        workload: What to build.
+        root: Where; needs the size of the bf16 weights.
+        device: Where random weights are drawn.
+        dtype: Dtype of the weights: bf16, or fp32 for CPU runs.
+    """
+    files = WorkloadFiles(root, workload)
+    if files.is_built():
+        return {"seconds": 0.0}
+    files.folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    shapes = _write_model(files, device=device, dtype=dtype)
+    model_seconds = time.perf_counter() - start
+    _write_tokenizer(files)
+    _write_adapter(files, shapes)
+    _write_tokens(files)
+    files.done.write_text(json.dumps(_fingerprint(workload)))
+    return {"seconds": time.perf_counter() - start, "model_seconds": model_seconds}
+
+
+def _fingerprint(workload: Workload) -> dict[str, Any]:
+    return json.loads(json.dumps({**vars(workload), "adapter_b_std": ADAPTER_B_STD}))
+
+
+def _write_model(files: WorkloadFiles, *, device: str, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """Draw random weights and save them; return (rows, columns) of every adapted weight by its name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(files.workload.model_type, **files.workload.model_config)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(files.model, max_shard_size="6GB")
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in TARGET_MODULES
+    }  # fmt: skip
+
+
+def _write_tokenizer(files: WorkloadFiles) -> None:
+    """Write a word tokenizer: peers insist on one, although every system reads token ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    num_words = min(TOKENIZER_WORDS, files.workload.model_config["vocab_size"])
+    vocabulary.update({f"w{number}": number for number in range(4, num_words)})
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", model_max_length=32_768
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(files.model)
+
+
+def _write_adapter(files: WorkloadFiles, shapes: dict[str, tuple[int, int]]) -> None:
+    """Write non-zero adapters in PEFT's format; values are exact in bf16, so that bf16 and fp32 adapters hold the same numbers."""
+    from safetensors.torch import save_file
+
+    rank = files.workload.lora_rank
+    generator = torch.Generator().manual_seed(11)
+    tensors = {}
+    for name, (num_rows, num_columns) in shapes.items():
+        a = (torch.rand(rank, num_columns, generator=generator) * 2 - 1) / math.sqrt(num_columns)
+        b = torch.randn(num_rows, rank, generator=generator) * ADAPTER_B_STD
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16).float()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(torch.bfloat16).float()
+    files.adapter.mkdir(exist_ok=True)
+    save_file(tensors, files.adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    lora_config(files.workload).save_pretrained(files.adapter)
+
+
+def lora_config(workload: Workload) -> Any:
+    """Return the LoraConfig that every system is given."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=workload.lora_rank, lora_alpha=workload.lora_alpha, lora_dropout=0.0, bias="none", target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM"
+    )
+
+
+def _write_tokens(files: WorkloadFiles) -> None:
+    from safetensors.numpy import save_file
+
+    packs = make_packs(files.workload)
+    arrays = {
+        "input_id_PT": np.stack([pack.input_id_T for pack in packs]),
+        "length_D": np.concatenate([np.asarray(pack.lengths, dtype=np.int64) for pack in packs]),
+        "num_documents_P": np.asarray([len(pack.lengths) for pack in packs], dtype=np.int64),
+    }
+    save_file(arrays, files.tokens)

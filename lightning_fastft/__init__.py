@@ -1,0 +1,81 @@
+"""Fine-tune Hugging Face causal language models with PyTorch Lightning at the limit of the GPU.
+
+Importing this package registers its strategy names with Lightning and loads nothing heavier than torch and lightning.pytorch; every name of the public
+list is loaded when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_fastft.strategies.registry import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_fastft.callbacks.gradient_health import GradientHealth
+    from lightning_fastft.callbacks.packed_training import PackedTraining
+    from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
+    from lightning_fastft.callbacks.token_throughput import TokenThroughput
+    from lightning_fastft.datamodule import PackedDataModule
+    from lightning_fastft.errors import FastFTError
+    from lightning_fastft.models.attention import register
+    from lightning_fastft.module import FineTuner
+    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+    from lightning_fastft.packing.collate import Document, PackedBatch, collate
+    from lightning_fastft.packing.context import BatchContext
+    from lightning_fastft.status import Status
+    from lightning_fastft.strategies.single_device import FastFTStrategy
+
+__version__ = "0.1.0"
+
+# The public list, and where each name lives. A stored copy of it is compared in tests/meta.
+_PLACES = {
+    "BatchContext": "packing.context",
+    "Document": "packing.collate",
+    "FastFTError": "errors",
+    "FastFTProgressBar": "callbacks.progress_bar",
+    "FastFTStrategy": "strategies.single_device",
+    "FineTuner": "module",
+    "GradientHealth": "callbacks.gradient_health",
+    "OffloadCheckpointing": "offload.checkpointing",
+    "PackedBatch": "packing.collate",
+    "PackedDataModule": "datamodule",
+    "PackedTraining": "callbacks.packed_training",
+    "Status": "status",
+    "TokenThroughput": "callbacks.token_throughput",
+    "collate": "packing.collate",
+    "register": "models.attention",
+}
+
+__all__ = [
+    "BatchContext",
+    "Document",
+    "FastFTError",
+    "FastFTProgressBar",
+    "FastFTStrategy",
+    "FineTuner",
+    "GradientHealth",
+    "OffloadCheckpointing",
+    "PackedBatch",
+    "PackedDataModule",
+    "PackedTraining",
+    "Status",
+    "TokenThroughput",
+    "collate",
+    "register",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})
+
+
+register_strategies()

@@ -1,0 +1,136 @@
+"""PackedTraining: packed attention, the lazy head and the activation policy under any strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_fastft.errors import OptionError
+from lightning_fastft.status import Status, render_status_table
+from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    import torch
+
+    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+
+
+class PackedTraining(Callback):
+    """Give every transformers model in the LightningModule what ``strategy="fastft"`` gives it, under another strategy.
+
+    Swaps keep parameters and state-dict keys, are made when the model stands (eager or lazy), and are undone at the end and after an exception. A packed
+    batch that no attention layer reads is refused before its backward. Under a strategy of ours the callback has nothing to do and says so.
+
+    Args:
+        attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+        activations: What happens to activations; None leaves the models' own checkpointing alone.
+
+    Raises:
+        OptionError: Options are given and the strategy is ours: give them to the strategy.
+
+    Example:
+        >>> PackedTraining().status()
+        []
+    """
+
+    def __init__(self, *, attention: str = "auto", activations: OffloadCheckpointing | None = None) -> None:
+        self.packed_steps = PackedSteps(attention=attention, activations=activations)
+        self._is_redundant = False
+        self._step: PackedStep | None = None
+
+    def status(self) -> list[Status]:
+        """Return what is active, for the table of the run."""
+        if self._is_redundant:
+            return [Status("PackedTraining", "inactive", "the strategy installs packed training itself", "remove the callback")]
+        return self.packed_steps.statuses()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find out whether the strategy does this work already."""
+        self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
+        if self._is_redundant and (self.packed_steps.activations is not None or self.packed_steps.attention != "auto"):
+            raise OptionError(
+                f"{type(trainer.strategy).__name__} installs packed training itself and would ignore the options of PackedTraining: remove the callback and "
+                "give attention= and activations= to the strategy."
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install before sanity validation, after configure_model."""
+        self._install(pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what is active."""
+        if not self._is_redundant:
+            self.packed_steps.check_training_mode()
+            rank_zero_info("\n" + render_status_table(collect_statuses(trainer, [])))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install for ``trainer.validate``."""
+        self._install(pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install for ``trainer.test``."""
+        self._install(pl_module)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install for ``trainer.predict``."""
+        self._install(pl_module)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Note what the context counted before the step."""
+        self._begin(batch)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """Refuse a step whose packed batch no attention layer read."""
+        self._check(pl_module, where="training_step")
+
+    def on_validation_batch_start(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+        """Note what the context counted before the step."""
+        self._begin(args[2])
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Refuse a step whose packed batch no attention layer read."""
+        self._check(pl_module, where="validation_step")
+
+    def on_test_batch_start(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+        """Note what the context counted before the step."""
+        self._begin(args[2])
+
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Refuse a step whose packed batch no attention layer read."""
+        self._check(pl_module, where="test_step")
+
+    def on_predict_batch_start(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+        """Note what the context counted before the step."""
+        self._begin(args[2])
+
+    def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Refuse a step whose packed batch no attention layer read."""
+        self._check(pl_module, where="predict_step")
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take every swap back."""
+        self._undo()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take every swap back; Lightning calls no teardown of callbacks after an exception."""
+        self._undo()
+
+    def _install(self, pl_module: pl.LightningModule) -> None:
+        if not self._is_redundant:
+            self.packed_steps.install(pl_module)
+
+    def _begin(self, batch: Any) -> None:  # noqa: ANN401 - any batch of any data module
+        self._step = None if self._is_redundant else self.packed_steps.begin(batch)
+
+    def _check(self, pl_module: pl.LightningModule, *, where: str) -> None:
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.check_read(pl_module, where=where)
+
+    def _undo(self) -> None:
+        self._step = None
+        self.packed_steps.undo()

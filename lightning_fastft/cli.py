@@ -1,0 +1,190 @@
+"""The ``fastft`` command: LightningCLI with our defaults, a closed list of what a config may import, and answers that give the reason first."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_fastft.cli_answers import explain_refusal
+from lightning_fastft.cli_imports import import_policy, take_allowed_imports
+from lightning_fastft.errors import FastFTError, OptionError
+
+CONFIG_FOLDER = Path(__file__).parent / "configs"
+USAGE = """\
+fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
+
+  fastft fit      --config NAME|FILE [--key value ...]   train
+  fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
+  fastft test     --config NAME|FILE [--key value ...]   the same on the test data
+  fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
+  fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
+  fastft demo                                            the whole job on data that it makes itself
+
+Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
+Values that name classes may come from lightning, torch, torchmetrics, peft, transformers' schedulers and lightning_fastft;
+--allow-import my_package adds a package of yours, found from the current folder too.
+All options: fastft fit --help.  Shipped configs: {configs}
+"""
+
+
+class FastFTArgumentParser(LightningArgumentParser):
+    """Answer a wrong argument with its reason first and one line of advice, not with the usage of 200 options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Write the reason and a hint to standard error and exit with status 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [action.dest for action in parser._actions if action.dest]
+        sys.stderr.write(explain_refusal(message, options=options, program=parser.prog.replace(" [options]", "")))
+        sys.exit(2)
+
+
+class FastFTCLI(LightningCLI):
+    """LightningCLI for FineTuner and PackedDataModule, or any LightningModule and LightningDataModule that the import policy lets in.
+
+    Differences from LightningCLI: no automatic optimizer (its parameters would be those of a model not built yet), a checkpoint brings weights and
+    state but never settings, and is a local file read with ``weights_only=True``.
+
+    Args:
+        args: Words of the command line, without the name of the program.
+        run: Whether args begin with a subcommand that runs; otherwise trainer, model and datamodule are made and nothing runs.
+        callbacks: Callbacks that are always added, besides those of the config.
+    """
+
+    def __init__(self, args: ArgsType = None, *, run: bool = True, callbacks: Sequence[Any] = ()) -> None:
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"strategy": "fastft", "callbacks": list(callbacks)},
+            seed_everything_default=1,
+            parser_class=FastFTArgumentParser,
+            args=args,
+            run=run,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands and the arguments of the Trainer's methods that are not options."""
+        kept = {name: skipped | {"weights_only"} for name, skipped in LightningCLI.subcommands().items()}
+        return {name: kept[name] for name in ("fit", "validate", "test")}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Make FineTuner and PackedDataModule what is meant where a config names no class."""
+        parser.set_defaults(
+            {"model": {"class_path": "lightning_fastft.module.FineTuner"}, "data": {"class_path": "lightning_fastft.datamodule.PackedDataModule"}}
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the given arguments; sys.argv is never looked at."""
+        self.config = parser.parse_args(list(args or []))
+
+    def _parse_ckpt_path(self) -> None:
+        """Take no settings from a checkpoint: Lightning would let them override the command line without a word."""
+        path = (self.config.get(self.config.get("subcommand") or "") or {}).get("ckpt_path")
+        if path is not None and (":" in str(path)) and not Path(path).exists():
+            raise OptionError(f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}: checkpoints are not loaded from elsewhere.")
+
+    def instantiate_classes(self) -> None:
+        """Make model, data module and trainer; what one of them refuses becomes an answer, not a traceback."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            raise OptionError(str(error)) from error
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Load checkpoints as tensors and plain types only, whatever the environment says."""
+        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the ``fastft`` command and return its exit status.
+
+    Args:
+        args: Words of the command line without the name of the program; None for those of this process.
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    try:
+        words, allowed = take_allowed_imports(words)
+        if not words or words[0] in ("-h", "--help"):
+            sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
+            return 0
+        if allowed and "" not in sys.path:
+            # A console script does not see the current folder; behind everything else, so that it shadows nothing.
+            sys.path.append("")
+        with import_policy(allowed):
+            return _run(words[0], find_configs(words[1:]))
+    except FastFTError as error:
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        return 1
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command in FastFTCLI.subcommands():
+        FastFTCLI([command, *words])
+        return 0
+    if command == "data":
+        from lightning_fastft.cli_data import run_data
+
+        return run_data(words)
+    if command == "doctor":
+        from lightning_fastft.cli_doctor import run_doctor
+
+        return run_doctor(words)
+    if command == "demo":
+        from lightning_fastft.cli_demo import run_demo
+
+        return run_demo(words)
+    raise OptionError(f"Unknown command {command!r}; there are fit, validate, test, data, doctor and demo.")
+
+
+def config_names() -> list[str]:
+    """Return the names of the configs that come with the package."""
+    return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+
+
+def find_configs(words: Sequence[str]) -> list[str]:
+    """Return the arguments with the names of shipped configs replaced by their files.
+
+    Args:
+        words: Arguments; what follows ``--config`` or ``-c`` is a file, or else the name of a shipped config.
+
+    Raises:
+        OptionError: There is neither such a file nor such a name.
+    """
+    found, is_config = [], False
+    for word in words:
+        option, equals, value = word.partition("=")
+        if is_config:
+            word = _find_config(word)
+        elif equals and option in ("--config", "-c"):
+            word = f"{option}={_find_config(value)}"
+        is_config = not is_config and word in ("--config", "-c")
+        found.append(word)
+    return found
+
+
+def _find_config(name: str) -> str:
+    if Path(name).is_file():
+        return name
+    path = CONFIG_FOLDER / f"{name}.yaml"
+    if name in config_names():
+        return str(path)
+    near = difflib.get_close_matches(name, config_names(), n=1)
+    advice = f" Did you mean {near[0]}?" if near else ""
+    raise OptionError(f"There is no file and no shipped config named {name!r}.{advice} Shipped configs: {', '.join(config_names())}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Turn the parser's many-line refusals into one reason, and say what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Collection
+
+_IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
+_UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
+_NOISE = re.compile(r"^(Given value|Subtypes:|Errors:|Does not validate against|- Does not validate|- Expected a path but|- Expected a <class 'NoneType'>)")
+
+
+def explain_refusal(message: str, *, options: Collection[str], program: str) -> str:
+    """Return the reason why arguments were refused, in the first line, then hints.
+
+    Args:
+        message: What the parser says.
+        options: Dotted names of the options that the parser has.
+        program: The command whose ``--help`` lists the options.
+
+    Example:
+        >>> print(explain_refusal("unrecognized arguments: --trainer.max_stps 2", options=["trainer.max_steps"], program="fastft fit"))
+        error: unrecognized arguments: --trainer.max_stps 2
+        hint: did you mean trainer.max_steps?
+        hint: all options: fastft fit --help
+    """
+    lines = [line.strip() for line in message.strip().splitlines()]
+    key = re.match(r'Parser key "([^"]+)":', lines[0])
+    where = f"{key[1]}: " if key else ""
+    last_line = f"hint: all options: {program} --help\n"
+
+    refused = _IMPORT_REFUSED.search(message)
+    if refused:
+        package = refused[1].partition(".")[0]
+        advice = f"hint: if you trust it, add --allow-import {package} to the command line (a file cannot)\n"
+        return f"error: {where}a config may not import {refused[1]!r}\n{advice}{last_line}"
+
+    unknown = _UNKNOWN_OPTION.search(message)
+    if unknown:
+        name = next(filter(None, unknown.groups()))
+        owner, reason = _owner_of(lines, name), next(line for line in lines if name in line)
+        accepted = _parameters_of(owner) if owner else options
+        near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)
+        hint = f"hint: did you mean {near[0]}?\n" if near else ""
+        return f"error: {where}{reason}{f' by {owner}' if owner else ''}\n{hint}{last_line}"
+
+    kept = [line for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
+    return f"error: {where}{' '.join(kept) or message.strip()}\n{last_line}"
+
+
+def _owner_of(lines: list[str], option: str) -> str | None:
+    """Return the class that refused the option, where the message names one."""
+    owner = None
+    for line in lines:
+        found = re.search(r"Problem with given class_path '([^']+)'", line)
+        owner = found[1] if found else owner
+        if f"'{option}'" in line and "not accepted" in line:
+            return owner
+    return None
+
+
+def _parameters_of(class_path: str) -> list[str]:
+    """Return the parameters of a class that the parser has imported already; nothing is imported for an error message."""
+    module, _, name = class_path.rpartition(".")
+    owner = getattr(sys.modules.get(module), name, None)
+    return list(inspect.signature(owner).parameters) if isinstance(owner, type) else []

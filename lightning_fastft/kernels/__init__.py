@@ -1,0 +1,1 @@
+"""One folder per operation: plain reference, Triton kernel, public function."""

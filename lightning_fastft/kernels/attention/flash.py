@@ -1,0 +1,98 @@
+"""Attention over a packed row by the flash kernels inside torch, called with document offsets; exact gradients for attention sinks.
+
+Axes: T tokens of the pack, S1 document borders, H query heads, G key/value heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_fastft.packing.context import BatchContext
+
+# The flash kernels of torch read heads in steps of this many elements.
+HEAD_WIDTH_STEP = 8
+MAX_HEAD_WIDTH = 256
+
+
+def varlen_attention(
+    q_THW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_TGW: torch.Tensor,
+    *,
+    context: BatchContext,
+    scale: float,
+    window: int | None,
+    sink_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return attention within each document, shape (T, H, width of a value), fp16 or bf16 on CUDA.
+
+    Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with zeros, which changes no score.
+
+    Cost:
+        Memory linear in T; a copy of what has to be padded; no host synchronisation.
+
+    Source:
+        arXiv:2307.08691 through ``aten::_flash_attention_forward`` and ``_backward``.
+    """
+    start_S1, max_length = context.varlen()
+    value_width = v_TGW.shape[-1]
+    width = -(-max(q_THW.shape[-1], value_width) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
+    window_left = -1 if window is None or window >= max_length else window - 1
+    out_THW = _FlashAttention.apply(*(_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW)), sink_H, start_S1, max_length, scale, window_left)
+    return out_THW[..., :value_width]
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Flash attention whose sinks are folded into the log-sum-exp, so that the stock backward gives exact gradients.
+
+    With lse' = log(exp(lse) + exp(sink)) and o' = o * exp(lse - lse'), the backward of plain attention called with (o', lse') computes the true dq,
+    dk, dv: it reads both only through p = exp(score - lse') and delta = rowsum(do * o'). The sink's own gradient is -sum(exp(sink - lse') * delta).
+    Saves q, k, v, o', lse' (fp32), the sinks and the kernel's two random-state tensors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's own context
+        q_THW: torch.Tensor,
+        k_TGW: torch.Tensor,
+        v_TGW: torch.Tensor,
+        sink_H: torch.Tensor | None,
+        start_S1: torch.Tensor,
+        max_length: int,
+        scale: float,
+        window_left: int,
+    ) -> torch.Tensor:
+        out_THW, lse_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q_THW, k_TGW, v_TGW, start_S1, start_S1, max_length, max_length, 0.0, True, False,
+            scale=scale, window_size_left=window_left, window_size_right=0,
+        )  # fmt: skip
+        if sink_H is not None:
+            total_HT = torch.logaddexp(lse_HT, sink_H.float()[:, None])
+            out_THW = (out_THW * torch.exp(lse_HT - total_HT).t()[..., None]).to(q_THW.dtype)
+            lse_HT = total_HT
+        ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused)
+        ctx.max_length, ctx.scale, ctx.window_left = max_length, scale, window_left
+        return out_THW
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - autograd's own context
+        q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused = ctx.saved_tensors
+        d_out_THW = grads[0].contiguous()
+        d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
+            d_out_THW, q_THW, k_TGW, v_TGW, out_THW, lse_HT, start_S1, start_S1, ctx.max_length, ctx.max_length, 0.0, True, rng_state, unused,
+            scale=ctx.scale, window_size_left=ctx.window_left, window_size_right=0,
+        )  # fmt: skip
+        d_sink_H = None
+        if sink_H is not None and ctx.needs_input_grad[3]:
+            delta_HT = (d_out_THW.float() * out_THW.float()).sum(dim=-1).t()
+            d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
+        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None
+
+
+def _kernel_ready(x_THW: torch.Tensor, *, width: int) -> torch.Tensor:
+    """Return heads of this width whose last axis is contiguous; the tensor itself where that holds already."""
+    if x_THW.shape[-1] != width:
+        return torch.nn.functional.pad(x_THW, (0, width - x_THW.shape[-1]))
+    return x_THW if x_THW.stride(-1) == 1 else x_THW.contiguous()

@@ -1,0 +1,232 @@
+"""Attention over a packed row: the public function, what each backend can do, and the choice between them.
+
+Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lightning_fastft.checks import check_choice, check_tensor
+from lightning_fastft.errors import BackendError, ShapeError
+from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
+from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, varlen_attention
+from lightning_fastft.kernels.attention.flex import flex_attention
+from lightning_fastft.kernels.attention.reference import masked_attention
+from lightning_fastft.kernels.attention.sdpa import sdpa_attention
+from lightning_fastft.packing.context import BatchContext
+
+BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "reference")
+# From here on cuDNN beats the flash kernels of torch (measured on an H200: 1.35x forward and 1.7x backward at 8192, equal at 2048, half at 512).
+CUDNN_MIN_DOCUMENT_LENGTH = 4096
+CUDNN_HEAD_WIDTH = 128
+# A new token count costs cuDNN up to 1 s of plan building: chosen only where packs are padded to a length that recurs.
+CUDNN_TOKEN_STEP = 512
+# The oldest GPUs with the flash kernels of torch, FlexAttention's bf16, and cuDNN's packed backward.
+AMPERE, HOPPER = (8, 0), (9, 0)
+
+
+class AttentionNeed(NamedTuple):
+    """All that the choice of a backend depends on.
+
+    Args:
+        device_type: "cuda", "cpu", ...
+        capability: CUDA compute capability; (0, 0) on other devices.
+        dtype: Dtype of queries, keys and values.
+        head_width: Width of a query and key head, in elements.
+        value_width: Width of a value head, in elements.
+        is_grouped: Query heads share key/value heads.
+        has_window: A sliding window shorter than the longest document.
+        has_softcap: Scores are soft-capped.
+        has_sinks: A learned sink per head takes part in the softmax.
+        needs_grad: A backward will follow.
+        document_length: Length of the document that a token lies in, averaged over tokens.
+        num_tokens: Tokens of the pack.
+        has_cudnn: nvidia-cudnn-frontend is installed.
+    """
+
+    device_type: str
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    head_width: int
+    value_width: int
+    is_grouped: bool
+    has_window: bool
+    has_softcap: bool
+    has_sinks: bool
+    needs_grad: bool
+    document_length: int
+    num_tokens: int
+    has_cudnn: bool
+
+
+def packed_attention(
+    q_THW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_TGW: torch.Tensor,
+    *,
+    context: BatchContext,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sink_H: torch.Tensor | None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return causal attention in which every document of the pack sees only itself, and note in the context which backend ran.
+
+    Args:
+        q_THW: Queries, shape (T, H, W).
+        k_TGW: Keys, shape (T, G, W), where G divides H.
+        v_TGW: Values, shape (T, G, any width); dtype and device of q_THW, as k_TGW.
+        context: The metadata of the pack, on the same device; its masks and offsets are built once and reused by all layers.
+        scale: What scores are multiplied by.
+        window: Keys a query sees, itself included; None for all keys of its document.
+        softcap: Scores become softcap * tanh(score / softcap); None for no cap.
+        sink_H: One learned logit per query head in the denominator, shape (H,); None for no sinks.
+        backend: "auto", or one of BACKENDS.
+
+    Returns:
+        Shape (T, H, width of a value), dtype of q_THW, differentiable in q_THW, k_TGW, v_TGW and sink_H.
+
+    Raises:
+        ShapeError: Shapes, dtypes or devices do not fit each other or the context.
+        BackendError: The forced backend cannot do what is asked; the message names those that can.
+        OptionError: backend is unknown or window is below 1.
+        MissingDependencyError: "cudnn" is forced and nvidia-cudnn-frontend is not installed.
+
+    Cost:
+        That of the backend; no host synchronisation.
+
+    Source:
+        own (the choice); each backend names its own.
+
+    Example:
+        >>> context = BatchContext(lengths=[2, 1], label_T=torch.tensor([-100, 5, -100]), num_items=1)
+        >>> q = torch.zeros(3, 1, 4)
+        >>> v = torch.tensor([1.0, 3.0, 7.0])[:, None, None].expand(3, 1, 4)
+        >>> packed_attention(q, q, v, context=context, scale=1.0, window=None, softcap=None, sink_H=None)[:, 0, 0].tolist()
+        [1.0, 2.0, 7.0]
+    """
+    _check_inputs(q_THW, k_TGW, v_TGW, context=context, sink_H=sink_H)
+    need = describe_need(q_THW, k_TGW, v_TGW, context=context, window=window, softcap=softcap, sink_H=sink_H)
+    name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
+    context.note_read(name)
+    if name == "varlen":
+        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H)
+    if name == "cudnn":
+        return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
+    if name == "flex":
+        return flex_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, softcap=softcap, sink_H=sink_H)
+    if name == "sdpa":
+        return sdpa_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
+    mask_TT = context.dense_mask(window=window)[0, 0]
+    return masked_attention(q_THW, k_TGW, v_TGW, mask_TT=mask_TT, scale=scale, softcap=softcap, sink_H=sink_H)
+
+
+def choose_backend(need: AttentionNeed) -> str:
+    """Return the fastest backend that does what is needed.
+
+    On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else the flash kernels of torch; FlexAttention where scores are
+    capped; a dense mask for float32.
+    Elsewhere: a dense mask through scaled_dot_product_attention, or the plain formula for caps and sinks.
+
+    Example:
+        >>> need = AttentionNeed("cpu", (0, 0), torch.float32, 64, 64, True, False, False, False, True, 512, 8192, False)
+        >>> choose_backend(need), choose_backend(need._replace(has_softcap=True))
+        ('sdpa', 'reference')
+    """
+    order = ("sdpa", "reference")
+    if need.device_type == "cuda":
+        is_long = need.document_length >= CUDNN_MIN_DOCUMENT_LENGTH and need.num_tokens % CUDNN_TOKEN_STEP == 0
+        prefers_cudnn = is_long and need.head_width == CUDNN_HEAD_WIDTH and not need.has_window
+        order = (*(("cudnn",) if prefers_cudnn else ()), "varlen", "sdpa", "flex", "reference")
+    return next(name for name in order if not find_obstacle(name, need))
+
+
+def find_obstacle(backend: str, need: AttentionNeed) -> str:
+    """Return why this backend cannot do what is needed; empty when it can."""
+    obstacles: dict[str, tuple[tuple[bool, str], ...]] = {
+        "varlen": (
+            (need.device_type != "cuda", "runs on CUDA only"),
+            (need.capability < AMPERE, f"needs compute capability 8.0, this device has {need.capability[0]}.{need.capability[1]}"),
+            (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
+            (max(need.head_width, need.value_width) > MAX_HEAD_WIDTH, f"takes heads up to {MAX_HEAD_WIDTH} wide, not {need.head_width}"),
+            (need.has_softcap, "has no soft cap"),
+        ),
+        "cudnn": (
+            (need.device_type != "cuda", "runs on CUDA only"),
+            (need.capability < HOPPER, f"needs compute capability 9.0, this device has {need.capability[0]}.{need.capability[1]}"),
+            (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
+            (need.head_width > CUDNN_HEAD_WIDTH or need.head_width % 8 > 0, f"takes heads up to 128 in steps of 8, not {need.head_width}"),
+            (need.value_width != need.head_width, "takes values as wide as keys"),
+            (need.has_softcap, "has no soft cap"),
+            (need.has_sinks, "has no sinks"),
+            (not need.has_cudnn, "needs the package nvidia-cudnn-frontend (pip install 'lightning_fastft[hopper]')"),
+        ),
+        "flex": (
+            (need.device_type not in ("cuda", "cpu"), f"does not run on {need.device_type}"),
+            (need.device_type == "cpu" and need.needs_grad, "has no backward on a CPU"),
+            (need.device_type == "cuda" and need.capability < AMPERE, f"needs compute capability 8.0, this device has {need.capability}"),
+            (need.device_type == "cuda" and min(need.head_width, need.value_width) < 16, f"needs heads at least 16 wide, not {need.head_width}"),
+        ),
+        "sdpa": (
+            (need.has_softcap, "has no soft cap"),
+            (need.has_sinks, "has no sinks"),
+        ),
+        "reference": (),
+    }
+    return "; ".join(reason for applies, reason in obstacles[backend] if applies)
+
+
+def describe_need(
+    q_THW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_TGW: torch.Tensor,
+    *,
+    context: BatchContext,
+    window: int | None,
+    softcap: float | None,
+    sink_H: torch.Tensor | None,
+) -> AttentionNeed:
+    """Return what the choice of a backend depends on; everything in it is known on the host."""
+    tensors = (q_THW, k_TGW, v_TGW) if sink_H is None else (q_THW, k_TGW, v_TGW, sink_H)
+    return AttentionNeed(
+        device_type=q_THW.device.type,
+        capability=torch.cuda.get_device_capability(q_THW.device) if q_THW.is_cuda else (0, 0),
+        dtype=q_THW.dtype,
+        head_width=q_THW.shape[2],
+        value_width=v_TGW.shape[2],
+        is_grouped=q_THW.shape[1] != k_TGW.shape[1],
+        has_window=window is not None and window < context.max_length,
+        has_softcap=softcap is not None,
+        has_sinks=sink_H is not None,
+        needs_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+        document_length=context.sum_squared_lengths // context.num_tokens,
+        num_tokens=context.num_tokens,
+        has_cudnn=q_THW.is_cuda and is_cudnn_installed(),
+    )
+
+
+def _check_forced(backend: str, need: AttentionNeed) -> str:
+    check_choice("backend", backend, ("auto", *BACKENDS))
+    obstacle = find_obstacle(backend, need)
+    if obstacle:
+        able = ", ".join(repr(name) for name in BACKENDS if not find_obstacle(name, need))
+        raise BackendError(f"Attention backend {backend!r} {obstacle}. Able to do this: {able}; or leave the choice to 'auto'.")
+    return backend
+
+
+def _check_inputs(q_THW: torch.Tensor, k_TGW: torch.Tensor, v_TGW: torch.Tensor, *, context: BatchContext, sink_H: torch.Tensor | None) -> None:
+    for name, tensor in (("q_THW", q_THW), ("k_TGW", k_TGW), ("v_TGW", v_TGW)):
+        check_tensor(name, tensor, ndim=3, dtypes=(q_THW.dtype,))
+        if tensor.shape[0] != context.num_tokens:
+            raise ShapeError(f"{name} has {tensor.shape[0]} tokens, the context describes {context.num_tokens}.")
+        if tensor.device != context.device:
+            raise ShapeError(f"{name} is on {tensor.device}, the context on {context.device}: move the batch with batch.to(device).")
+    num_heads, num_groups = q_THW.shape[1], k_TGW.shape[1]
+    if q_THW.shape[2] != k_TGW.shape[2] or num_groups != v_TGW.shape[1] or num_groups == 0 or num_heads % num_groups:
+        raise ShapeError(f"Heads do not fit: q {tuple(q_THW.shape)}, k {tuple(k_TGW.shape)}, v {tuple(v_TGW.shape)}.")
+    if sink_H is not None and sink_H.shape != (num_heads,):
+        raise ShapeError(f"sink_H must have shape ({num_heads},), got {tuple(sink_H.shape)}.")

@@ -1,0 +1,1 @@
+"""Cross-entropy on labelled rows, in chunks, without full logits."""

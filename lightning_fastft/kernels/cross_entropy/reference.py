@@ -1,0 +1,79 @@
+"""Cross-entropy of labelled rows in plain PyTorch: the formula, and the plain twin of the Triton kernel.
+
+Axes: T tokens of the pack, D model width, V vocabulary, R rows that have a label.
+The logits of a row are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``scale * (W h + b)`` where there is no soft cap.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+IGNORED_TARGET = -100
+
+
+class RowLosses(NamedTuple):
+    """Negative log-likelihood of each row, and whether its likeliest token is the target (None where not asked for)."""
+
+    nll_R: torch.Tensor
+    correct_R: torch.Tensor | None
+
+
+def scale_and_cap(logits: torch.Tensor, *, scale: float, softcap: float | None) -> torch.Tensor:
+    """Return the logits after a model's scale and soft cap."""
+    scaled = logits * scale
+    return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+
+
+def labelled_cross_entropy_reference(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    *,
+    row_R: torch.Tensor,
+    target_R: torch.Tensor,
+    num_items: float,
+    bias_V: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return the summed cross-entropy of the rows, divided by num_items, through PyTorch's own autograd.
+
+    Source:
+        The definition; soft cap as in Gemma 2 (arXiv 2408.00118).
+    """
+    logits_RV = torch.nn.functional.linear(hidden_TD[row_R], weight_VD, bias_V)
+    logits_RV = scale_and_cap(logits_RV, scale=scale, softcap=softcap)
+    if logits_RV.dtype is not torch.float64:
+        logits_RV = logits_RV.float()
+    return torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="sum") / num_items
+
+
+def row_losses(
+    logits_RV: torch.Tensor, target_R: torch.Tensor, *, scale: float, softcap: float | None, write_gradient: bool, count_correct: bool
+) -> RowLosses:
+    """Return each row's loss and, if asked, overwrite the raw logits with the gradient of the summed loss with respect to them.
+
+    A target of -100 gives a loss of 0 and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
+    """
+    wide = torch.float64 if logits_RV.dtype is torch.float64 else torch.float32
+    # Without scale and cap, wide logits are worked on where they lie.
+    value_RV = logits_RV.to(wide) if scale == 1 else logits_RV.to(wide) * scale
+    slope_RV = None
+    if softcap is not None:
+        tanh_RV = torch.tanh(value_RV / softcap)
+        value_RV, slope_RV = softcap * tanh_RV, 1 - tanh_RV * tanh_RV
+    is_trained_R = target_R != IGNORED_TARGET
+    column_R1 = target_R.clamp(min=0)[:, None]
+    highest_R1, best_R1 = value_RV.max(dim=1, keepdim=True)
+    correct_R = (best_R1[:, 0] == target_R) if count_correct else None
+    if write_gradient:
+        # Own memory or the logits themselves, which are to be overwritten anyway.
+        gradient_RV = value_RV.sub_(lse_R[:, None]).exp_()
+        gradient_RV.scatter_add_(1, column_R1, gradient_RV.new_full((1, 1), -1.0).expand(column_R1.shape))
+        gradient_RV.mul_(torch.where(is_trained_R, scale, 0.0).to(wide)[:, None])
+        if slope_RV is not None:
+            gradient_RV.mul_(slope_RV)
+        if gradient_RV is not logits_RV:
+            logits_RV.copy_(gradient_RV)
+    return RowLosses(nll_R, correct_R)

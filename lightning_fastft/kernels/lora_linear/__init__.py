@@ -1,0 +1,1 @@
+"""The low-rank part of an adapted linear layer."""

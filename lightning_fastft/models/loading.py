@@ -1,0 +1,405 @@
+"""From a name, a folder or a configuration to a model on its device: read or initialised, quantised, verified, with adapters on it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_fastft.checks import check_choice
+from lightning_fastft.errors import DataError, MissingDependencyError, OptionError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_NAMES_IN_MESSAGE = 8
+
+
+class ModelSource:
+    """Name where a model comes from, without loading it.
+
+    Args:
+        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, or a transformers configuration.
+        init: "pretrained" reads the weights; "random" initialises them from the configuration.
+        revision: Branch, tag or commit on the hub; None for the default branch.
+
+    Raises:
+        OptionError: init is unknown, or a bare configuration is given where weights are asked for.
+
+    Example:
+        >>> source = ModelSource({"model_type": "qwen3", "vocab_size": 64}, init="random")
+        >>> source.config.vocab_size
+        64
+    """
+
+    def __init__(self, model: str | dict[str, Any] | PretrainedConfig, *, init: str = "pretrained", revision: str | None = None) -> None:
+        check_choice("init", init, ("pretrained", "random"))
+        is_configuration = not isinstance(model, str) or model.endswith(".json")
+        if is_configuration and init == "pretrained":
+            raise OptionError(f"The configuration {_describe(model)} has no weights. Give a hub id or a folder, or set init='random'.")
+        self.model = model
+        self.init = init
+        self.revision = revision
+
+    @functools.cached_property
+    def config(self) -> PretrainedConfig:
+        """The transformers configuration; read on first use. A hub id may be downloaded here."""
+        from transformers import AutoConfig
+
+        if isinstance(self.model, str):
+            return AutoConfig.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+        if isinstance(self.model, Mapping):
+            content = dict(self.model)
+            if "model_type" not in content:
+                raise OptionError(f"The configuration has no 'model_type'; it has {sorted(content)}.")
+            return AutoConfig.for_model(content.pop("model_type"), **content)
+        return copy.deepcopy(self.model)
+
+    @property
+    def name(self) -> str:
+        """The hub id or path; for a configuration its model type."""
+        return self.model if isinstance(self.model, str) else self.config.model_type
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the token embedding as the configuration has it."""
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the tokenizer that stands beside the model; None for a configuration, which has none."""
+        from transformers import AutoTokenizer
+
+        if not isinstance(self.model, str) or self.model.endswith(".json"):
+            return None
+        return AutoTokenizer.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+
+
+def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and arithmetic: "auto" is bf16 where the device computes in it, else fp32.
+
+    Raises:
+        OptionError: dtype is not one of auto, bfloat16, float16, float32.
+    """
+    check_choice("dtype", dtype, ("auto", *DTYPES))
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float32
+
+
+def build_model(
+    source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization: Literal["nf4"] | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """Return the model on its device: read from safetensors and verified, or initialised from its configuration.
+
+    Args:
+        source: Where the model comes from.
+        device: Where every tensor goes; nothing passes through another device's memory.
+        dtype: Dtype of all floating tensors that are not quantised.
+        quantization: "nf4" holds every linear layer but the head in NF4 with doubly quantised scales; None for no quantisation.
+        seed: Seed of a random initialisation, the same on every rank; the global generators are left as they were.
+
+    Returns:
+        A transformers causal language model in training mode.
+
+    Raises:
+        DataError: Weights are missing, left over, of another shape, or not finite; the message names the tensors.
+        MissingDependencyError: quantization needs bitsandbytes and it is not installed.
+
+    Cost:
+        One read of the weights, one reduction over them on the device and one host wait. A random model is made block by block: peak memory is the
+        finished model plus one block.
+
+    Source:
+        NF4 and double quantisation: QLoRA, arXiv 2305.14314, through bitsandbytes.
+    """
+    quantization_config = None if quantization is None else _nf4_config(dtype)
+    # Lightning calls configure_model under a default device and dtype of its own; a load names both itself.
+    with torch.device("cpu"):
+        if source.init == "random":
+            model = _initialise(source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed)
+        else:
+            model = _read(source, device=device, dtype=dtype, quantization_config=quantization_config)
+    if quantization is not None:
+        _check_nf4_layers(model, name=source.name)
+    check_finite(model, name=source.name)
+    return model.train()
+
+
+def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
+    """Return model with LoRA adapters on it, the base frozen.
+
+    Without ``target_modules`` and ``target_parameters`` every linear layer but the head gets an adapter ("all-linear"), which is what QLoRA found to be
+    needed to match full fine-tuning; PEFT's own default is the query and value projections only.
+
+    Args:
+        model: The base model, quantised or not.
+        lora: PEFT's configuration; it is copied. ``task_type`` is set to CAUSAL_LM.
+        adapter_dtype: Dtype of the adapter Parameters.
+        seed: Seed of their initialisation, the same on every rank.
+
+    Raises:
+        OptionError: The configuration selects no layer of this model.
+
+    Source:
+        LoRA, arXiv 2106.09685; all linear layers: QLoRA, arXiv 2305.14314, section 4.
+    """
+    from peft import TaskType, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    lora = copy.deepcopy(lora)
+    lora.task_type = TaskType.CAUSAL_LM
+    if lora.target_modules is None and not lora.target_parameters:
+        lora.target_modules = "all-linear"
+    with _seeded(seed, device=next(model.parameters()).device):
+        try:
+            adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
+        except ValueError as error:
+            raise OptionError(f"lora does not fit {type(model).__name__}: {error}") from error
+    for layer in adapted.modules():
+        if isinstance(layer, LoraLayer):
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(adapter_dtype)
+    return adapted
+
+
+def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
+    """Return PEFT's configuration from itself or from its fields.
+
+    Raises:
+        OptionError: A field is unknown to PEFT, or its value is refused by it.
+    """
+    from peft import LoraConfig
+
+    if isinstance(lora, LoraConfig):
+        return lora
+    known = set(LoraConfig.__dataclass_fields__)
+    unknown = sorted(set(lora) - known)
+    if unknown:
+        raise OptionError(f"lora has the unknown fields {unknown}; PEFT's LoraConfig has {sorted(known)}.")
+    try:
+        return LoraConfig(**lora)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"lora={dict(lora)!r} is refused by PEFT: {error}") from error
+
+
+def describe_lora(lora: LoraConfig) -> dict[str, Any]:
+    """Return the fields of a configuration that differ from PEFT's defaults, as plain types that a checkpoint may hold."""
+    from peft import LoraConfig
+
+    default = LoraConfig().to_dict()
+    changed = {key: to_plain(value) for key, value in lora.to_dict().items() if key != "peft_type" and value != default.get(key)}
+    return {"r": lora.r, "lora_alpha": lora.lora_alpha, **changed}
+
+
+def to_plain(value: Any) -> Any:  # noqa: ANN401 - any content of a configuration
+    """Return value as dicts, lists, strings, numbers, booleans and None only."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return [to_plain(item) for item in sorted(value)]
+    if isinstance(value, Iterable):
+        return [to_plain(item) for item in value]
+    return str(value)
+
+
+def check_finite(model: nn.Module, *, name: str) -> None:
+    """Refuse weights that hold NaN or infinity.
+
+    Quantised weights are judged by their scales: infinity always shows there, NaN where the quantisation kernel carries it along.
+
+    Raises:
+        DataError: A weight is not finite; the message names the tensors.
+
+    Cost:
+        One reduction over all weights on their device and one host wait.
+    """
+    names, tensors = [], []
+    for parameter_name, parameter in model.named_parameters():
+        for tensor in _judged_tensors(parameter):
+            if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+                names.append(parameter_name)
+                tensors.append(tensor.detach())
+    if not tensors:
+        return
+    # The largest magnitude carries NaN and infinity along and needs no copy of the weights.
+    largest = torch.stack([torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) for tensor in tensors])
+    is_finite = torch.isfinite(largest).tolist()
+    broken = list(dict.fromkeys(name for name, finite in zip(names, is_finite) if not finite))
+    if broken:
+        raise DataError(f"Weights of {name} hold NaN or infinity in {_list_names(broken)}. Fetch the files again or check the checkpoint.")
+
+
+def _judged_tensors(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    """Yield what shows whether a weight is finite: itself, or the scales of a quantised one."""
+    quant_state = getattr(parameter, "quant_state", None)
+    if quant_state is None:
+        yield parameter
+        return
+    nested = quant_state.state2
+    yield quant_state.absmax if nested is None else nested.absmax
+    if nested is not None:
+        yield quant_state.offset.reshape(1)
+
+
+def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any) -> PreTrainedModel:  # noqa: ANN401
+    """Read a checkpoint and verify that every weight of the model came from it."""
+    from transformers import AutoModelForCausalLM
+
+    assert isinstance(source.model, str)
+    folder = Path(source.model)
+    if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise OptionError(f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a checkpoint.")
+    options = {} if quantization_config is None else {"quantization_config": quantization_config}
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source.model,
+        revision=source.revision or "main",
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        # Mismatches are reported below, with the other faults and by name.
+        ignore_mismatched_sizes=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **options,
+    )
+    wrong = {
+        "missing from the files": sorted(report["missing_keys"]),
+        "in the files but not in the model": sorted(report["unexpected_keys"]),
+        "of another shape": [f"{key} ({tuple(found)} in the files, {tuple(expected)} in the model)" for key, found, expected in report["mismatched_keys"]],
+        "unreadable": [str(message) for message in report.get("error_msgs", ())],
+    }
+    faults = [f"{_list_names(names)} {kind}" for kind, names in wrong.items() if names]
+    if faults:
+        raise DataError(
+            f"The weights of {source.model} do not fit {type(model).__name__}: {'; '.join(faults)}. "
+            "Check the files and the configuration, or load the model yourself and pass it to FineTuner."
+        )
+    return model
+
+
+def _initialise(
+    config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype, quantization_config: Any, seed: int  # noqa: ANN401
+) -> PreTrainedModel:
+    """Make a model with random weights on the device, block by block, each block quantised as soon as it is there."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    quantizer = None
+    if quantization_config is not None:
+        from transformers.quantizers import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
+    tied = set(model.all_tied_weights_keys)
+    with _seeded(seed, device=device), torch.no_grad():
+        _materialise(model, name="", owner=model, tied=tied, device=device, is_block=True)
+    model.tie_weights()
+    if quantizer is not None:
+        model = quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type != device.type]
+    if left:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be initialised at random: nothing fills {_list_names(left)}.")
+    return model
+
+
+def _materialise(module: nn.Module, *, name: str, owner: Any, tied: set[str], device: torch.device, is_block: bool) -> None:  # noqa: ANN401
+    """Give module and what is below it real, initialised tensors, children first; quantise at the end of a block."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    prefix = f"{name}." if name else ""
+    for child_name, child in module.named_children():
+        _materialise(child, name=prefix + child_name, owner=owner, tied=tied, device=device, is_block=isinstance(module, nn.ModuleList))
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.device.type == "meta" and prefix + key not in tied:
+            real = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)
+            # bitsandbytes keeps the options of the coming quantisation as attributes of its meta parameter.
+            real.fastft_options = dict(parameter.__dict__)  # type: ignore[attr-defined]
+            module._parameters[key] = real
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    owner._init_weights(module)
+    if is_block:
+        _quantise(module)
+
+
+def _quantise(block: nn.Module) -> None:
+    """Turn the weights of every bitsandbytes layer of a finished block into NF4, as transformers does while it reads a file."""
+    for module in block.modules():
+        weight = module._parameters.get("weight")
+        options = None if weight is None else getattr(weight, "fastft_options", None)
+        if options is None:
+            continue
+        if "quant_type" in options and weight is not None:
+            import bitsandbytes as bnb
+
+            module._parameters["weight"] = bnb.nn.Params4bit(weight.data, **{**options, "requires_grad": False}).to(weight.device)
+        else:
+            del weight.fastft_options
+
+
+def _check_nf4_layers(model: nn.Module, *, name: str) -> None:
+    """Refuse NF4 weights of another shape than their layer, which transformers loads without a word, and keep their layout trainable."""
+    import bitsandbytes as bnb
+
+    wrong = []
+    for layer_name, layer in model.named_modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            # On some CPUs the first evaluation would repack the weight, and a repacked layer has no backward.
+            layer.support_avx512bf16_for_cpu = False
+            found, expected = tuple(layer.weight.quant_state.shape), (layer.out_features, layer.in_features)
+            if found != expected:
+                wrong.append(f"{layer_name}.weight ({found} in the files, {expected} in the model)")
+    if wrong:
+        raise DataError(f"The weights of {name} do not fit the model: {_list_names(wrong)} of another shape. Check the files and the configuration.")
+
+
+def _nf4_config(dtype: torch.dtype) -> Any:  # noqa: ANN401 - BitsAndBytesConfig, of a package that is imported late
+    """Return NF4 with double quantisation and arithmetic in dtype."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        message = "quantization='nf4' needs bitsandbytes. Install it with: pip install 'lightning_fastft[qlora]'"
+        raise MissingDependencyError(message) from error
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+
+
+@contextmanager
+def _seeded(seed: int, *, device: torch.device) -> Iterator[None]:
+    """Draw from generators with this seed and leave the global ones as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _describe(model: object) -> str:
+    """Name a model argument in a message."""
+    return repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
+
+
+def _list_names(names: list[str]) -> str:
+    """Return the first names and how many more there are."""
+    more = len(names) - MAX_NAMES_IN_MESSAGE
+    return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,76 @@
+"""Install packed training on every transformers model inside a module: attention that reads the context, and the lazy head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_fastft.models.attention import install_attention
+from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models
+from lightning_fastft.models.head import install_head
+from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.status import Status
+
+
+class PackedInstallation(NamedTuple):
+    """What install_packed_training did: one status per part and model, and the decoder layers it found."""
+
+    statuses: list[Status]
+    layers: list[nn.Module]
+    model_names: list[str]
+
+
+def install_packed_training(
+    root: nn.Module, ledger: SwapLedger, *, checkpointing: OffloadCheckpointing | None = None
+) -> PackedInstallation:
+    """Give every causal language model inside root the packed attention, the lazy head and the activation policy.
+
+    Only instances change, parameters and state-dict keys stay, and undoing the ledger restores everything.
+
+    Args:
+        root: Any module: a model, a PEFT model, a LightningModule around them.
+        ledger: Where every change is written down.
+        checkpointing: What happens to activations; None leaves the models' own checkpointing alone.
+
+    Returns:
+        The statuses (a module without any transformers model is left alone, and its status says so) and the decoder layers.
+
+    Raises:
+        UnsupportedModelError: A family cannot be served exactly; nothing has been changed then.
+        OptionError: The models recompute activations already, and the policy is "keep".
+
+    Cost:
+        Host work once per run; no device work.
+    """
+    models = find_causal_models(root)
+    for _, model in models:
+        check_servable(model)
+    if not models:
+        reason = f"{type(root).__name__} holds no transformers model"
+        names = ["packed attention", "labelled-row loss", *(["activations"] if checkpointing is not None else [])]
+        return PackedInstallation([Status(name, "inactive", reason) for name in names], [], [])
+
+    statuses: list[Status] = []
+    all_layers: list[nn.Module] = []
+    for name, model in models:
+        layers = decoder_layers(model)
+        found = [install_attention(model, ledger), install_head(model, ledger)]
+        if checkpointing is not None:
+            found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
+        # With several models in one module the table says whose status it is.
+        statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
+        all_layers += layers
+    return PackedInstallation(statuses, all_layers, [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models])
+
+
+def describe_models(root: nn.Module) -> list[str]:
+    """Return one line per transformers model inside root: its place, its class, and the attention implementation it uses now."""
+    return [f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}" for name, model in find_causal_models(root)]
+
+
+def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """The modules that carry the checkpointing flag and are no decoder layer: the flag there keeps the key/value cache off in training."""
+    known = {id(layer) for layer in layers}
+    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing") and id(module) not in known]

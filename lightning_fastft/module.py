@@ -1,0 +1,574 @@
+"""FineTuner: one LightningModule for QLoRA, LoRA and full fine-tuning of any Hugging Face causal language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from lightning_fastft.checks import check_choice, check_float, check_int, check_share
+from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, SwapError
+from lightning_fastft.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.status import Status
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+    from peft import LoraConfig
+    from torch.optim import Optimizer
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Transform = Callable[[Any], Any]
+Stage = Literal["before_adapters", "after_adapters"]
+
+DEFAULT_LEARNING_RATE = 2e-4
+STAGES = ("before_adapters", "after_adapters")
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+class FineTuner(LightningModule):
+    """Fine-tune a causal language model; the model is built in ``configure_model``, on the device of its rank.
+
+    The Trainer's precision stays "32-true", where Lightning changes no dtype: ``dtype`` is the dtype of the base and of the arithmetic, ``adapter_dtype``
+    that of the trained adapter Parameters. dtype="float32" is fp32 to the last bit: TF32 must be off. fp16 (GPUs before Ampere) needs LoRA and
+    ``Trainer(precision="16-mixed")``, whose loss scaler waits for the device once per step. Code from a model repository is never run, and weights are
+    read from safetensors only.
+
+    Args:
+        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers configuration, or a model that is loaded
+            already (used as it is).
+        tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the one beside the model.
+        quantization: "nf4" holds the frozen base in 4 bits (QLoRA; needs lora and the extra ``qlora``); None for no quantisation.
+        lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the head is adapted unless it names
+            targets. None trains every parameter.
+        init: "pretrained" reads the weights, "random" initialises them from the configuration.
+        dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
+        adapter_dtype: "float32" or "bfloat16".
+        optimizer: Called with the parameters; None for AdamW, fused where the device has it.
+        learning_rate: Peak learning rate, above 0; None for the optimizer's own, and 2e-4 where optimizer is None.
+        weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where optimizer is None.
+        scheduler: "cosine", "linear" or "constant" after the warm-up, per optimizer step; or called with the optimizer, then without our warm-up.
+        scheduler_interval: "step" or "epoch": how often a scheduler that is called with the optimizer moves.
+        warmup_share: Share of all optimizer steps over which the learning rate rises from 0, in [0, 1].
+        warmup_steps: The same in optimizer steps; replaces warmup_share.
+        min_learning_rate_share: Share of the peak at which "cosine" and "linear" end, in [0, 1].
+        revision: Branch, tag or commit on the hub, for the model and its tokenizer.
+
+    Raises:
+        OptionError: A value is not allowed, or two options do not fit.
+
+    Example:
+        >>> tuner = FineTuner({"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}, init="random", lora={"r": 4})
+        >>> tuner.vocab_size
+        64
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
+        *,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        quantization: Literal["nf4"] | None = None,
+        lora: dict[str, Any] | LoraConfig | None = None,
+        init: Literal["pretrained", "random"] = "pretrained",
+        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        adapter_dtype: Literal["float32", "bfloat16"] = "float32",
+        optimizer: OptimizerCallable | None = None,
+        learning_rate: float | None = None,
+        weight_decay: float | None = None,
+        scheduler: Literal["cosine", "linear", "constant"] | LRSchedulerCallable = "cosine",
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        warmup_share: float = 0.03,
+        warmup_steps: int | None = None,
+        min_learning_rate_share: float = 0.0,
+        revision: str | None = None,
+    ) -> None:
+        super().__init__()
+        from lightning_fastft.models import loading
+
+        check_choice("quantization", quantization, (None, "nf4"))
+        check_choice("dtype", dtype, ("auto", *loading.DTYPES))
+        check_choice("adapter_dtype", adapter_dtype, ("float32", "bfloat16"))
+        if isinstance(scheduler, str):
+            check_choice("scheduler", scheduler, SCHEDULES)
+        check_choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
+        check_share("warmup_share", warmup_share)
+        check_share("min_learning_rate_share", min_learning_rate_share)
+        if warmup_steps is not None:
+            check_int("warmup_steps", warmup_steps, low=0)
+        if learning_rate is not None:
+            check_float("learning_rate", learning_rate, low=0.0)
+        if weight_decay is not None:
+            check_float("weight_decay", weight_decay, low=0.0)
+        if quantization is not None and lora is None:
+            raise OptionError(f"quantization={quantization!r} freezes the base, so there is nothing to train: give lora, for example lora={{'r': 16}}.")
+
+        is_instance = isinstance(model, nn.Module)
+        if is_instance and quantization is not None:
+            raise OptionError("A model that is loaded already is used as it is: load it quantised yourself, or give its name to FineTuner.")
+        self.source = None if is_instance else loading.ModelSource(model, init=init, revision=revision)
+        self.lora = None if lora is None else loading.parse_lora(lora)
+        self.quantization = quantization
+        self.dtype_name = dtype
+        self.adapter_dtype = loading.DTYPES[adapter_dtype]
+        self.optimizer_factory = optimizer
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+        self.warmup_share = warmup_share
+        self.warmup_steps = warmup_steps
+        self.min_learning_rate_share = min_learning_rate_share
+
+        self.model: Any = model if is_instance else None
+        self.adapter_shadows: Any = None
+        self.token_metrics = nn.ModuleDict()
+        self._tokenizer = tokenizer
+        self._transforms: dict[str, tuple[Transform, Stage]] = {}
+        self._is_built = False
+        self._seed = 0
+        self._compute_dtype = torch.float32
+        self._undo_shadows: Any = None
+
+        hparams = {
+            "quantization": quantization, "init": init, "dtype": dtype, "adapter_dtype": adapter_dtype, "learning_rate": learning_rate,
+            "weight_decay": weight_decay, "warmup_share": warmup_share, "warmup_steps": warmup_steps, "revision": revision,
+            "min_learning_rate_share": min_learning_rate_share, "scheduler_interval": scheduler_interval,
+            "lora": None if self.lora is None else loading.describe_lora(self.lora),
+        }  # fmt: skip
+        # Plain types only, so that torch.load(weights_only=True) reads the checkpoint; objects that are none are left out.
+        if self.source is not None:
+            content = self.source.config.to_diff_dict() if hasattr(model, "to_diff_dict") else model
+            hparams["model"] = loading.to_plain(content)
+        if isinstance(tokenizer, str):
+            hparams["tokenizer"] = tokenizer
+        if isinstance(scheduler, str):
+            hparams["scheduler"] = scheduler
+        self.save_hyperparameters(hparams)
+
+    # What data modules and callbacks ask for.
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, loaded on first use; None where the model is a bare configuration and none was given."""
+        if isinstance(self._tokenizer, str):
+            from lightning_fastft.models.loading import ModelSource
+
+            self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
+        elif self._tokenizer is None and self.source is not None:
+            self._tokenizer = self.source.load_tokenizer()
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model can embed."""
+        if self.model is not None:
+            return int(self.model.get_input_embeddings().weight.shape[0])
+        assert self.source is not None
+        return self.source.vocab_size
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained and the base is frozen."""
+        return self.lora is not None or hasattr(self.model, "peft_config")
+
+    def register_transform(self, name: str, transform: Transform, *, stage: Stage = "before_adapters") -> None:
+        """Have the model changed while it is built; callbacks call this in ``setup``.
+
+        Args:
+            name: A name is applied once, however often it is registered.
+            transform: Called with the model; returns another model, or None if it changed that one.
+            stage: "before_adapters": the transformers model; "after_adapters": what stands after PEFT.
+
+        Raises:
+            SwapError: The model stands already and this name was not registered before.
+        """
+        check_choice("stage", stage, STAGES)
+        if name in self._transforms:
+            return
+        if self._is_built:
+            raise SwapError(f"The model is built, so the transform {name!r} comes too late. Give its callback to the first Trainer, or make a new FineTuner.")
+        self._transforms[name] = (transform, stage)
+
+    def statuses(self) -> list[Status]:
+        """Return what is active in the model itself: quantisation and adapters."""
+        if not self._is_built:
+            return []
+        found = [Status("NF4 base", "inactive", "not asked for") if self.quantization is None else Status("NF4 base", "active", "bitsandbytes, double quantisation")]
+        if self.adapter_shadows is not None:
+            found.append(self.adapter_shadows.status)
+        return found
+
+    # Building.
+
+    def configure_model(self) -> None:
+        """Build the model once: load, transforms before adapters, adapters, transforms after them, training mode.
+
+        Raises:
+            OptionError: The Trainer's precision does not fit dtype and adapter_dtype.
+            DataError: Weights are missing, left over or not finite.
+        """
+        from lightning_fastft.models import loading
+
+        device = self.device if self._trainer is None else self.trainer.strategy.root_device
+        if not self._is_built:
+            dtype = self._resolve_dtype(device)
+            # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
+            self._seed = torch.initial_seed() if self._trainer is None else int(self.trainer.strategy.broadcast(torch.initial_seed()))
+            model = self.model
+            if model is None:
+                assert self.source is not None
+                model = loading.build_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed)
+            model = self._transform(model, "before_adapters")
+            self._compute_dtype = model.dtype
+            if self.lora is not None:
+                model = loading.add_adapters(model, lora=self.lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
+            self.model = self._transform(model, "after_adapters")
+            self.strict_loading = not self.has_adapters
+            self._is_built = True
+        else:
+            self._resolve_dtype(device)
+        self._install_shadows()
+        self.model.train()
+
+    def _transform(self, model: Any, stage: Stage) -> Any:  # noqa: ANN401 - a transformers or a PEFT model
+        for transform, wanted in self._transforms.values():
+            if wanted == stage:
+                model = transform(model) or model
+        return model
+
+    def _resolve_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of base and arithmetic; a Trainer precision that would change it is refused by name."""
+        from lightning_fastft.models.loading import resolve_dtype
+
+        precision = "32-true" if self._trainer is None else str(self.trainer.precision)
+        is_fit = self._trainer is not None and self.trainer.state.fn == "fit"
+        name = self.dtype_name
+        if name == "auto" and precision in ("bf16-true", "16-mixed"):
+            name = "bfloat16" if precision == "bf16-true" else "float16"
+        check_precision(precision, dtype=name, adapter_dtype=self.adapter_dtype, has_adapters=self.has_adapters, is_fit=is_fit)
+        if self.dtype_name == "float32" and torch.get_float32_matmul_precision() != "highest":
+            raise OptionError(
+                f"dtype='float32' is fp32 to the last bit, and torch.get_float32_matmul_precision() is {torch.get_float32_matmul_precision()!r}. Remove "
+                "torch.set_float32_matmul_precision(...) or set it to 'highest'; for speed use dtype='bfloat16'."
+            )
+        return resolve_dtype(name, device=device)
+
+    def _install_shadows(self) -> None:
+        """Give fp32 adapters on a base of lower precision a copy in its dtype to compute with."""
+        if not self.has_adapters or self.adapter_shadows is not None:
+            return
+        from lightning_fastft.models.adapters import install_adapter_shadows
+        from lightning_fastft.models.swap import SwapLedger
+
+        ledger = SwapLedger()
+        self.adapter_shadows = install_adapter_shadows(self.model, ledger, compute_dtype=self._compute_dtype)
+        self._undo_shadows = ledger.undo
+
+    def _refresh_shadows(self) -> None:
+        if self.adapter_shadows is not None:
+            self.adapter_shadows.refresh()
+
+    def on_fit_start(self) -> None:
+        """Refresh the compute copies of the adapters after placement, broadcast and a restored checkpoint."""
+        self._refresh_shadows()
+
+    def on_validation_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_shadows()
+
+    def on_test_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_shadows()
+
+    def on_predict_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_shadows()
+
+    def teardown(self, stage: str) -> None:
+        """Leave a plain transformers or PEFT model behind."""
+        if self._undo_shadows is not None:
+            self._undo_shadows()
+        self.adapter_shadows = self._undo_shadows = None
+
+    # Steps.
+
+    def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 - as the model's
+        """Call the model."""
+        return self.model(**inputs)
+
+    def training_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int) -> torch.Tensor:
+        """Return the loss of a batch; log ``train_loss``, the mean over its labelled tokens.
+
+        Cost:
+            No host synchronisation of its own.
+        """
+        output = self._call_model(batch)
+        if output.loss is None:
+            raise DataError("The model returned no loss: the batch needs labels.")
+        loss = output.loss.detach()
+        if isinstance(batch, PackedBatch):
+            # The loss is divided for the whole window of accumulation and ranks; what is shown is this batch's own mean.
+            num_labelled = max(1, batch.context.num_labelled)
+            self.log("train_loss", loss * (batch.context.num_items / num_labelled), batch_size=num_labelled)
+        else:
+            self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
+        return output.loss
+
+    def validation_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to ``val_loss``, ``val_perplexity`` and ``val_token_accuracy``."""
+        self._evaluate(batch, prefix="val", dataloader_idx=dataloader_idx)
+
+    def test_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to ``test_loss``, ``test_perplexity`` and ``test_token_accuracy``."""
+        self._evaluate(batch, prefix="test", dataloader_idx=dataloader_idx)
+
+    def _call_model(self, batch: PackedBatch | Mapping[str, Any]) -> Any:  # noqa: ANN401 - a ModelOutput
+        if not isinstance(batch, PackedBatch):
+            return self.model(**batch)
+        num_reads = batch.context.num_reads
+        output = self.model(**batch)
+        if batch.context.num_documents > 1 and batch.context.num_reads == num_reads:
+            raise ContextError(
+                f"No attention layer of {type(self.model).__name__} read the context of a packed batch: its documents saw each other. Use "
+                "Trainer(strategy='fastft'), or add the callback PackedTraining() under another strategy."
+            )
+        return output
+
+    def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str, dataloader_idx: int) -> None:
+        """Update and log the token metrics of one loader; no full logits are made where the lazy head is in place."""
+        output = self._call_model(batch)
+        statistics = getattr(output.logits, "statistics", None)
+        if statistics is None:
+            statistics = logits_statistics(output.logits, batch["labels"])
+        nll_sum, num_correct, num_tokens = statistics
+        key = f"{prefix}_{dataloader_idx}"
+        if key not in self.token_metrics:
+            metrics = {"loss": TokenLoss(), "perplexity": TokenPerplexity(), "token_accuracy": TokenAccuracy()}
+            self.token_metrics[key] = nn.ModuleDict(metrics).to(self.device)
+        for name, metric in self.token_metrics[key].items():
+            metric.update(num_correct if name == "token_accuracy" else nll_sum, num_tokens=num_tokens)
+            attribute = f"token_metrics.{key}.{name}"
+            self.log(f"{prefix}_{name}", metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True)
+
+    # Optimisation.
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's OptimizerLRScheduler
+        """Return the optimizer over every trainable parameter, and its schedule."""
+        optimizer = self._make_optimizer()
+        if isinstance(self.scheduler, str):
+            schedule = LambdaLR(optimizer, self._learning_rate_share(self.scheduler))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        scheduler = self.scheduler(optimizer)
+        options: dict[str, Any] = {"scheduler": scheduler, "interval": self.scheduler_interval}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            options.update(interval="epoch", monitor=getattr(scheduler, "monitor", "val_loss"))
+        return {"optimizer": optimizer, "lr_scheduler": options}
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
+        """Run the optimizer step, then refresh the compute copies of the adapters."""
+        super().optimizer_step(*args, **kwargs)
+        self._refresh_shadows()
+
+    def _make_optimizer(self) -> Optimizer:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise OptionError(f"{type(self.model).__name__} has no trainable parameter: give lora, or set requires_grad on what is to be trained.")
+        learning_rate, weight_decay = self.learning_rate, self.weight_decay
+        if self.optimizer_factory is None:
+            learning_rate = DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate
+            weight_decay = 0.0 if weight_decay is None else weight_decay
+        shared = {} if learning_rate is None else {"lr": learning_rate}
+        groups: list[dict[str, Any]] = [{"params": parameters, **shared}]
+        if weight_decay is not None:
+            matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+            vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+            groups = [{"params": matrices, "weight_decay": weight_decay, **shared}, {"params": vectors, "weight_decay": 0.0, **shared}]
+            groups = [group for group in groups if group["params"]]
+        if self.optimizer_factory is not None:
+            return self.optimizer_factory(groups)
+        # Lightning's scaler cannot clip gradients of a fused optimizer (2.6.6).
+        is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and self.trainer.scaler is None
+        return torch.optim.AdamW(groups, fused=is_fused)
+
+    def _learning_rate_share(self, name: str) -> Callable[[int], float]:
+        """Return step -> share of the peak learning rate, never 0 at the first step."""
+        num_steps = self.trainer.estimated_stepping_batches
+        if math.isinf(num_steps) or num_steps < 0:
+            if name != "constant" or self.warmup_steps is None:
+                raise OptionError(f"scheduler={name!r} needs the length of the run: set max_steps or max_epochs, or 'constant' with warmup_steps.")
+            num_steps = self.warmup_steps
+        num_steps = int(num_steps)
+        num_warmup_steps = math.ceil(self.warmup_share * num_steps) if self.warmup_steps is None else self.warmup_steps
+        floor = self.min_learning_rate_share
+
+        def share(step: int) -> float:
+            if step < num_warmup_steps:
+                return (step + 1) / num_warmup_steps
+            done = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
+            if name == "constant":
+                return 1.0
+            falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+            return floor + (1.0 - floor) * falling
+
+        return share
+
+    # Saving.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - as torch's
+        """Return the trained parameters only where adapters are trained, else everything."""
+        if not (self._is_built and self.has_adapters):
+            return super().state_dict(*args, **kwargs)
+        destination = kwargs.get("destination")
+        destination = {} if destination is None else destination
+        prefix, keep_vars = kwargs.get("prefix", ""), kwargs.get("keep_vars", False)
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                destination[prefix + name] = parameter if keep_vars else parameter.detach()
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as torch's
+        """Load trained parameters, and refresh the compute copies of adapters.
+
+        Raises:
+            ResumeError: Adapter weights are missing, or there are weights that are no adapter's.
+        """
+        if self._is_built and self.has_adapters:
+            expected, given = set(self.state_dict()), set(state_dict)
+            if expected != given:
+                raise ResumeError(
+                    f"The checkpoint does not hold the adapters of this run: {_some(expected - given)} missing, {_some(given - expected)} left over. "
+                    "Use the lora settings of the run that wrote it."
+                )
+            strict = False
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self._refresh_shadows()
+        return result
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note which base the trained parameters belong to."""
+        name = None if self.source is None else self.source.name
+        checkpoint["fastft_base"] = {"name": name, "init": "given" if self.source is None else self.source.init, "seed": self._seed}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse adapters that were trained on other random weights.
+
+        Raises:
+            ResumeError: The base of this run was initialised with another seed.
+        """
+        base = checkpoint.get("fastft_base", {})
+        if self.has_adapters and base.get("init") == "random" and self._is_built and base["seed"] != self._seed:
+            raise ResumeError(
+                f"The adapters were trained on a base initialised with seed {base['seed']}, this run has {self._seed}: call seed_everything({base['seed']})."
+            )
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
+
+        Args:
+            folder: Made if it is not there. ``PeftModel.from_pretrained`` or ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
+
+        Raises:
+            OptionError: There is no model yet.
+        """
+        if self.model is None:
+            raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
+        if self._trainer is not None and not self.trainer.is_global_zero:
+            return
+        if hasattr(self.model, "peft_config"):
+            # "auto" would ask the hub whether the vocabulary was resized; it never is here.
+            self.model.save_pretrained(folder, save_embedding_layers=False)
+        else:
+            self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    # Generation.
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]], *, max_new_tokens: int = 128, **options: Any) -> list[str]:  # noqa: ANN401
+        """Return what the model writes after each prompt, in evaluation mode; the mode of every module is restored.
+
+        Args:
+            prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
+            max_new_tokens: Most tokens to write.
+            **options: Of transformers' ``generate``, for example ``do_sample=False``.
+
+        Raises:
+            OptionError: There is no model or no tokenizer.
+        """
+        tokenizer = self.tokenizer
+        if self.model is None or tokenizer is None:
+            raise OptionError(f"generate needs a model and a tokenizer; {'the model is not built' if self.model is None else 'tokenizer is None'}.")
+        if isinstance(prompts, str):
+            raise OptionError("prompts must be a list, got one string: write [prompt].")
+        rows = [_encode(tokenizer, prompt) for prompt in prompts]
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        width = max(len(row) for row in rows)
+        device = self.model.get_input_embeddings().weight.device
+        input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+        attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        options.setdefault("pad_token_id", pad)
+        if self.model.generation_config.eos_token_id is None and tokenizer.eos_token_id is not None:
+            options.setdefault("eos_token_id", tokenizer.eos_token_id)
+
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            written = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
+
+
+def check_precision(precision: str, *, dtype: str, adapter_dtype: torch.dtype, has_adapters: bool, is_fit: bool) -> None:
+    """Refuse a Trainer precision that would change a dtype behind the user's back.
+
+    Args:
+        precision: What ``trainer.precision`` says.
+        dtype: FineTuner's dtype, "auto" already replaced where the precision decides it.
+        adapter_dtype: Dtype of the adapter Parameters.
+        has_adapters: Whether adapters are trained.
+        is_fit: Whether the run trains.
+
+    Raises:
+        OptionError: Names the precision, what it would do, and the line to change.
+    """
+    keep = "Set Trainer(precision='32-true'), where Lightning changes no dtype"
+    if precision == "32-true":
+        if dtype == "float16" and is_fit:
+            raise OptionError("dtype='float16' needs loss scaling to train. Set Trainer(precision='16-mixed'), or dtype='auto'.")
+        return
+    if precision == "bf16-true":
+        if dtype != "bfloat16":
+            raise OptionError(f"precision='bf16-true' would cast a model with dtype={dtype!r} to bf16. {keep}.")
+        if has_adapters and adapter_dtype != torch.bfloat16:
+            raise OptionError(f"precision='bf16-true' would cast the fp32 adapters to bf16. {keep}, or FineTuner(adapter_dtype='bfloat16').")
+        return
+    if precision == "16-mixed":
+        if dtype != "float16":
+            raise OptionError(f"precision='16-mixed' would compute in fp16 a model with dtype={dtype!r}. {keep}, or FineTuner(dtype='float16').")
+        if not has_adapters or adapter_dtype != torch.float32:
+            raise OptionError(f"precision='16-mixed' needs fp32 adapters (lora=..., adapter_dtype='float32') for its loss scaler. Give them, or: {keep}.")
+        return
+    raise OptionError(f"precision={precision!r} is not served. {keep}, and choose FineTuner(dtype=...).")
+
+
+def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:  # noqa: ANN401 - a transformers tokenizer
+    """Return the token ids of a text or a conversation."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return up to three names and the count."""
+    ordered = sorted(names)
+    return f"{len(ordered)} ({', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''})" if ordered else "0"

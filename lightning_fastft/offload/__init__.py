@@ -1,0 +1,1 @@
+"""Activation checkpointing: what is kept between forward and backward, and where."""

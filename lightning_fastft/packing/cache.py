@@ -1,0 +1,488 @@
+"""Tokenise a data set once, keep it on disk by fingerprint, open it by memory map.
+
+A cache entry is a folder that is written beside its place and renamed: it is there in full or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from io import BytesIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_fastft.checks import check_int, check_share
+from lightning_fastft.errors import DataError
+from lightning_fastft.packing import chat
+from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.formats import FormatOptions, Formatter
+from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks, run_chunks
+from lightning_fastft.packing.report import IngestReport, render_counts
+from lightning_fastft.packing.rows import EXTRA_COLUMN, Reject
+from lightning_fastft.packing.sources import Source, open_sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Raise it with every change that makes other tokens out of the same rows, or other files out of the same tokens.
+FORMAT_VERSION = 1
+_PART = ".part-"
+_DTYPES = {"ids": np.int32, "trained": np.uint8, "start": np.int64, "num_labelled": np.int64}
+REJECTED = "rejected.jsonl"
+_LOGGER = logging.getLogger(__name__)
+
+
+class TokenizedDataset:
+    """Examples as tokens, in memory or in memory-mapped files.
+
+    Flat ids, one bit per token for "trained", and offsets. Pickling one that lies in files takes only its path along.
+
+    Args:
+        id_T: Ids of all examples one behind the other, int32.
+        trained_bits: One bit per token, highest bit first, uint8.
+        start_N1: Offset of each example, and the token count, int64.
+        num_labelled_N: Trained tokens of each example after its first token, int64.
+        report: What became of the rows.
+        fingerprint: Changes when rows, tokenizer or options do.
+        path: Folder that holds the arrays; None if they are in memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        id_T: np.ndarray,
+        trained_bits: np.ndarray,
+        start_N1: np.ndarray,
+        num_labelled_N: np.ndarray,
+        report: IngestReport,
+        fingerprint: str,
+        path: Path | None = None,
+    ) -> None:
+        self.report = report
+        self.fingerprint = fingerprint
+        self.path = path
+        self.num_labelled_N = num_labelled_N
+        self.length_N = np.diff(start_N1)
+        self._id_T = id_T
+        self._trained_bits = trained_bits
+        self._start_N1 = start_N1
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenizedDataset:
+        """Return the data set of a cache entry, memory-mapped.
+
+        Args:
+            path: The folder of the entry.
+
+        Raises:
+            DataError: The entry is not whole, or of another version of this code.
+        """
+        path = Path(path)
+        try:
+            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            sizes = {name: (path / f"{name}.bin").stat().st_size for name in _DTYPES}
+        except (OSError, ValueError) as error:
+            raise DataError(f"The cache entry {path} is not whole: {error}. Delete the folder; the data is tokenised again.") from error
+        if meta.get("version") != FORMAT_VERSION or sizes != meta.get("sizes"):
+            raise DataError(f"The cache entry {path} is of another version or cut short. Delete the folder; the data is tokenised again.")
+        arrays = {name: np.memmap(path / f"{name}.bin", dtype=dtype, mode="r") for name, dtype in _DTYPES.items()}
+        return cls(
+            id_T=arrays["ids"],
+            trained_bits=arrays["trained"],
+            start_N1=np.asarray(arrays["start"]),
+            num_labelled_N=np.asarray(arrays["num_labelled"]),
+            report=IngestReport.from_dict(meta["report"]),
+            fingerprint=meta["fingerprint"],
+            path=path,
+        )
+
+    def __len__(self) -> int:
+        return len(self.length_N)
+
+    def __getitem__(self, index: int) -> Document:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"Example {index} of {len(self)}.")
+        index %= len(self)
+        begin, end = int(self._start_N1[index]), int(self._start_N1[index + 1])
+        ids = self._id_T[begin:end].astype(np.int64)
+        bits = np.unpackbits(self._trained_bits[begin // 8 : -(-end // 8)])
+        is_trained = bits[begin % 8 : begin % 8 + len(ids)].astype(bool)
+        return Document(ids, np.where(is_trained, ids, IGNORED_LABEL))
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[index] for index in range(len(self)))
+
+    def __reduce__(self) -> tuple[Callable[..., TokenizedDataset], tuple[Any, ...]]:
+        if self.path is not None:
+            return TokenizedDataset.open, (self.path,)
+        return _rebuild, (self._id_T, self._trained_bits, self._start_N1, self.num_labelled_N, self.report, self.fingerprint)
+
+
+def _rebuild(
+    id_T: np.ndarray, trained_bits: np.ndarray, start_N1: np.ndarray, num_labelled_N: np.ndarray, report: IngestReport, fingerprint: str
+) -> TokenizedDataset:
+    return TokenizedDataset(
+        id_T=id_T, trained_bits=trained_bits, start_N1=start_N1, num_labelled_N=num_labelled_N, report=report, fingerprint=fingerprint
+    )
+
+
+def tokenize_sources(
+    sources: object,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: FormatOptions,
+    cache_dir: str | Path | None = None,
+    num_proc: int = 0,
+    max_reject_share: float = 0.01,
+    rejected_path: str | Path | None = None,
+    vocab_size: int | None = None,
+    show_progress: bool = False,
+) -> TokenizedDataset:
+    """Return the examples of all sources as tokens, from the cache where it has them.
+
+    Rows are judged one by one; a bad one is written to rejected.jsonl with file, line, reason and first bytes, and its neighbours are kept.
+
+    Args:
+        sources: Files, folders, hub ids, data sets or lists of rows; see open_sources.
+        tokenizer: A Hugging Face tokenizer; None if all rows hold input_ids.
+        options: How rows become tokens.
+        cache_dir: Folder of cache entries; None keeps tokens in memory.
+        num_proc: Processes that tokenise; 0 and 1 work in this process.
+        max_reject_share: Part of the rows, 0 to 1, that may be rejected; one more stops the run.
+        rejected_path: Where rejected rows are written; None writes them to the cache, if there is one.
+        vocab_size: Rows of the model's embedding; ids outside stop the run. None where it is not known yet.
+        show_progress: Whether a progress bar is drawn on stderr.
+
+    Returns:
+        At least one example.
+
+    Raises:
+        DataError: A source is missing or empty, too many rows are rejected, a token id is impossible, rows are too long under too_long="refuse", or no
+            example is left.
+        OptionError: A number is outside of its range.
+
+    Cost:
+        One pass over the rows; from the cache, the first and last MiB of each file and the tokenizer's vocabulary.
+
+    Example:
+        >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+        >>> dataset = tokenize_sources(rows, tokenizer=None, options=FormatOptions(max_tokens=8))
+        >>> dataset.length_N, dataset[1].labels
+        (array([3, 2]), array([4, 5]))
+    """
+    check_int("num_proc", num_proc, low=0)
+    check_share("max_reject_share", max_reject_share)
+    if vocab_size is not None:
+        check_int("vocab_size", vocab_size, low=1)
+    opened = open_sources(sources)
+    fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options)
+    target = None if cache_dir is None else Path(cache_dir) / fingerprint[:32]
+    named = None if rejected_path is None else Path(rejected_path)
+    dataset = _open_if_whole(target)
+    if dataset is None:
+        on_stop = named or (None if cache_dir is None else Path(cache_dir) / REJECTED)
+        ingest = _Ingest(Setup(tokenizer, options, vocab_size), max_reject_share=max_reject_share, on_stop=on_stop)
+        dataset = ingest.run(opened, num_proc=num_proc, target=target, fingerprint=fingerprint, show_progress=show_progress)
+        if named is not None:
+            _write_rejects(named, ingest.rejects)
+    elif target is not None and named is not None:
+        _replace(named, (target / REJECTED).read_bytes())
+    _check_share_of_rejects(dataset.report, most=max_reject_share, written=named or (None if target is None else target / REJECTED))
+    _check_highest_id(dataset.report, tokenizer=tokenizer, vocab_size=vocab_size)
+    return dataset
+
+
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a digest of what a tokenizer makes of a text: vocabulary, rules, special tokens and chat template.
+
+    Args:
+        tokenizer: Padding and truncation, which it may have been left with, do not count.
+
+    Cost:
+        Renders the vocabulary once.
+    """
+    if tokenizer is None:
+        return "none"
+    digest = hashlib.sha256(type(tokenizer).__name__.encode())
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules.pop("truncation", None)
+        rules.pop("padding", None)
+        digest.update(json.dumps(rules, sort_keys=True).encode())
+    else:
+        digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    digest.update(json.dumps([special, tokenizer.chat_template], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _fingerprint(sources: list[Source], *, tokenizer: PreTrainedTokenizerBase | None, options: FormatOptions) -> str:
+    chosen = asdict(options)
+    if tokenizer is not None:
+        chosen["chat_template"] = chat.read_template(tokenizer, options.chat_template)
+    parts = [FORMAT_VERSION, [source.fingerprint for source in sources], fingerprint_tokenizer(tokenizer), chosen]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class _Ingest:
+    """One pass over the rows: writes tokens and rejects as they come, counts, and stops the run where it must."""
+
+    def __init__(self, setup: Setup, *, max_reject_share: float, on_stop: Path | None) -> None:
+        self.rejects: list[Reject] = []
+        self._setup = setup
+        self._max_reject_share = max_reject_share
+        self._on_stop = on_stop
+        self._report = IngestReport()
+        self._notes: Counter[str] = Counter()
+        self._length: list[np.ndarray] = []
+        self._num_labelled: list[np.ndarray] = []
+        self._digest: list[np.ndarray] = []
+        self._pending_bits = np.zeros(0, dtype=bool)
+
+    def run(self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool) -> TokenizedDataset:
+        """Tokenise, and return the data set: from target if there is one, else from memory."""
+        if target is None:
+            id_file, bit_file = BytesIO(), BytesIO()
+            start_N1 = self._fill(sources, id_file, bit_file, num_proc=num_proc, show_progress=show_progress)
+            return TokenizedDataset(
+                id_T=np.frombuffer(id_file.getbuffer(), dtype=_DTYPES["ids"]),
+                trained_bits=np.frombuffer(bit_file.getbuffer(), dtype=_DTYPES["trained"]),
+                start_N1=start_N1,
+                num_labelled_N=_join(self._num_labelled),
+                report=self._report,
+                fingerprint=fingerprint,
+            )
+        with _write_beside(target) as part:
+            with (part / "ids.bin").open("wb") as ids, (part / "trained.bin").open("wb") as bits:
+                start_N1 = self._fill(sources, ids, bits, num_proc=num_proc, show_progress=show_progress)
+                _sync(ids)
+                _sync(bits)
+            _write(part / "start.bin", start_N1.tobytes())
+            _write(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
+            _write(part / REJECTED, _render_rejects(self.rejects))
+            sizes = {name: (part / f"{name}.bin").stat().st_size for name in _DTYPES}
+            meta = {"version": FORMAT_VERSION, "fingerprint": fingerprint, "sizes": sizes, "report": self._report.to_dict()}
+            _write(part / "meta.json", json.dumps(meta, indent=1).encode())
+        return TokenizedDataset.open(target)
+
+    def _fill(self, sources: list[Source], id_file: IO[bytes], bit_file: IO[bytes], *, num_proc: int, show_progress: bool) -> np.ndarray:
+        """Write ids and trained bits; return the offsets."""
+        # Made here too, so that a tokenizer or template that cannot serve is refused before any process starts.
+        formatter = Formatter(self._setup.tokenizer, options=self._setup.options, vocab_size=self._setup.vocab_size)
+        chunks = make_chunks(sources, formatter=formatter, options=self._setup.options)
+        try:
+            with _progress(sources, is_shown=show_progress) as advance, closing(run_chunks(chunks, setup=self._setup, num_proc=num_proc)) as results:
+                for result in results:
+                    self._judge(result)
+                    self._append(result, id_file, bit_file)
+                    advance(result.num_seen)
+            bit_file.write(np.packbits(self._pending_bits).tobytes())
+            self._finish_report()
+            self._check_whole()
+        except DataError:
+            if self._on_stop is not None:
+                _write_rejects(self._on_stop, self.rejects)
+            raise
+        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(_join(self._length))])
+
+    def _judge(self, result: ChunkResult) -> None:
+        """Count a chunk, and stop the run where it must not go on."""
+        report = self._report
+        self.rejects.extend(result.rejects)
+        report.num_rows += result.num_seen
+        _add(report.rows_per_source, result.source, result.num_seen)
+        _add(report.rows_per_format, result.format or "none", result.num_seen)
+        for entry in result.rejects:
+            _add(report.rejects, entry.reason, 1)
+        report.num_blank_lines += result.counts["num_blank_lines"]
+        report.num_too_long += result.counts["num_too_long"]
+        report.num_truncated += result.counts["num_truncated"]
+        report.num_split += result.counts["num_split"]
+        report.num_dropped_pieces += result.counts["num_dropped_pieces"]
+        self._notes.update(result.notes)
+        if result.longest[0] > report.longest:
+            report.longest, report.longest_place = result.longest[0], f"{result.source}, line {result.longest[1]}"
+        if result.highest_id[0] > report.highest_id:
+            report.highest_id, report.highest_id_place = result.highest_id[0], f"{result.source}, line {result.highest_id[1]}"
+        _check_highest_id(report, tokenizer=self._setup.tokenizer, vocab_size=self._setup.vocab_size)
+        if result.impossible is not None:
+            line, error = result.impossible
+            raise DataError(f"{result.source}, line {line}: {error}.")
+        uniform = describe_uniform_reject(result)
+        if uniform is not None:
+            raise DataError(f"{uniform}. Check format and columns.{_say_where(self._on_stop)}")
+
+    def _append(self, result: ChunkResult, id_file: IO[bytes], bit_file: IO[bytes]) -> None:
+        id_file.write(result.id_T.tobytes())
+        bits = np.concatenate([self._pending_bits, result.is_trained_T])
+        num_whole = len(bits) - len(bits) % 8
+        bit_file.write(np.packbits(bits[:num_whole]).tobytes())
+        self._pending_bits = bits[num_whole:]
+        self._length.append(result.length_N)
+        self._digest.append(result.digest_N)
+        if len(result.length_N):
+            start_N = np.cumsum(result.length_N) - result.length_N
+            is_predicted = result.is_trained_T.astype(np.int64)
+            is_predicted[start_N] = 0
+            self._num_labelled.append(np.add.reduceat(is_predicted, start_N))
+
+    def _finish_report(self) -> None:
+        report = self._report
+        length_N, digest_N = _join(self._length), np.concatenate([np.zeros(0, dtype=np.uint64), *self._digest])
+        report.num_documents = len(length_N)
+        report.num_tokens = int(length_N.sum())
+        report.num_labelled = int(_join(self._num_labelled).sum())
+        report.num_duplicates = len(digest_N) - len(np.unique(digest_N))
+        report.notes = [f"{count} {note}" for note, count in sorted(self._notes.items())]
+        tokenizer, options = self._setup.tokenizer, self._setup.options
+        has_plain_rows = bool(set(report.rows_per_format) - {"messages", "input_ids", "none"})
+        if has_plain_rows and options.add_eos and tokenizer is not None and tokenizer.eos_token_id is None:
+            report.notes.append("the tokenizer has no end-of-sequence token, so none was appended")
+
+    def _check_whole(self) -> None:
+        """Stop the run where the data as a whole is not fit for training."""
+        report, options = self._report, self._setup.options
+        _check_share_of_rejects(report, most=self._max_reject_share, written=self._on_stop, first=next(iter(self.rejects), None))
+        if report.num_too_long and options.too_long == "refuse":
+            raise DataError(
+                f"{report.num_too_long} of {report.num_rows} rows are longer than max_tokens={options.max_tokens}; the longest has {report.longest} "
+                f"tokens ({report.longest_place}). Raise max_tokens to {report.longest}, or choose too_long='truncate' (keeps the beginning) or "
+                "too_long='split' (makes several examples of a row)."
+            )
+        if report.num_documents == 0:
+            raise DataError(f"No example is left: {report.render()}")
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
+
+
+def _add(counts: dict[str, int], name: str, count: int) -> None:
+    counts[name] = counts.get(name, 0) + count
+
+
+def _say_where(path: Path | None) -> str:
+    return "" if path is None else f" Rejected rows are in {path}."
+
+
+def _check_share_of_rejects(report: IngestReport, *, most: float, written: Path | None, first: Reject | None = None) -> None:
+    if report.reject_share <= most:
+        return
+    shown = "" if first is None else f" The first is {first.file}, line {first.line}: {first.reason} ({first.detail})."
+    hint = " extra_columns='ignore' takes rows with unexpected columns." if EXTRA_COLUMN in report.rejects else ""
+    raise DataError(
+        f"{report.num_rejected} of {report.num_rows} rows ({100 * report.reject_share:.2f} %) are rejected, max_reject_share={most} allows "
+        f"{100 * most:g} %: {render_counts(report.rejects)}.{shown}{_say_where(written)} Repair the rows or raise max_reject_share.{hint}"
+    )
+
+
+def _check_highest_id(report: IngestReport, *, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> None:
+    if vocab_size is None or report.highest_id < vocab_size:
+        return
+    larger = ""
+    if tokenizer is not None and len(tokenizer) > vocab_size:
+        larger = (
+            f" The tokenizer has {len(tokenizer)} tokens, more than the embedding: they do not belong together, or the embedding must be resized."
+        )
+    raise DataError(
+        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, the embedding has {vocab_size} rows.{larger}"
+    )
+
+
+def _open_if_whole(target: Path | None) -> TokenizedDataset | None:
+    """Return the cache entry; None where there is none, or none that is whole (which is taken away)."""
+    if target is None or not target.is_dir():
+        return None
+    try:
+        return TokenizedDataset.open(target)
+    except DataError as error:
+        _LOGGER.warning("%s It is taken away now.", error)
+        shutil.rmtree(target, ignore_errors=True)
+        return None
+
+
+@contextmanager
+def _write_beside(target: Path) -> Iterator[Path]:
+    """Yield a folder beside target that takes its place at the end; nothing is left of it after an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target.parent)
+    part = target.parent / f"{_PART}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+    part.mkdir()
+    try:
+        yield part
+        try:
+            part.rename(target)
+        except OSError:
+            # Another process was first with the same content.
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what processes of this machine left behind when they were killed."""
+    for part in folder.glob(f"{_PART}{socket.gethostname()}-*-*"):
+        try:
+            os.kill(int(part.name.rsplit("-", 2)[1]), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(part, ignore_errors=True)
+        except PermissionError:
+            continue
+
+
+def _write_rejects(path: Path, rejects: list[Reject]) -> None:
+    if rejects or path.exists():
+        _replace(path, _render_rejects(rejects))
+
+
+def _render_rejects(rejects: list[Reject]) -> bytes:
+    return "".join(f"{entry.to_json()}\n" for entry in rejects).encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file beside its place and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{_PART}{path.name}-{uuid.uuid4().hex}")
+    try:
+        _write(part, content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        _sync(file)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _progress(sources: list[Source], *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield what is told the number of rows done; draws a bar on stderr if that is wanted."""
+    if not is_shown:
+        yield lambda num_rows: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("tokenise", total=sum(source.count() for source in sources))
+        yield lambda num_rows: progress.advance(task, num_rows)

@@ -1,0 +1,307 @@
+"""Judge one row: strict JSON, the columns and messages that a format needs, tokens that can be trained.
+
+Every refusal is a RowRejectedError with a reason out of a short fixed list, so that reasons can be counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from lightning_fastft.errors import DataError
+
+NOT_UTF8 = "not UTF-8"
+NUL = "NUL character"
+SURROGATE = "lone surrogate"
+MALFORMED = "malformed JSON"
+DUPLICATE_KEY = "duplicate key"
+NOT_FINITE = "NaN or Infinity"
+NOT_AN_OBJECT = "row is not an object"
+FIELD_COUNT = "wrong number of fields"
+MISSING_COLUMN = "missing column"
+EXTRA_COLUMN = "unexpected column"
+WRONG_TYPE = "wrong type"
+UNKNOWN_ROLE = "unknown role"
+EMPTY_MESSAGES = "empty messages"
+NO_ASSISTANT = "no assistant turn"
+EMPTY_TEXT = "empty text"
+TEMPLATE_REFUSED = "chat template refused the messages"
+TEMPLATE_UNCLEAR = "assistant tokens cannot be told apart"
+LABELS_DIFFER = "labels are not the ids"
+ZERO_TOKENS = "zero tokens"
+ONE_TOKEN = "fewer than 2 tokens"
+ALL_MASKED = "all labels masked"
+ALL_MASKED_TRUNCATED = "all labels masked after truncation"
+
+KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+BOM = b"\xef\xbb\xbf"
+FIRST_BYTES = 80
+
+# Escapes that a JSON parser turns into a NUL or into half a character; rows without one of them need no second look.
+_RISKY_ESCAPE = re.compile(rb"\\u(0000|[dD][89a-fA-F])")
+
+
+class RowRejectedError(DataError):
+    """One row cannot be trained on; its neighbours can.
+
+    Args:
+        reason: One of the reasons of this module; rejects are counted by it.
+        detail: What was found, for a person who repairs the row.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type[RowRejectedError], tuple[str, str]]:
+        # Crosses from a worker process; the default rebuilds from the joined message.
+        return type(self), (self.reason, self.detail)
+
+
+class UnreadableRow(NamedTuple):
+    """What a reader hands on in place of a row that it could not read."""
+
+    reason: str
+    detail: str
+    first_bytes: bytes
+
+
+Raw = bytes | Mapping[str, Any] | UnreadableRow
+
+
+class Reject(NamedTuple):
+    """A rejected row as it is written to rejected.jsonl: where it is, why it was rejected and how it begins."""
+
+    file: str
+    line: int
+    reason: str
+    detail: str
+    first_bytes: str
+
+    def to_json(self) -> str:
+        """Return one line of JSON without its line end."""
+        return json.dumps(self._asdict(), ensure_ascii=True)
+
+
+def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> Reject:
+    """Return the record of a rejected row; bytes that are no UTF-8 are shown as \\xNN.
+
+    Args:
+        error: Why the row was rejected.
+        file: The file, data set or list that the row came from.
+        line: Line (text files) or row number, from 1.
+        raw: The row as it was read.
+    """
+    if isinstance(raw, bytes):
+        first = raw[:FIRST_BYTES]
+    elif isinstance(raw, UnreadableRow):
+        first = raw.first_bytes[:FIRST_BYTES]
+    elif not isinstance(raw, Mapping):
+        first = repr(raw)[:FIRST_BYTES].encode("utf-8", "backslashreplace")
+    else:
+        # Huge values would be rendered in full only to be cut again.
+        shown = {str(key): value[:FIRST_BYTES] if isinstance(value, str) else value for key, value in list(raw.items())[:FIRST_BYTES]}
+        first = json.dumps(shown, ensure_ascii=False, default=repr).encode("utf-8", "backslashreplace")[:FIRST_BYTES]
+    return Reject(file, line, error.reason, error.detail[:200], first.decode("utf-8", "backslashreplace"))
+
+
+def parse_row(raw: Raw) -> dict[str, Any]:
+    """Return the row as a dict.
+
+    A line must be one strict JSON object: no duplicate keys, no NaN or Infinity, no NUL, no half characters. A byte order mark in front of it and a
+    carriage return behind it are taken away.
+
+    Args:
+        raw: A line as bytes without its line feed, or a row that a reader has parsed.
+
+    Returns:
+        A dict with string keys.
+
+    Raises:
+        RowRejectedError: The row is not such an object.
+
+    Example:
+        >>> parse_row(b'{"text": "a"}')
+        {'text': 'a'}
+        >>> parse_row(b'{"text": "a", "text": "b"}')
+        Traceback (most recent call last):
+        lightning_fastft.packing.rows.RowRejectedError: duplicate key: 'text'
+    """
+    if isinstance(raw, UnreadableRow):
+        raise RowRejectedError(raw.reason, raw.detail)
+    row = parse_json(raw) if isinstance(raw, bytes) else raw
+    if not isinstance(row, Mapping):
+        raise RowRejectedError(NOT_AN_OBJECT, f"it is a {type(row).__name__}")
+    for key in row:
+        if not isinstance(key, str):
+            raise RowRejectedError(WRONG_TYPE, f"column {key!r} is named by a {type(key).__name__}, not by a string")
+    return dict(row)
+
+
+def parse_json(raw: bytes) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the value of strict JSON text; the rules are those of parse_row."""
+    while raw.startswith(BOM):
+        raw = raw[len(BOM) :]
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowRejectedError(NOT_UTF8, f"byte 0x{raw[error.start]:02x} at byte {error.start} of the line") from None
+    if "\0" in text:
+        raise RowRejectedError(NUL, f"at character {text.index(chr(0))}")
+    try:
+        value = _STRICT_JSON.decode(text)
+    except RowRejectedError:
+        raise
+    except RecursionError:
+        raise RowRejectedError(MALFORMED, "nested too deeply") from None
+    except ValueError as error:
+        raise RowRejectedError(MALFORMED, str(error)) from None
+    if _RISKY_ESCAPE.search(raw):
+        # Re-rendered without escapes, so that one search covers keys and nested values.
+        check_characters(json.dumps(value, ensure_ascii=False).replace("\\u0000", "\0"), column="the row")
+    return value
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise RowRejectedError(DUPLICATE_KEY, repr(next(key for key in keys if keys.count(key) > 1)))
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise RowRejectedError(NOT_FINITE, f"literal {name}")
+
+
+def _finite_float(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise RowRejectedError(NOT_FINITE, f"number {digits[:40]} is too large")
+    return value
+
+
+_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant, parse_float=_finite_float)
+
+
+def take_columns(
+    row: Mapping[str, Any], *, required: Sequence[str], optional: Sequence[str], mapping: Mapping[str, str], expected: frozenset[str] | None
+) -> dict[str, Any]:
+    """Return the columns of a format under our names; a column that holds null counts as missing.
+
+    Args:
+        row: The row under the user's names.
+        required: Our names that must be there.
+        optional: Our names that may be there.
+        mapping: Our names to the user's, where they differ.
+        expected: All columns, under the user's names, that rows of this file have; None takes any.
+
+    Raises:
+        RowRejectedError: A required column is missing, or one is there that rows of this file do not have.
+    """
+    if expected is not None and not row.keys() <= expected:
+        raise RowRejectedError(EXTRA_COLUMN, repr(sorted(row.keys() - expected)[0]))
+    taken = {}
+    for name in required:
+        theirs = mapping.get(name, name)
+        if row.get(theirs) is None:
+            raise RowRejectedError(MISSING_COLUMN, f"{theirs!r} is null" if theirs in row else repr(theirs))
+        taken[name] = row[theirs]
+    for name in optional:
+        value = row.get(mapping.get(name, name))
+        if value is not None:
+            taken[name] = value
+    return taken
+
+
+def check_text(value: object, *, column: str, may_be_empty: bool = False) -> str:
+    """Return value if it is a string with something in it and without NUL or half characters.
+
+    Args:
+        value: What the row holds.
+        column: Where it holds it, for the message.
+        may_be_empty: Whether a string of nothing but white space is allowed.
+
+    Raises:
+        RowRejectedError: It is not such a string.
+    """
+    if not isinstance(value, str):
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a string, it is a {type(value).__name__}")
+    if not may_be_empty and not value.strip():
+        raise RowRejectedError(EMPTY_TEXT, column)
+    check_characters(value, column=column)
+    return value
+
+
+def check_characters(text: str, *, column: str) -> None:
+    """Raise RowRejectedError if text holds a NUL or half a character (a lone surrogate)."""
+    if "\0" in text:
+        raise RowRejectedError(NUL, column)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowRejectedError(SURROGATE, f"U+{ord(text[error.start]):04X} in {column}") from None
+
+
+def check_messages(value: object, *, column: str = "messages", needs_assistant: bool = True) -> list[dict[str, Any]]:
+    """Return the turns of a conversation, without keys that hold null.
+
+    Args:
+        value: What the row holds.
+        column: Where it holds it, for the message.
+        needs_assistant: Whether a turn of the assistant must be there.
+
+    Raises:
+        RowRejectedError: It is not a list of turns with known roles and text.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of messages, it is a {type(value).__name__}")
+    if not value:
+        raise RowRejectedError(EMPTY_MESSAGES, column)
+    messages = [_check_message(message, where=f"{column}[{number}]") for number, message in enumerate(value)]
+    if needs_assistant and not any(message["role"] == "assistant" for message in messages):
+        raise RowRejectedError(NO_ASSISTANT, f"roles are {', '.join(message['role'] for message in messages[:8])}")
+    return messages
+
+
+def _check_message(value: object, *, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RowRejectedError(WRONG_TYPE, f"{where} must be an object with role and content, it is a {type(value).__name__}")
+    message = {key: entry for key, entry in value.items() if entry is not None}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RowRejectedError(WRONG_TYPE, f"{where} has no role that is a string")
+    if role not in KNOWN_ROLES:
+        raise RowRejectedError(UNKNOWN_ROLE, f"{role!r} in {where}, known are {', '.join(sorted(KNOWN_ROLES))}")
+    content = message.get("content")
+    calls_a_tool = role == "assistant" and bool(message.get("tool_calls"))
+    may_be_empty = calls_a_tool or role not in ("user", "assistant")
+    if isinstance(content, (list, tuple)):
+        parts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in content]
+        if any(not isinstance(part, str) for part in parts):
+            raise RowRejectedError(WRONG_TYPE, f"{where} holds a part that is not text")
+        check_text("".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty)
+    elif content is not None or not calls_a_tool:
+        if content is None:
+            raise RowRejectedError(WRONG_TYPE, f"{where} has no content")
+        check_text(content, column=f"{where}.content", may_be_empty=may_be_empty)
+    return message
+
+
+def check_token_counts(*, num_tokens: int, num_labelled: int, is_truncated: bool = False) -> None:
+    """Raise RowRejectedError if an example has nothing to train on.
+
+    Args:
+        num_tokens: Tokens of the example.
+        num_labelled: Trained tokens after the first one: the first of a document is never predicted.
+        is_truncated: Whether tokens were cut off before.
+    """
+    if num_tokens == 0:
+        raise RowRejectedError(ZERO_TOKENS)
+    if num_tokens < 2:
+        raise RowRejectedError(ONE_TOKEN)
+    if num_labelled == 0:
+        raise RowRejectedError(ALL_MASKED_TRUNCATED if is_truncated else ALL_MASKED, f"{num_tokens} tokens")

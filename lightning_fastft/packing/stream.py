@@ -1,0 +1,165 @@
+"""Planned micro-batches as a stream: documents are read and collated in workers, in the order of the plan, from any position on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.packing.planner import EpochPlan, StepPlan
+
+# A pack without documents keeps ranks equal; it needs some token for a model to run on, and few cost least.
+EMPTY_PACK_TOKENS = 8
+
+
+class TokenizedDocuments(Protocol):
+    """What the stream needs of a tokenised data set (packing/cache.py has the one that lies on disk)."""
+
+    length_N: np.ndarray
+    num_labelled_N: np.ndarray
+    fingerprint: str
+
+    def __getitem__(self, number: int) -> Document: ...
+
+
+class DocumentSubset:
+    """Some documents of a tokenised data set, numbered from 0: the training or the held-out part.
+
+    Args:
+        documents: The whole data set.
+        index_N: Numbers of the chosen documents, ascending, int64; None for all.
+    """
+
+    def __init__(self, documents: TokenizedDocuments, *, index_N: np.ndarray | None = None) -> None:
+        self.documents = documents
+        self.index_N = index_N
+        self.length_N = np.asarray(documents.length_N if index_N is None else documents.length_N[index_N], dtype=np.int64)
+        self.num_labelled_N = np.asarray(documents.num_labelled_N if index_N is None else documents.num_labelled_N[index_N], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.length_N)
+
+    def __getitem__(self, number: int) -> Document:
+        return self.documents[int(number if self.index_N is None else self.index_N[number])]
+
+
+class PlannedStream(IterableDataset[PackedBatch]):
+    """Yield the micro-batches of one rank from a global position to the end of that position's epoch.
+
+    Worker w of W takes every W-th micro-batch, so that the loader's round over the workers gives the order of the plan back.
+
+    Args:
+        subset: The documents that the plan numbers.
+        plan: Who trains what; a pure function of the position.
+        rank: This process among plan.world_size.
+        start: Global position: micro-batches trained in all epochs so far.
+        pad_to: Length of every pack in tokens; None for no padding.
+        pad_token_id: Token id of the padding.
+        weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False by the pack's own.
+        repeat_first_epoch: True trains the order of epoch 0 in every epoch (``overfit_batches``).
+    """
+
+    def __init__(
+        self,
+        subset: DocumentSubset,
+        plan: StepPlan,
+        *,
+        rank: int,
+        start: int = 0,
+        pad_to: int | None = None,
+        pad_token_id: int = 0,
+        weigh_by_window: bool = True,
+        repeat_first_epoch: bool = False,
+    ) -> None:
+        self.subset = subset
+        self.plan = plan
+        self.rank = rank
+        self.start = start
+        self.pad_to = pad_to
+        self.pad_token_id = pad_token_id
+        self.weigh_by_window = weigh_by_window
+        self.repeat_first_epoch = repeat_first_epoch
+
+    def __len__(self) -> int:
+        return self.plan.num_micro_batches - self.start % self.plan.num_micro_batches
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        worker = get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        epoch, begin = divmod(self.start, self.plan.num_micro_batches)
+        epoch_plan = self.plan.epoch(0 if self.repeat_first_epoch else epoch)
+        for micro_batch in range(begin + first, self.plan.num_micro_batches, stride):
+            yield self._collate(epoch_plan, micro_batch, index=epoch * self.plan.num_micro_batches + micro_batch)
+
+    def _collate(self, epoch_plan: EpochPlan, micro_batch: int, *, index: int) -> PackedBatch:
+        documents = [self.subset[number] for number in epoch_plan.documents(rank=self.rank, micro_batch=micro_batch)]
+        return collate(
+            documents,
+            pad_to=self.pad_to if documents or self.pad_to is not None else EMPTY_PACK_TOKENS,
+            pad_token_id=self.pad_token_id,
+            num_items=float(epoch_plan.num_items_M[micro_batch]) if self.weigh_by_window else None,
+            index=index,
+        )
+
+
+def _do_nothing() -> None:
+    """Stand in for a call that nobody asked for."""
+
+
+class PackedLoader:
+    """Iterate over packed micro-batches; every iteration asks for a fresh stream, and only when its first batch is wanted.
+
+    Trainers create iterators long before they use them, in part before the position of a checkpoint is known; a loader that starts late cannot
+    start at the wrong place, and starts its workers once.
+
+    Args:
+        open_stream: Returns the stream of the next iteration.
+        num_batches: Micro-batches per epoch, the same on all ranks.
+        num_workers: Processes that read and collate; 0 works in this one.
+        pin_memory: Put batches into pinned host memory.
+        before_batch: Called in this process before a batch is handed out.
+        after_batch: Called in this process when the batch behind it is asked for.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[], PlannedStream],
+        *,
+        num_batches: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        before_batch: Callable[[], None] = _do_nothing,
+        after_batch: Callable[[], None] = _do_nothing,
+    ) -> None:
+        self._open_stream = open_stream
+        self._num_batches = num_batches
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self._before_batch = before_batch
+        self._after_batch = after_batch
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        loader: DataLoader[PackedBatch] = DataLoader(
+            self._open_stream(),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            # Of its own: a loader that draws its seed from the global generator would change the dropout of a resumed run.
+            generator=torch.Generator(),
+        )
+        for batch in loader:
+            self._before_batch()
+            yield batch
+            self._after_batch()
+
+
+def _as_it_is(batch: PackedBatch) -> PackedBatch:
+    return batch

@@ -1,0 +1,1 @@
+"""Lightning strategies that own the checkpointing plugin and install packed training."""

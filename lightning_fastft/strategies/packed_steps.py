@@ -1,0 +1,170 @@
+"""Install packed training for one run, watch that each packed step is read, and take everything back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_fastft.checks import check_choice
+from lightning_fastft.errors import ContextError, OptionError
+from lightning_fastft.kernels.attention.op import BACKENDS
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.status import Status
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_fastft.models.swap import SwapLedger
+
+
+class PackedSteps:
+    """Own the swaps of one run and judge its steps; the strategies and the callback PackedTraining share it.
+
+    Args:
+        attention: Backend of the packed attention, "auto" to choose by device and shapes.
+        activations: What happens to activations; None leaves the models' own checkpointing alone.
+
+    Raises:
+        OptionError: attention names no backend, or activations is no OffloadCheckpointing.
+    """
+
+    def __init__(self, *, attention: str = "auto", activations: OffloadCheckpointing | None = None) -> None:
+        if activations is not None and not isinstance(activations, OffloadCheckpointing):
+            raise OptionError(f"activations must be an OffloadCheckpointing, got {activations!r}; for example OffloadCheckpointing('recompute').")
+        self.attention = check_choice("attention", attention, ("auto", *BACKENDS))
+        self.activations = activations
+        self.backends_used: Counter[str] = Counter()
+        self._statuses: list[Status] = []
+        self._layers: list[nn.Module] = []
+        self._ledger: SwapLedger | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the swaps are in place."""
+        return self._ledger is not None
+
+    def install(self, module: nn.Module) -> None:
+        """Install on every transformers model inside module; a failure leaves the module as it was.
+
+        Raises:
+            UnsupportedModelError: A family cannot be served exactly.
+            OptionError: An option does not fit the model.
+        """
+        # Imported on first use: the strategies must be importable without transformers.
+        from lightning_fastft.models.packed import install_packed_training
+        from lightning_fastft.models.swap import SwapLedger
+
+        if self._ledger is not None:
+            return
+        self._ledger = SwapLedger()
+        self.backends_used.clear()
+        is_done = False
+        try:
+            installation = install_packed_training(module, self._ledger, checkpointing=self.activations)
+            is_done = True
+        finally:
+            if not is_done:
+                self.undo()
+        self._statuses, self._layers = installation.statuses, installation.layers
+
+    def undo(self) -> None:
+        """Take every swap back; a second call does nothing."""
+        ledger, self._ledger, self._layers = self._ledger, None, []
+        if ledger is not None:
+            ledger.undo()
+
+    def check_training_mode(self) -> None:
+        """Refuse layers that were asked to recompute and stand in evaluation mode."""
+        if self.activations is not None and self._layers:
+            self.activations.check_training_mode(self._layers)
+
+    def begin(self, batch: Any) -> PackedStep:  # noqa: ANN401 - any batch of any data module
+        """Prepare the packed batches inside a batch for one step."""
+        return PackedStep(self, find_packed_batches(batch))
+
+    def statuses(self) -> list[Status]:
+        """Return what is active, with the attention backends that really ran so far."""
+        if not self.backends_used:
+            return list(self._statuses)
+        ran = ", ".join(sorted(self.backends_used))
+        return [
+            status._replace(reason=f"{status.reason}; ran: {ran}") if status.name.startswith("packed attention") and status.state == "active" else status
+            for status in self._statuses
+        ]
+
+
+class PackedStep:
+    """One step over the packed batches found in a batch."""
+
+    def __init__(self, steps: PackedSteps, batches: list[PackedBatch]) -> None:
+        self._steps = steps
+        self._batches = batches
+        # A batch may come twice (a loader that keeps its batches): only what this step adds counts.
+        self._num_reads = sum(batch.context.num_reads for batch in batches)
+        self._backends = [Counter(batch.context.backends_used) for batch in batches]
+        if steps.attention != "auto":
+            for batch in batches:
+                batch.context.attention_backend = steps.attention
+
+    def check_read(self, module: nn.Module, *, where: str) -> None:
+        """Raise if no attention layer read the context of a packed batch that has labelled tokens.
+
+        Raises:
+            ContextError: Packed documents saw each other in this step.
+
+        Cost:
+            Host integers only; no host synchronisation.
+        """
+        for batch, before in zip(self._batches, self._backends):
+            self._steps.backends_used.update(Counter(batch.context.backends_used) - before)
+        is_trained = any(batch.context.num_labelled > 0 for batch in self._batches)
+        if is_trained and sum(batch.context.num_reads for batch in self._batches) == self._num_reads:
+            raise ContextError(_unread_message(module, where=where))
+
+
+def find_packed_batches(batch: Any) -> list[PackedBatch]:  # noqa: ANN401 - any batch of any data module
+    """Return the packed batches in a batch: itself, or the members of a list, tuple or mapping.
+
+    Example:
+        >>> find_packed_batches({"input_ids": 1})
+        []
+    """
+    if isinstance(batch, PackedBatch):
+        return [batch]
+    members: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        members = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        members = batch
+    return [member for member in members if isinstance(member, PackedBatch)]
+
+
+def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
+    """Return own statuses, those of the LightningModule (``statuses()``) and those of the callbacks (``status()``)."""
+    found = list(own)
+    from_module: Callable[[], list[Status]] | None = getattr(trainer.lightning_module, "statuses", None)
+    if callable(from_module):
+        found += from_module()
+    for callback in trainer.callbacks:
+        from_callback = getattr(callback, "status", None)
+        if callable(from_callback):
+            status = from_callback()
+            found += [status] if isinstance(status, Status) else list(status)
+    return found
+
+
+def _unread_message(module: nn.Module, *, where: str) -> str:
+    from lightning_fastft.models.packed import describe_models
+
+    models = describe_models(module)
+    held = "; ".join(models) if models else f"no transformers model ({type(module).__name__} holds modules of its own)"
+    return (
+        f"No attention layer read the context of the packed batch in {where} of {type(module).__name__}: its documents saw each other, and training on "
+        f"that is silently wrong. The module holds: {held}. Pass the whole batch to the model (self.model(**batch)), and let its attention be 'fastft': "
+        'Trainer(strategy="fastft"), or Trainer(callbacks=[PackedTraining()]) under another strategy, or attn_implementation="fastft" when the model is '
+        "loaded after set-up (call lightning_fastft.register() before)."
+    )

@@ -1,0 +1,74 @@
+"""FastFTStrategy: packed training on one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_fastft.errors import OptionError
+from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+
+
+class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
+    """Train on one GPU (or on the CPU) with packed attention, the lazy loss head and our activation policy.
+
+    The device is the Trainer's: ``Trainer(strategy="fastft")`` lands on the first GPU where there is one, ``devices=[1]`` on the second.
+
+    Args:
+        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("keep")``.
+        attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+        accelerator: As in Lightning.
+        checkpoint_io: As in Lightning.
+        precision_plugin: As in Lightning.
+
+    Raises:
+        OptionError: The Trainer was given more than one device.
+
+    Example:
+        >>> FastFTStrategy().statuses()
+        []
+    """
+
+    strategy_name = "fastft"
+
+    def __init__(
+        self,
+        *,
+        activations: OffloadCheckpointing | None = None,
+        attention: str = "auto",
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            activations=activations, attention=attention, accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        self._parallel_devices: list[torch.device] | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The one device the Trainer chose; None before it did.
+
+        Lightning assigns this attribute where a strategy has it, and never tells a registered single-device strategy its device by other means.
+        """
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices and len(devices) > 1:
+            raise OptionError(
+                f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} ({', '.join(map(str, devices))}). Set devices=1, or "
+                'use Trainer(strategy="ddp", callbacks=[PackedTraining()]) for several.'
+            )
+        self._parallel_devices = devices
+        if devices:
+            self._root_device = devices[0]

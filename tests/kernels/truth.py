@@ -1,0 +1,48 @@
+"""The bound of every kernel test, NaN-poisoned inputs, and modules with one planted fault."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+
+def one_unit(truth, dtype):
+    """One unit in the last place of dtype at the largest true value."""
+    largest = truth.abs().max().item() if truth.numel() else 0.0
+    info = torch.finfo(dtype)
+    return max(info.eps * 2.0 ** torch.tensor(max(largest, info.tiny)).log2().floor().item(), info.smallest_normal)
+
+
+def assert_within_bound(name, ours, *, plain, truth, dtype):
+    """Our error is at most twice that of plain PyTorch in the same dtype, or one unit in the last place at the largest true value."""
+    assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(truth.shape)}"
+    assert torch.isfinite(ours).all(), f"{name}: not finite"
+    if truth.numel() == 0:
+        return
+    error = (ours.double() - truth).abs().max().item()
+    plain_error = (plain.double() - truth).abs().max().item()
+    bound = max(2 * plain_error, one_unit(truth, dtype))
+    assert error <= bound, f"{name}: error {error:.3g} above {bound:.3g} (plain PyTorch {plain_error:.3g})"
+
+
+def poisoned(tensor):
+    """The same values inside a larger buffer of NaN, one row and one column apart from its borders: strided, and a stray read is seen."""
+    if tensor.is_floating_point():
+        buffer = torch.full([size + 2 for size in tensor.shape], float("nan"), dtype=tensor.dtype, device=tensor.device)
+    else:
+        buffer = torch.full([size + 2 for size in tensor.shape], -(2**40), dtype=tensor.dtype, device=tensor.device)
+    inner = buffer[tuple(slice(1, -1) for _ in tensor.shape)]
+    inner.copy_(tensor)
+    return inner
+
+
+def load_with_fault(module, old, new, folder):
+    """A copy of a module in which one piece of text, present exactly once, is replaced."""
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__file__}"
+    path = Path(folder) / "faulty_module.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"faulty_{Path(folder).name}", path)
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    return faulty

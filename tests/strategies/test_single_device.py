@@ -1,0 +1,235 @@
+"""FastFTStrategy: a user's own module trains packed, foreign attention is refused, the device is the Trainer's."""
+
+import pickle
+import re
+from unittest import mock
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+from tests.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+
+from lightning_fastft.errors import ContextError, OptionError, UnsupportedModelError
+from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.strategies.single_device import FastFTStrategy
+
+register_strategies()
+
+
+class ForeignModel(nn.Module):
+    """A model of somebody's own: its tokens see the whole pack."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB_SIZE, 16)
+        self.head = nn.Linear(16, VOCAB_SIZE)
+
+    def forward(self, input_ids, labels, **ignored):
+        state = self.embedding(input_ids).cumsum(1)
+        loss = nn.functional.cross_entropy(self.head(state)[0, :-1], labels[0, 1:])
+        return type("Output", (), {"loss": loss})()
+
+
+def test_user_module_trains_and_validates_by_name(tmp_path):
+    module = PlainModule(tiny_llama())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=4)
+    trainer.fit(module, packed_loader(4), packed_loader(2, seed=50))
+    assert isinstance(trainer.strategy, FastFTStrategy)
+    assert trainer.global_step == 4
+    assert {"train_loss", "val_loss"} <= set(trainer.callback_metrics)
+    assert all(not torch.equal(before[name], value) for name, value in module.state_dict().items() if "inv_freq" not in name)
+
+
+def test_training_equals_plain_torch_on_each_document_alone(tmp_path):
+    batches = packed_batches(3)
+    ours = PlainModule(tiny_llama())
+    plain = tiny_llama()
+    plain.load_state_dict(ours.model.state_dict())
+    quiet_trainer(tmp_path, strategy="fastft", max_steps=3).fit(ours, packed_loader(3))
+
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    for batch in batches:
+        optimizer.zero_grad()
+        offsets = batch.context.start_host_S1.tolist()
+        for start, end in zip(offsets, offsets[1:]):
+            ids, labels = batch["input_ids"][:, start:end], batch["labels"][:, start:end]
+            plain(input_ids=ids, labels=labels, num_items_in_batch=batch.context.num_items).loss.backward()
+        optimizer.step()
+    for (name, expected), value in zip(plain.state_dict().items(), ours.model.state_dict().values()):
+        assert torch.linalg.vector_norm(value - expected) <= 1e-4 * torch.linalg.vector_norm(expected), name
+
+
+def test_swaps_are_undone_after_fit_and_after_an_exception(tmp_path):
+    module = PlainModule(tiny_llama())
+    head, attention = module.model.lm_head, module.model.config._attn_implementation
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("recompute"))
+    quiet_trainer(tmp_path, strategy=strategy).fit(module, packed_loader())
+    assert module.model.lm_head is head
+    assert module.model.config._attn_implementation == attention
+    assert not module.model.is_gradient_checkpointing
+
+    class Fails(PlainModule):
+        def on_before_zero_grad(self, optimizer):
+            assert self.model.lm_head is not head
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        quiet_trainer(tmp_path, strategy="fastft").fit(Fails(module.model), packed_loader())
+    assert module.model.lm_head is head
+    assert module.model.config._attn_implementation == attention
+
+
+def test_foreign_attention_is_refused_before_the_backward(tmp_path):
+    module = PlainModule(ForeignModel())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ContextError, match="PackedTraining") as error:
+        quiet_trainer(tmp_path, strategy="fastft").fit(module, packed_loader())
+    assert "training_step of PlainModule" in str(error.value)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_attention_set_back_by_the_user_is_refused_and_named(tmp_path):
+    class SetBack(PlainModule):
+        def on_fit_start(self):
+            self.model.set_attn_implementation("eager")
+
+    module = SetBack(tiny_llama())
+    with pytest.raises(ContextError, match=r"model: LlamaForCausalLM, attention 'eager'"):
+        quiet_trainer(tmp_path, strategy="fastft").fit(module, packed_loader())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_foreign_validation_is_refused(tmp_path):
+    with pytest.raises(ContextError, match="validation_step"):
+        quiet_trainer(tmp_path, strategy="fastft").validate(PlainModule(ForeignModel()), packed_loader(), verbose=False)
+
+
+def test_batches_without_labels_and_skipped_steps_are_fine(tmp_path):
+    class Skips(PlainModule):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    batches = packed_batches(1) + packed_batches(1, has_labels=False) + packed_batches(2)
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=4)
+    trainer.fit(Skips(tiny_llama()), torch.utils.data.DataLoader(batches, batch_size=None))
+    assert trainer.global_step == 4
+
+
+def test_batches_that_a_loader_keeps_are_judged_anew_each_time(tmp_path):
+    module = PlainModule(tiny_llama())
+    loader = packed_loader(2)
+    quiet_trainer(tmp_path, strategy="fastft", max_steps=2).fit(module, loader)
+    with pytest.raises(ContextError):
+        quiet_trainer(tmp_path, strategy="fastft", max_steps=2).fit(PlainModule(ForeignModel()), loader)
+
+
+def test_lazily_built_model_is_served(tmp_path):
+    class Lazy(PlainModule):
+        def __init__(self):
+            super().__init__(None)
+
+        def configure_model(self):
+            if self.model is None:
+                self.model = tiny_llama()
+
+    trainer = quiet_trainer(tmp_path, strategy="fastft")
+    trainer.fit(Lazy(), packed_loader())
+    assert trainer.global_step == 3
+
+
+def test_unservable_family_is_refused_by_name(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(UnsupportedModelError, match=r"(?i)mamba"):
+        quiet_trainer(tmp_path, strategy="fastft").fit(PlainModule(MambaForCausalLM(config)), packed_loader())
+
+
+def test_module_without_a_model_trains_on_its_own_batches(tmp_path):
+    module = PlainModule(ForeignModel())
+    batches = [{"input_ids": torch.randint(0, VOCAB_SIZE, (1, 9)), "labels": torch.randint(0, VOCAB_SIZE, (1, 9))} for _ in range(3)]
+    trainer = quiet_trainer(tmp_path, strategy="fastft")
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    assert {status.state for status in trainer.strategy.statuses()} == {"inactive"}
+
+
+def test_status_table_is_logged_and_names_the_backend_that_ran(tmp_path):
+    with mock.patch("lightning_fastft.strategies.mixin.rank_zero_info") as log:
+        trainer = quiet_trainer(tmp_path, strategy="fastft")
+        trainer.fit(PlainModule(tiny_llama()), packed_loader())
+    table, backend = (call.args[0] for call in log.call_args_list)
+    assert re.search(r"packed attention +active", table)
+    assert re.search(r"labelled-row loss +active", table)
+    assert backend == "packed attention ran on: sdpa"
+    by_name = {status.name: status for status in trainer.strategy.statuses()}
+    assert by_name["packed attention"].reason.endswith("ran: sdpa")
+    assert by_name["activations"].reason.startswith("keep")
+
+
+def test_forced_backend_runs_and_an_unknown_one_is_refused(tmp_path):
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(attention="reference"))
+    trainer.fit(PlainModule(tiny_llama()), packed_loader())
+    assert set(trainer.strategy.packed_steps.backends_used) == {"reference"}
+    with pytest.raises(OptionError, match="varlen"):
+        FastFTStrategy(attention="fastest")
+
+
+def test_name_lands_on_the_gpu_and_refuses_two_devices(tmp_path):
+    with (
+        mock.patch("lightning.fabric.accelerators.cuda.num_cuda_devices", return_value=2),
+        mock.patch("lightning.pytorch.accelerators.cuda.num_cuda_devices", return_value=2),
+    ):
+        options = {"strategy": "fastft", "accelerator": "cuda"}
+        assert quiet_trainer(tmp_path, devices=1, **options).strategy.root_device == torch.device("cuda", 0)
+        assert quiet_trainer(tmp_path, devices=[1], **options).strategy.root_device == torch.device("cuda", 1)
+        assert quiet_trainer(tmp_path, devices=1, accelerator="auto", strategy=FastFTStrategy()).strategy.root_device == torch.device("cuda", 0)
+        with pytest.raises(OptionError, match="one device"):
+            quiet_trainer(tmp_path, devices=2, **options)
+
+
+def test_strategy_pickles_before_setup_and_serves_one_trainer(tmp_path):
+    strategy = pickle.loads(pickle.dumps(FastFTStrategy(activations=OffloadCheckpointing("recompute"))))
+    assert strategy.checkpointing.policy == "recompute"
+    module = PlainModule(tiny_llama())
+    trainer = quiet_trainer(tmp_path, strategy=strategy, accelerator="auto")
+    trainer.fit(module, packed_loader())
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module, packed_loader())
+    assert trainer.global_step == 6
+    with pytest.raises(MisconfigurationException):
+        quiet_trainer(tmp_path, strategy=strategy, accelerator="auto")
+
+
+def test_wrong_activations_are_refused():
+    with pytest.raises(OptionError, match="OffloadCheckpointing"):
+        FastFTStrategy(activations="recompute")
+
+
+def test_registration_is_idempotent():
+    register_strategies()
+    assert StrategyRegistry["fastft"]["strategy"] is FastFTStrategy
+
+
+def test_failed_set_up_leaves_the_model_as_it_was():
+    module = PlainModule(tiny_llama())
+    module.model.gradient_checkpointing_enable()
+    head, attention = module.model.lm_head, module.model.config._attn_implementation
+    strategy = FastFTStrategy()
+    with pytest.raises(OptionError, match="one switch"):
+        strategy.packed_steps.install(module)
+    assert module.model.lm_head is head
+    assert module.model.config._attn_implementation == attention
+    assert len(SwapLedger()) == 0
+
+
+def test_adapter_shadows_are_refreshed_after_each_optimizer_step(tmp_path):
+    module = PlainModule(tiny_llama())
+    module.adapter_shadows = mock.Mock(spec=["refresh"])
+    quiet_trainer(tmp_path, strategy="fastft", max_steps=2, accumulate_grad_batches=2).fit(module, packed_loader())
+    assert module.adapter_shadows.refresh.call_count == 2
