@@ -184,7 +184,3 @@ def _find_config(name: str) -> str:
     near = difflib.get_close_matches(name, config_names(), n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
     raise OptionError(f"There is no file and no shipped config named {name!r}.{advice} Shipped configs: {', '.join(config_names())}.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -201,7 +201,8 @@ class PackedDataModule(LightningDataModule):
         """Return the planned micro-batches of this rank, from the run's position on."""
         return PackedLoader(
             self._open_training_stream,
-            num_batches=self.plan.num_micro_batches,
+            # Uncut: the trainer applies limit_train_batches to this length itself.
+            num_batches=self.plan.num_uncut_micro_batches,
             num_workers=self.num_workers,
             pin_memory=self._pins_memory(),
             before_batch=self._check_accumulation,

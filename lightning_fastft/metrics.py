@@ -29,7 +29,8 @@ class _TokenMean(Metric):
         self.add_state("num_tokens", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def _add(self, total: torch.Tensor | float, num_tokens: torch.Tensor | int) -> None:
-        self.total = self.total + total
+        # Again here: Trainer(precision="bf16-true") casts every floating tensor of the module.
+        self.total = self.total.to(torch.float64) + total
         self.num_tokens = self.num_tokens + num_tokens
 
     def _mean(self) -> torch.Tensor:

@@ -23,9 +23,10 @@ from benchmarks.ruler.workloads import Pack, Workload, WorkloadFiles
 LONG_STEP_MS = 3000.0
 NUM_LONG_STEPS = 10
 MAX_GRADIENT_NORM = 1.0
+REFERENCE_ONLY = "asked for its gradients only"
 LEARNING_RATE = 2e-4
 # What an arm may raise without taking the other cases of its process along; a killed process is the driver's concern.
-CASE_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError, ArithmeticError)
+_CASE_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Case:
         mode: What the system is asked to do with activations, and what is added to it, for example "recompute" or "keep+liger".
         label_share: Share of tokens that are trained.
         optimizer: "adamw_8bit" or "adamw_fused".
-        num_warmup: Steps before the first timed one; the first of them is the judged step.
-        num_steps: Timed steps.
+        num_warmup: Steps before the first timed one, at least 1; the first of them is the judged step.
+        num_steps: Timed steps; 0 to leave reference gradients only.
         diagnose: Whether a case that fails the judge is timed for the raw log all the same (it still gets no row).
     """
 
@@ -145,7 +146,7 @@ class CaseRecorder:
         else:
             self.verdict = judging.Verdict(False, "the plain arm left no gradients to compare with")
         self.record["verdict"] = self.verdict.to_dict()
-        print(f"judge: {self.case.title}, labels {self.case.label_share:.0%}: {self.verdict}", flush=True)
+        print(f"judge: {self.case.title}, labels {self.case.label_share:.0%}: {self.verdict.describe()}", flush=True)
         self._is_stopped = not self.verdict.passed and not self.case.diagnose
         if not self.verdict.passed:
             self._num_timed = min(self._num_timed, NUM_LONG_STEPS)
@@ -208,7 +209,7 @@ def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, lo
     record["versions"], record["command"] = versions(), " ".join(sys.argv)
     try:
         body(recorder)
-    except CASE_FAILURES as error:
+    except case_failures() as error:
         recorder.close()
         record["error"] = f"{type(error).__name__}: {str(error)[:600]}"
         record["traceback"] = traceback.format_exc()[-6000:]
@@ -219,10 +220,17 @@ def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, lo
     log.write(record)
     median = record.get("summary", {}).get("median")
     state = record["reason"] or f"{median:.1f} ms, {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.1f} GiB"
-    if recorder.case.num_steps == 0 and record["verdict"]["passed"] if record.get("verdict") else False:
-        state = "reference gradients written"
     print(f"case: {record['workload']} {recorder.case.title}, labels {recorder.case.label_share:.0%}: {state}", flush=True)
     return record
+
+
+def case_failures() -> tuple[type[BaseException], ...]:
+    """Return what a case may raise without ending its process; Triton's errors share no built-in base."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return _CASE_FAILURES
+    return (*_CASE_FAILURES, TritonError)
 
 
 def reason_without_row(record: dict[str, Any]) -> str:
@@ -234,6 +242,8 @@ def reason_without_row(record: dict[str, Any]) -> str:
         return "no step was judged"
     if not verdict["passed"]:
         return str(verdict["reason"])
+    if record["num_steps"] == 0:
+        return REFERENCE_ONLY
     return "" if "summary" in record else "it ended before a step was timed"
 
 

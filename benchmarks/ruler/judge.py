@@ -41,6 +41,11 @@ class Verdict:
     median_cosine: float = float("nan")
     lowest: tuple[tuple[str, float, float], ...] = ()
 
+    def describe(self) -> str:
+        """Return the verdict in one line."""
+        found = f"{self.num_tensors} gradients, lowest cosine {self.worst_cosine[1]:.6f} ({self.worst_cosine[0]}), largest norm difference "
+        return f"{'passed' if self.passed else 'REFUSED: ' + self.reason}; {found}{self.worst_norm_error[1]:.2%} ({self.worst_norm_error[0]})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the raw log."""
         return asdict(self)

@@ -69,7 +69,7 @@ class LateCopies:
         """
         if self._pending and self._pending[-1].done is not None:
             self._pending[-1].done.synchronize()
-        return self.poll()
+        return [self._hand_out(self._pending.popleft()) for _ in range(len(self._pending))]
 
     def clear(self) -> None:
         """Drop what has not been read and the pinned memory."""

@@ -1,6 +1,6 @@
 """Make the demo's chat rows: worded arithmetic with worked steps, of very different lengths, the same for the same seed.
 
-Numbers stay small (single-digit steps, totals below 500 and mostly below 100), so that a model of a million parameters can learn to get them right within minutes.
+Numbers stay small (single-digit steps, totals mostly below 100), so that a model of a million parameters can learn to get them right within minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ THINGS = (
 )
 GAINS = ("finds {n} more", "buys {n} more", "is given {n} more", "picks up {n}")
 LOSSES = ("loses {n}", "gives away {n}", "sells {n}", "drops {n}")
-MAX_TOTAL = 199
+MAX_TOTAL = 99
 
 Message = dict[str, str]
 Row = dict[str, list[Message]]
@@ -100,53 +100,54 @@ def _boxes_row(random: np.random.Generator) -> Row:
 
 
 def _story_row(random: np.random.Generator) -> Row:
-    """A story of one to thirty events, worked line by line."""
-    name, thing, start, opening = _opening(random)
-    events, lines, result = _events(random, total=start, num_events=1 + min(29, int(random.exponential(5))))
-    question = f"{opening} {name} {_join(events)}. How many {thing} does {name} have now?"
-    return _row([(question, "\n".join(lines) + f"\nAnswer: {result}")])
+    """A story of one to thirty days, worked line by line."""
+    name, thing, total = _opening(random)
+    events, lines, total = _days(random, total=total, first_day=1, num_days=1 + min(29, int(random.exponential(5))))
+    question = f"{name} has {_first(lines)} {thing}. {' '.join(events)} How many {thing} does {name} have now?"
+    return _row([(question, _worked(lines, total))])
 
 
 def _list_row(random: np.random.Generator) -> Row:
-    """A running total over three to eighty numbers."""
-    most = int(random.choice((12, 30, 80), p=(0.75, 0.2, 0.05)))
-    things = random.permutation(THINGS * 3)[: _number(random, 3, most)]
-    parts = [(_number(random, 1, 9), str(thing)) for thing in things]
-    total, lines = parts[0][0], []
-    for step, thing in parts[1:]:
-        total, line = _apply(total, step)
-        lines.append(f"{step} {thing}: {line}")
-    listed = ", ".join(f"{step} {thing}" for step, thing in parts)
-    return _row([(f"Add up {listed}.", "\n".join(lines) + f"\nAnswer: {total}")])
+    """A running total over three to fifty numbers, each named by its shelf."""
+    most = int(random.choice((12, 30, 50), p=(0.75, 0.2, 0.05)))
+    thing, total = str(random.choice(THINGS)), 0
+    counts = [_number(random, 1, 9) for _ in range(_number(random, 3, most))]
+    lines = []
+    for shelf, count in enumerate(counts, start=1):
+        total, line = _apply(total, count)
+        lines.append(f"Shelf {shelf}: {count}, {line}")
+    listed = " ".join(f"Shelf {shelf}: {count}." for shelf, count in enumerate(counts, start=1))
+    return _row([(f"{listed} How many {thing} are there?", _worked(lines, total))])
 
 
 def _chat_row(random: np.random.Generator) -> Row:
-    """Two to six turns about the same pile of things."""
-    name, thing, total, opening = _opening(random)
-    turns = []
+    """Two to six turns about the same things, each turn some days later."""
+    name, thing, total = _opening(random)
+    turns, day = [], 1
     for turn in range(_number(random, 2, 6)):
-        events, lines, total = _events(random, total=total, num_events=_number(random, 1, 3))
-        lead = f"{opening} {name}" if turn == 0 else f"Then {name}"
-        turns.append((f"{lead} {_join(events)}. How many {thing} now?", "\n".join(lines) + f"\nAnswer: {total}"))
+        num_days = _number(random, 1, 3)
+        events, lines, total = _days(random, total=total, first_day=day, num_days=num_days)
+        opening = f"{name} has {_first(lines)} {thing}. " if turn == 0 else ""
+        turns.append((f"{opening}{' '.join(events)} How many {thing} now?", _worked(lines, total)))
+        day += num_days
     return _row(turns)
 
 
-def _opening(random: np.random.Generator) -> tuple[str, str, int, str]:
-    name, thing, start = str(random.choice(NAMES)), str(random.choice(THINGS)), _number(random, 5, 60)
-    return name, thing, start, f"{name} has {start} {thing}."
+def _opening(random: np.random.Generator) -> tuple[str, str, int]:
+    return str(random.choice(NAMES)), str(random.choice(THINGS)), _number(random, 5, 60)
 
 
-def _events(random: np.random.Generator, *, total: int, num_events: int) -> tuple[list[str], list[str], int]:
-    """Return what happens, the worked lines, and the new total, which stays between 0 and MAX_TOTAL."""
+def _days(random: np.random.Generator, *, total: int, first_day: int, num_days: int) -> tuple[list[str], list[str], int]:
+    """Return what happens on each day, the worked lines, and the new total, which stays between 0 and MAX_TOTAL."""
     events, lines = [], []
-    for _ in range(num_events):
+    for day in range(first_day, first_day + num_days):
         step = _number(random, 1, 9)
         gains = total < step or (total + step <= MAX_TOTAL and random.random() < 0.55)
         event = str(random.choice(GAINS if gains else LOSSES)).format(n=step)
         total, line = _apply(total, step if gains else -step)
-        events.append(event)
-        # Naming the event beside its sum makes the next line a matter of reading on in the question.
-        lines.append(f"{event}: {line}")
+        events.append(f"Day {day}: {event}.")
+        # The line names its day and event, so that a small model can look them up in the question.
+        lines.append(f"Day {day}: {event}, {line}")
     return events, lines, total
 
 
@@ -155,8 +156,13 @@ def _apply(total: int, step: int) -> tuple[int, str]:
     return result, f"{total} {'+' if step > 0 else '-'} {abs(step)} = {result}"
 
 
-def _join(events: list[str]) -> str:
-    return ", then ".join(events)
+def _first(lines: list[str]) -> str:
+    """Return the number that the first worked line starts from."""
+    return lines[0].rpartition(", ")[2].partition(" ")[0]
+
+
+def _worked(lines: list[str], total: int) -> str:
+    return "\n".join([*lines, f"Answer: {total}"])
 
 
 def _number(random: np.random.Generator, low: int, high: int) -> int:

@@ -54,6 +54,10 @@ class DeferredMask:
             return f"has a window or chunk of {mask_window} where the layer passes sliding_window={window}"
         return ""
 
+    def contiguous(self) -> torch.Tensor | None:
+        """Return the built mask: generation with a static cache asks for it before the forward (transformers 5.23)."""
+        return self.additive(self._arguments.get("dtype", torch.float32))
+
     def additive(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the mask of eager attention, shape (B, 1, Q, T), in this dtype; built once per dtype."""
         if dtype not in self._built:
@@ -175,10 +179,13 @@ def attend(
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A bool mask as eager attention would add it."""
-    if mask is None or mask.dtype is not torch.bool:
+    """A mask as eager attention would add it, in the dtype of the scores and finite, so that a row that sees nothing is no NaN."""
+    if mask is None or mask.dtype is dtype:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    lowest = torch.finfo(dtype).min
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
+    return mask.clamp(min=lowest).to(dtype)
 
 
 def _eager_attention(

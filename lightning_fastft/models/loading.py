@@ -124,7 +124,7 @@ def build_model(
     """
     quantization_config = None if quantization is None else _nf4_config(dtype)
     # Lightning calls configure_model under a default device and dtype of its own; a load names both itself.
-    with torch.device("cpu"):
+    with torch.device("cpu"), _default_dtype(torch.float32):
         if source.init == "random":
             model = _initialise(source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed)
         else:
@@ -305,7 +305,9 @@ def _initialise(
         from transformers.quantizers import AutoHfQuantizer
 
         quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
-        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
+        # The layers that replace nn.Linear take the default dtype.
+        with _default_dtype(dtype):
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
     tied = set(model.all_tied_weights_keys)
     with _seeded(seed, device=device), torch.no_grad():
         _materialise(model, name="", owner=model, tied=tied, device=device, is_block=True)
@@ -392,6 +394,17 @@ def _seeded(seed: int, *, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have new floating tensors made in dtype for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _describe(model: object) -> str:

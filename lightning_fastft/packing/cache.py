@@ -1,31 +1,25 @@
-"""Tokenise a data set once, keep it on disk by fingerprint, open it by memory map.
-
-A cache entry is a folder that is written beside its place and renamed: it is there in full or not at all.
-"""
+"""Tokenise a data set once and keep it on disk by fingerprint; the next start opens it by memory map."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import os
 import shutil
-import socket
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
 from lightning_fastft.checks import check_int, check_share
 from lightning_fastft.errors import DataError
 from lightning_fastft.packing import chat
-from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.dataset import DTYPES, FORMAT_VERSION, TokenizedDataset, replace_file, sync_file, write_beside, write_file
 from lightning_fastft.packing.formats import FormatOptions, Formatter
 from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks, run_chunks
 from lightning_fastft.packing.report import IngestReport, render_counts
@@ -35,106 +29,8 @@ from lightning_fastft.packing.sources import Source, open_sources
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Raise it with every change that makes other tokens out of the same rows, or other files out of the same tokens.
-FORMAT_VERSION = 1
-_PART = ".part-"
-_DTYPES = {"ids": np.int32, "trained": np.uint8, "start": np.int64, "num_labelled": np.int64}
 REJECTED = "rejected.jsonl"
 _LOGGER = logging.getLogger(__name__)
-
-
-class TokenizedDataset:
-    """Examples as tokens, in memory or in memory-mapped files.
-
-    Flat ids, one bit per token for "trained", and offsets. Pickling one that lies in files takes only its path along.
-
-    Args:
-        id_T: Ids of all examples one behind the other, int32.
-        trained_bits: One bit per token, highest bit first, uint8.
-        start_N1: Offset of each example, and the token count, int64.
-        num_labelled_N: Trained tokens of each example after its first token, int64.
-        report: What became of the rows.
-        fingerprint: Changes when rows, tokenizer or options do.
-        path: Folder that holds the arrays; None if they are in memory.
-    """
-
-    def __init__(
-        self,
-        *,
-        id_T: np.ndarray,
-        trained_bits: np.ndarray,
-        start_N1: np.ndarray,
-        num_labelled_N: np.ndarray,
-        report: IngestReport,
-        fingerprint: str,
-        path: Path | None = None,
-    ) -> None:
-        self.report = report
-        self.fingerprint = fingerprint
-        self.path = path
-        self.num_labelled_N = num_labelled_N
-        self.length_N = np.diff(start_N1)
-        self._id_T = id_T
-        self._trained_bits = trained_bits
-        self._start_N1 = start_N1
-
-    @classmethod
-    def open(cls, path: str | Path) -> TokenizedDataset:
-        """Return the data set of a cache entry, memory-mapped.
-
-        Args:
-            path: The folder of the entry.
-
-        Raises:
-            DataError: The entry is not whole, or of another version of this code.
-        """
-        path = Path(path)
-        try:
-            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-            sizes = {name: (path / f"{name}.bin").stat().st_size for name in _DTYPES}
-        except (OSError, ValueError) as error:
-            raise DataError(f"The cache entry {path} is not whole: {error}. Delete the folder; the data is tokenised again.") from error
-        if meta.get("version") != FORMAT_VERSION or sizes != meta.get("sizes"):
-            raise DataError(f"The cache entry {path} is of another version or cut short. Delete the folder; the data is tokenised again.")
-        arrays = {name: np.memmap(path / f"{name}.bin", dtype=dtype, mode="r") for name, dtype in _DTYPES.items()}
-        return cls(
-            id_T=arrays["ids"],
-            trained_bits=arrays["trained"],
-            start_N1=np.asarray(arrays["start"]),
-            num_labelled_N=np.asarray(arrays["num_labelled"]),
-            report=IngestReport.from_dict(meta["report"]),
-            fingerprint=meta["fingerprint"],
-            path=path,
-        )
-
-    def __len__(self) -> int:
-        return len(self.length_N)
-
-    def __getitem__(self, index: int) -> Document:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"Example {index} of {len(self)}.")
-        index %= len(self)
-        begin, end = int(self._start_N1[index]), int(self._start_N1[index + 1])
-        ids = self._id_T[begin:end].astype(np.int64)
-        bits = np.unpackbits(self._trained_bits[begin // 8 : -(-end // 8)])
-        is_trained = bits[begin % 8 : begin % 8 + len(ids)].astype(bool)
-        return Document(ids, np.where(is_trained, ids, IGNORED_LABEL))
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[index] for index in range(len(self)))
-
-    def __reduce__(self) -> tuple[Callable[..., TokenizedDataset], tuple[Any, ...]]:
-        if self.path is not None:
-            return TokenizedDataset.open, (self.path,)
-        return _rebuild, (self._id_T, self._trained_bits, self._start_N1, self.num_labelled_N, self.report, self.fingerprint)
-
-
-def _rebuild(
-    id_T: np.ndarray, trained_bits: np.ndarray, start_N1: np.ndarray, num_labelled_N: np.ndarray, report: IngestReport, fingerprint: str
-) -> TokenizedDataset:
-    return TokenizedDataset(
-        id_T=id_T, trained_bits=trained_bits, start_N1=start_N1, num_labelled_N=num_labelled_N, report=report, fingerprint=fingerprint
-    )
 
 
 def tokenize_sources(
@@ -168,8 +64,8 @@ def tokenize_sources(
         At least one example.
 
     Raises:
-        DataError: A source is missing or empty, too many rows are rejected, a token id is impossible, rows are too long under too_long="refuse", or no
-            example is left.
+        DataError: A source is missing or empty, too many rows are rejected, a token id is impossible, rows are too long under too_long="refuse", or
+            no example is left.
         OptionError: A number is outside of its range.
 
     Cost:
@@ -197,7 +93,7 @@ def tokenize_sources(
         if named is not None:
             _write_rejects(named, ingest.rejects)
     elif target is not None and named is not None:
-        _replace(named, (target / REJECTED).read_bytes())
+        replace_file(named, (target / REJECTED).read_bytes())
     _check_share_of_rejects(dataset.report, most=max_reject_share, written=named or (None if target is None else target / REJECTED))
     _check_highest_id(dataset.report, tokenizer=tokenizer, vocab_size=vocab_size)
     return dataset
@@ -216,10 +112,9 @@ def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
         return "none"
     digest = hashlib.sha256(type(tokenizer).__name__.encode())
     if tokenizer.is_fast:
-        rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        rules.pop("truncation", None)
-        rules.pop("padding", None)
-        digest.update(json.dumps(rules, sort_keys=True).encode())
+        rules = tokenizer.backend_tokenizer.to_str()
+        # Version, truncation and padding stand in front of the rules.
+        digest.update(rules[rules.index('"added_tokens"') :].encode())
     else:
         digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
@@ -256,24 +151,24 @@ class _Ingest:
             id_file, bit_file = BytesIO(), BytesIO()
             start_N1 = self._fill(sources, id_file, bit_file, num_proc=num_proc, show_progress=show_progress)
             return TokenizedDataset(
-                id_T=np.frombuffer(id_file.getbuffer(), dtype=_DTYPES["ids"]),
-                trained_bits=np.frombuffer(bit_file.getbuffer(), dtype=_DTYPES["trained"]),
+                id_T=np.frombuffer(id_file.getbuffer(), dtype=DTYPES["ids"]),
+                trained_bits=np.frombuffer(bit_file.getbuffer(), dtype=DTYPES["trained"]),
                 start_N1=start_N1,
                 num_labelled_N=_join(self._num_labelled),
                 report=self._report,
                 fingerprint=fingerprint,
             )
-        with _write_beside(target) as part:
+        with write_beside(target) as part:
             with (part / "ids.bin").open("wb") as ids, (part / "trained.bin").open("wb") as bits:
                 start_N1 = self._fill(sources, ids, bits, num_proc=num_proc, show_progress=show_progress)
-                _sync(ids)
-                _sync(bits)
-            _write(part / "start.bin", start_N1.tobytes())
-            _write(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
-            _write(part / REJECTED, _render_rejects(self.rejects))
-            sizes = {name: (part / f"{name}.bin").stat().st_size for name in _DTYPES}
+                sync_file(ids)
+                sync_file(bits)
+            write_file(part / "start.bin", start_N1.tobytes())
+            write_file(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
+            write_file(part / REJECTED, _render_rejects(self.rejects))
+            sizes = {name: (part / f"{name}.bin").stat().st_size for name in DTYPES}
             meta = {"version": FORMAT_VERSION, "fingerprint": fingerprint, "sizes": sizes, "report": self._report.to_dict()}
-            _write(part / "meta.json", json.dumps(meta, indent=1).encode())
+            write_file(part / "meta.json", json.dumps(meta, indent=1).encode())
         return TokenizedDataset.open(target)
 
     def _fill(self, sources: list[Source], id_file: IO[bytes], bit_file: IO[bytes], *, num_proc: int, show_progress: bool) -> np.ndarray:
@@ -396,7 +291,8 @@ def _check_highest_id(report: IngestReport, *, tokenizer: PreTrainedTokenizerBas
             f" The tokenizer has {len(tokenizer)} tokens, more than the embedding: they do not belong together, or the embedding must be resized."
         )
     raise DataError(
-        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, the embedding has {vocab_size} rows.{larger}"
+        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, "
+        f"the embedding has {vocab_size} rows.{larger}"
     )
 
 
@@ -412,65 +308,13 @@ def _open_if_whole(target: Path | None) -> TokenizedDataset | None:
         return None
 
 
-@contextmanager
-def _write_beside(target: Path) -> Iterator[Path]:
-    """Yield a folder beside target that takes its place at the end; nothing is left of it after an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target.parent)
-    part = target.parent / f"{_PART}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-    part.mkdir()
-    try:
-        yield part
-        try:
-            part.rename(target)
-        except OSError:
-            # Another process was first with the same content.
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Take away what processes of this machine left behind when they were killed."""
-    for part in folder.glob(f"{_PART}{socket.gethostname()}-*-*"):
-        try:
-            os.kill(int(part.name.rsplit("-", 2)[1]), 0)
-        except (ProcessLookupError, ValueError):
-            shutil.rmtree(part, ignore_errors=True)
-        except PermissionError:
-            continue
-
-
 def _write_rejects(path: Path, rejects: list[Reject]) -> None:
     if rejects or path.exists():
-        _replace(path, _render_rejects(rejects))
+        replace_file(path, _render_rejects(rejects))
 
 
 def _render_rejects(rejects: list[Reject]) -> bytes:
     return "".join(f"{entry.to_json()}\n" for entry in rejects).encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{_PART}{path.name}-{uuid.uuid4().hex}")
-    try:
-        _write(part, content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        _sync(file)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 @contextmanager
@@ -484,5 +328,5 @@ def _progress(sources: list[Source], *, is_shown: bool) -> Iterator[Callable[[in
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("tokenise", total=sum(source.count() for source in sources))
+        task = progress.add_task("tokenise", total=sum(source.count_rows() for source in sources))
         yield lambda num_rows: progress.advance(task, num_rows)

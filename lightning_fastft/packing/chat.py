@@ -127,7 +127,7 @@ class ChatRenderer:
 
     def _render_unmarked(self, messages: Sequence[dict[str, Any]], *, num_context_turns: int, tools: list[Any] | None) -> Rendered:
         text = self._apply(messages, tools=tools)
-        spans = []
+        spans: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number < num_context_turns:
                 continue
@@ -135,7 +135,7 @@ class ChatRenderer:
             end = self._find_end(messages, number, text=text, tools=tools)
             if begin is None or end is None or begin >= end or (spans and begin < spans[-1][1]):
                 raise RowRejectedError(
-                    TEMPLATE_UNCLEAR, f"the template has no generation marks and renders turn {number} differently within the whole"
+                    TEMPLATE_UNCLEAR, f"turn {number}: the template has no generation marks and renders it differently within the whole"
                 )
             spans.append((begin, end))
         return Rendered(text, tuple(spans), is_chat=True)

@@ -137,7 +137,9 @@ class BatchContext:
         full_key = (kind, key)
         if full_key not in self._built:
             self.num_builds[kind] += 1
-            self._built[full_key] = build()
+            # A batch may be validated first and trained on later: what is built must be fit to be saved for a backward.
+            with torch.inference_mode(mode=False):
+                self._built[full_key] = build()
         return cast("T", self._built[full_key])
 
     def varlen(self) -> VarlenArguments:

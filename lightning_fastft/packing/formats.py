@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,8 +44,8 @@ class FormatOptions:
         loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own template.
         add_eos: Whether the end-of-sequence token is appended, and trained, in every format but messages and input_ids.
-        too_long: What happens to an example of more than max_tokens: "refuse" stops before training, "truncate" keeps its beginning if a trained token
-            is left there and rejects it otherwise, "split" makes several examples of it. Always counted.
+        too_long: What happens to an example of more than max_tokens: "refuse" stops before training, "truncate" keeps its beginning if a trained
+            token is left there and rejects it otherwise, "split" makes several examples of it. Always counted.
         separator: Put between a prompt and a completion that are strings.
         extra_columns: "refuse" rejects a row with a column that the rows of its file do not have (the file's first 100 rows tell), "ignore" takes it.
 
@@ -258,7 +259,7 @@ class Formatter:
             return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
         cuts = [0, *(border for border in borders if 0 < border < len(example.text)), len(example.text)]
         pieces = self._tokenizer(
-            [example.text[begin:end] for begin, end in zip(cuts, cuts[1:])], add_special_tokens=False, return_attention_mask=False, verbose=False
+            [example.text[begin:end] for begin, end in pairwise(cuts)], add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]
         joined = [token for piece in pieces for token in piece]
         if self._decode(joined) == self._decode(ids):

@@ -9,7 +9,7 @@ import hashlib
 import multiprocessing
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -254,7 +254,7 @@ def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> l
     return trained
 
 
-def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Iterator[ChunkResult]:
+def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Generator[ChunkResult, None, None]:
     """Yield the result of each chunk, in order.
 
     Args:
@@ -270,7 +270,7 @@ def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Itera
         for chunk in chunks:
             yield tokenize_chunk(chunk, formatter=formatter, options=setup.options)
         return
-    # One that fits into a single process's hands is not worth starting others for.
+    # A single chunk is not worth starting processes for.
     head = list(islice(chunks, 2))
     if len(head) < 2:
         yield from run_chunks(iter(head), setup=setup, num_proc=0)

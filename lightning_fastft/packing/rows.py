@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_fastft.errors import DataError
@@ -31,7 +31,7 @@ TEMPLATE_REFUSED = "chat template refused the messages"
 TEMPLATE_UNCLEAR = "assistant tokens cannot be told apart"
 LABELS_DIFFER = "labels are not the ids"
 ZERO_TOKENS = "zero tokens"
-ONE_TOKEN = "fewer than 2 tokens"
+ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password
 ALL_MASKED = "all labels masked"
 ALL_MASKED_TRUNCATED = "all labels masked after truncation"
 
@@ -87,7 +87,7 @@ class Reject(NamedTuple):
 
 
 def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> Reject:
-    """Return the record of a rejected row; bytes that are no UTF-8 are shown as \\xNN.
+    """Return the record of a rejected row; bytes that are no UTF-8 are shown as escapes.
 
     Args:
         error: Why the row was rejected.
@@ -126,7 +126,7 @@ def parse_row(raw: Raw) -> dict[str, Any]:
     Example:
         >>> parse_row(b'{"text": "a"}')
         {'text': 'a'}
-        >>> parse_row(b'{"text": "a", "text": "b"}')
+        >>> parse_row(b'{"text": "a", "text": "b"}')  # doctest: +IGNORE_EXCEPTION_DETAIL
         Traceback (most recent call last):
         lightning_fastft.packing.rows.RowRejectedError: duplicate key: 'text'
     """
@@ -160,9 +160,22 @@ def parse_json(raw: bytes) -> Any:  # noqa: ANN401 - any JSON value
     except ValueError as error:
         raise RowRejectedError(MALFORMED, str(error)) from None
     if _RISKY_ESCAPE.search(raw):
-        # Re-rendered without escapes, so that one search covers keys and nested values.
-        check_characters(json.dumps(value, ensure_ascii=False).replace("\\u0000", "\0"), column="the row")
+        for text in _walk_strings(value):
+            check_characters(text, column="the row")
     return value
+
+
+def _walk_strings(value: object) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting.extend(value.keys())
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -37,14 +37,14 @@ class Source(NamedTuple):
         fingerprint: Changes when the content does.
         read: Yields the rows; takes the columns that are wanted, None for all.
         columns: Column names, where all rows have the same; None where each row has its own.
-        count: Returns how many rows there are at most, for the progress bar.
+        count_rows: Returns how many rows there are at most, for the progress bar.
     """
 
     name: str
     fingerprint: str
     read: Callable[[frozenset[str] | None], Iterator[RawRow]]
     columns: tuple[str, ...] | None
-    count: Callable[[], int]
+    count_rows: Callable[[], int]
 
 
 def open_sources(sources: object) -> list[Source]:
@@ -65,7 +65,7 @@ def open_sources(sources: object) -> list[Source]:
         Reads the first and last MiB of each file.
     """
     if _is_rows(sources):
-        return [_open_rows(sources)]  # type: ignore[arg-type]
+        return [_open_rows(sources)]
     opened: list[Source] = []
     for source in sources if isinstance(sources, (list, tuple)) else [sources]:
         if isinstance(source, (str, os.PathLike)):
@@ -139,8 +139,11 @@ def _first_character(path: Path) -> bytes:
 
 
 def _count_lines(path: Path) -> int:
+    num_lines, last = 0, b"\n"
     with path.open("rb") as file:
-        return 1 + sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+        while block := file.read(2**20):
+            num_lines, last = num_lines + block.count(b"\n"), block[-1:]
+    return num_lines + (last != b"\n")
 
 
 def _read_lines(path: Path) -> Iterator[RawRow]:
@@ -164,15 +167,13 @@ def _read_json_list(path: Path) -> Iterator[RawRow]:
             break
         if not first:
             if text[place : place + 1] != ",":
-                raise DataError(
-                    f"{path}, line {line}: expected a comma or the end of the list; rows behind this place cannot be found. Repair the file."
-                )
+                raise DataError(f"{path}, line {line}: no comma and no end of the list here, so that no row behind it can be found. Repair the file.")
             place = _skip_space(text, place + 1)
             line, counted = line + text.count("\n", counted, place), place
         try:
             _, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {line}: the list is broken, rows behind this place cannot be found: {error}. Repair the file.") from None
+            raise DataError(f"{path}, line {line}: the list is broken, so that no row behind it can be found: {error}. Repair the file.") from None
         yield RawRow(line, text[place:end].encode("utf-8", "surrogateescape"))
         place, first = end, False
     if text[place + 1 :].strip():
@@ -296,7 +297,7 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:  # noqa: ANN401 - datas
     return Source(name, f"{name}:{fingerprint}", read, tuple(dataset.column_names), lambda: dataset.num_rows)
 
 
-def _open_rows(rows: Sequence[Mapping[str, Any]]) -> Source:
+def _open_rows(rows: Any) -> Source:  # noqa: ANN401 - rows are judged one by one, later
     def read(wanted: frozenset[str] | None) -> Iterator[RawRow]:
         for number, row in enumerate(rows, start=1):
             yield RawRow(number, row)

@@ -65,6 +65,12 @@ def test_scale_and_softcap_equal_the_truth(scale, softcap, dtype):
     check_against_truth(triton.row_losses, *make_rows(5, 131, dtype), scale=scale, softcap=softcap)
 
 
+@pytest.mark.parametrize("is_rising", [True, False])
+def test_the_highest_logit_in_the_last_and_in_the_first_tile(is_rising):
+    logits_RV, target_R = make_rows(3, triton.MAX_BLOCK + 129, torch.float32)
+    check_against_truth(triton.row_losses, logits_RV.sort(dim=1, descending=not is_rising).values, target_R, scale=1.0, softcap=None)
+
+
 @pytest.mark.parametrize("num_rows", [1, 7])
 def test_number_of_rows(num_rows):
     check_against_truth(triton.row_losses, *make_rows(num_rows, 131, torch.float32), scale=1.0, softcap=None)
@@ -132,8 +138,8 @@ FAULTS = {
     "no correction of the running sum": ("total = total * tl.exp(highest - new_highest) +", "total = total +"),
     "target not subtracted": ("- tl.where(cols == target, 1.0, 0.0)", "- tl.where(cols == target, 0.0, 0.0)"),
     "ignored rows trained": ("gradient = tl.where(is_trained, gradient, 0.0)", "gradient = gradient"),
-    "ignored rows counted": ("tl.where(is_trained, lse - target_value, 0.0)", "lse - target_value"),
-    "gradient rounded twice": ("tl.exp(value - lse)", "tl.exp((value - lse).to(tl.float16).to(tl.float32))"),
+    "ignored rows counted": ("tl.where(is_trained, nll, 0.0)", "nll"),
+    "gradient rounded twice": ("tl.exp(value - highest) / total", "tl.exp((value - highest).to(tl.float16).to(tl.float32)) / total"),
     "sign of tanh lost": ("tanh = tl.where(ratio < 0.0, -tanh, tanh)", "tanh = tanh"),
 }  # fmt: skip
 
@@ -144,5 +150,5 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
     faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
     with pytest.raises(AssertionError):
         check_against_truth(faulty.row_losses, *make_rows(5, triton.MAX_BLOCK + 129, torch.float32), scale=0.5, softcap=4.0)
-        # Faults that a soft cap or a small spread hides.
-        check_against_truth(faulty.row_losses, *make_rows(5, triton.MAX_BLOCK + 129, torch.float32), scale=1.5, softcap=None)
+        logits_RV, target_R = make_rows(5, triton.MAX_BLOCK + 129, torch.float32)
+        check_against_truth(faulty.row_losses, logits_RV.sort(dim=1).values, target_R, scale=1.5, softcap=None)

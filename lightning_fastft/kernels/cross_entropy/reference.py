@@ -56,24 +56,22 @@ def row_losses(
 
     A target of -100 gives a loss of 0 and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
     """
-    wide = torch.float64 if logits_RV.dtype is torch.float64 else torch.float32
-    # Without scale and cap, wide logits are worked on where they lie.
-    value_RV = logits_RV.to(wide) if scale == 1 else logits_RV.to(wide) * scale
+    value_RV = logits_RV.to(torch.float64 if logits_RV.dtype is torch.float64 else torch.float32) * scale
     slope_RV = None
     if softcap is not None:
         tanh_RV = torch.tanh(value_RV / softcap)
         value_RV, slope_RV = softcap * tanh_RV, 1 - tanh_RV * tanh_RV
     is_trained_R = target_R != IGNORED_TARGET
     column_R1 = target_R.clamp(min=0)[:, None]
-    highest_R1, best_R1 = value_RV.max(dim=1, keepdim=True)
-    correct_R = (best_R1[:, 0] == target_R) if count_correct else None
+    log_share_RV = torch.log_softmax(value_RV, dim=1)
+    nll_R = torch.where(is_trained_R, -log_share_RV.gather(1, column_R1)[:, 0], 0.0)
+    # Of equal values argmax takes the first.
+    correct_R = (value_RV.argmax(dim=1) == target_R) if count_correct else None
     if write_gradient:
-        # Own memory or the logits themselves, which are to be overwritten anyway.
-        gradient_RV = value_RV.sub_(lse_R[:, None]).exp_()
+        gradient_RV = log_share_RV.exp_()
         gradient_RV.scatter_add_(1, column_R1, gradient_RV.new_full((1, 1), -1.0).expand(column_R1.shape))
-        gradient_RV.mul_(torch.where(is_trained_R, scale, 0.0).to(wide)[:, None])
+        gradient_RV.mul_(torch.where(is_trained_R, scale, 0.0).to(gradient_RV.dtype)[:, None])
         if slope_RV is not None:
             gradient_RV.mul_(slope_RV)
-        if gradient_RV is not logits_RV:
-            logits_RV.copy_(gradient_RV)
+        logits_RV.copy_(gradient_RV)
     return RowLosses(nll_R, correct_R)

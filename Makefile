@@ -1,0 +1,68 @@
+# Every target does its own set-up in .venv with plain `pip install`; your pip settings are honoured, and a second run is quick.
+#   make demo        the whole job on data that it makes itself
+#   make test        lint, types, doctests, CPU tests             make test TRANSFORMERS=5.17.0    with that version of transformers
+#   make test-gpu    the tests that need a CUDA device             make test-gpu PY=python3         with an interpreter that has all of it already
+#   make test-seams  only the tests against transformers and PEFT
+
+PYTHON ?= python3
+VENV := .venv
+TRANSFORMERS ?=
+
+export TOKENIZERS_PARALLELISM := false
+
+ifdef PY
+SETUP :=
+DEV_SETUP :=
+else
+PY := $(VENV)/bin/python
+SETUP := $(VENV)/.package
+DEV_SETUP := $(VENV)/.dev
+endif
+
+WANTED := transformers $(or $(TRANSFORMERS),newest)
+ifneq ($(shell cat $(VENV)/.dev 2>/dev/null),$(WANTED))
+.PHONY: $(VENV)/.dev
+endif
+
+.PHONY: demo test test-gpu test-seams lint types tests clean
+
+demo: $(SETUP)
+	$(PY) -m lightning_fastft demo
+
+test: lint types tests
+
+lint: $(DEV_SETUP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(DEV_SETUP)
+	$(PY) -m mypy
+
+tests: $(DEV_SETUP)
+	$(PY) -m pytest -q --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu' lightning_fastft tests
+
+test-seams: $(DEV_SETUP)
+	$(PY) -m pytest -q -m 'not gpu and not multi_gpu' tests/models
+
+test-gpu: $(DEV_SETUP)
+	$(PY) -m pytest -q -m 'gpu or multi_gpu' tests
+
+# Without a GPU, a build of torch for the CPU is taken where pip's sources have one: the other one brings gigabytes of CUDA libraries along.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	@cpu=; command -v nvidia-smi >/dev/null 2>&1 || \
+	  cpu=$$($(VENV)/bin/python -m pip index versions torch 2>/dev/null | tr ', ' '\n\n' | grep -E '^[0-9.]+\+cpu$$' | head -n 1); \
+	set -x; $(VENV)/bin/python -m pip install "torch>=2.10$${cpu:+,==$$cpu}"
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.torch pyproject.toml
+	$(VENV)/bin/python -m pip install -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(VENV)/bin/python -m pip install --upgrade-strategy only-if-needed -e '.[dev]' '$(if $(TRANSFORMERS),transformers==$(TRANSFORMERS),transformers)'
+	@touch $(VENV)/.package
+	@echo '$(WANTED)' > $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

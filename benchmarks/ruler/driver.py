@@ -1,0 +1,115 @@
+"""Run arms one after the other, each in a process of its own, within a budget of seconds; no arm can stop another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.ruler.cases import Case, CaseLog
+from benchmarks.ruler.report import read_records
+
+# Less than this is not enough to import, load and warm up.
+LEAST_SECONDS = 30.0
+
+
+def parse_arm(text: str, *, template: Case) -> list[Case]:
+    """Return the cases of one arm from "system:mode,mode": one process.
+
+    A mode may carry a label share and an optimizer: "keep+liger@0.3/adamw_fused". "plain:reference" leaves the reference gradients and is not timed.
+
+    Raises:
+        ValueError: The text has no system or no mode.
+
+    Example:
+        >>> [case.label_share for case in parse_arm("ours:keep,keep@0.3", template=Case("tiny", "", ""))]
+        [1.0, 0.3]
+    """
+    system, _, modes = text.partition(":")
+    if system not in ("plain", "ours", "unsloth", "trl") or not modes:
+        raise ValueError(f"An arm is SYSTEM:MODE[@SHARE][/OPTIMIZER][,...] with plain, ours, unsloth or trl; got {text!r}.")
+    cases = []
+    for item in modes.split(","):
+        rest, _, optimizer = item.partition("/")
+        mode, _, share = rest.partition("@")
+        case = replace(template, system=system, mode=mode, label_share=float(share or 1.0), optimizer=optimizer or template.optimizer)
+        if mode == "reference":
+            case = replace(case, mode="recompute", num_warmup=1, num_steps=0)
+        cases.append(case)
+    return cases
+
+
+def run_arms(
+    arms: Sequence[Sequence[Case]], *, root: Path, raw: Path, log: Path, device: str, budget_seconds: float, arm_seconds: float
+) -> None:
+    """Run every arm that the budget allows.
+
+    Args:
+        arms: Cases of one process each.
+        root: Where the workloads are built.
+        raw: JSON-lines file that every process appends to.
+        log: File that takes what the processes print.
+        device: "cuda" or "cpu".
+        budget_seconds: For all arms together.
+        arm_seconds: Most for one arm.
+    """
+    deadline = time.monotonic() + budget_seconds
+    for cases in arms:
+        names = ", ".join(case.title for case in cases)
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS:
+            _note_missing(cases, raw=raw, num_before=len(read_records(raw)), reason=f"not started: {left:.0f} s of the budget left")
+            continue
+        num_before = len(read_records(raw))
+        start = time.monotonic()
+        reason = _run_process(cases, root=root, raw=raw, log=log, device=device, seconds=min(left, arm_seconds))
+        print(f"arm: {names}: {time.monotonic() - start:.0f} s{'; ' + reason if reason else ''}", flush=True)
+        _note_missing(cases, raw=raw, num_before=num_before, reason=reason or "its process left no record")
+
+
+def _run_process(cases: Sequence[Case], *, root: Path, raw: Path, log: Path, device: str, seconds: float) -> str:
+    """Run one arm; return what went wrong with its process, or nothing."""
+    command = [
+        sys.executable, "-m", "benchmarks.train_step", "arm", "--cases", json.dumps([asdict(case) for case in cases]),
+        "--root", str(root), "--raw", str(raw), "--device", device,
+    ]  # fmt: skip
+    with log.open("ab") as sink:
+        sink.write(f"\n===== {' '.join(case.title for case in cases)} =====\n".encode())
+        sink.flush()
+        # A session of its own, so that what a peer starts (compile workers, data loaders) ends with it.
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            _end_session(process)
+            return f"stopped after {seconds:.0f} s"
+    return "" if code == 0 else f"its process ended with code {code}: {_last_line(log)}"
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _note_missing(cases: Sequence[Case], *, raw: Path, num_before: int, reason: str) -> None:
+    """Write a record for every case that left none."""
+    present = {_key(record) for record in read_records(raw)[num_before:]}
+    for case in cases:
+        record = {**asdict(case), "title": case.title, "reason": reason}
+        if _key(record) not in present:
+            CaseLog(raw).write(record)
+
+
+def _key(record: dict[str, object]) -> tuple[object, ...]:
+    return tuple(record[name] for name in ("workload", "system", "mode", "label_share", "optimizer"))

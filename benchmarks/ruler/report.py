@@ -1,0 +1,111 @@
+"""From raw records to the table that is printed last and to rows of results.csv."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ruler.cases import REFERENCE_ONLY
+
+_PACKAGES = {
+    "plain": ("torch", "transformers", "peft", "bitsandbytes"),
+    "ours": ("lightning_fastft", "torch", "transformers"),
+    "unsloth": ("unsloth", "trl", "torch", "transformers"),
+    "trl": ("trl", "torch", "transformers", "liger_kernel"),
+}
+_HEADER = ("system mode", "labels", "optim", "ms", "p10", "p90", "n", "tok/s", "lab.tok/s", "GiB", "resv", "waits", "min cos", "x plain")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a raw log, oldest first."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def render_table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the table: a row for every case that passed, the reason for every one that did not, and the bars against the plain arm."""
+    timed = [record for record in records if not record["reason"]]
+    lines = []
+    for workload in dict.fromkeys(record["workload"] for record in records):
+        rows = [_HEADER] + [_row(record, timed) for record in timed if record["workload"] == workload]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+        lines.append(workload)
+        lines += ["  " + "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+        lines += [f"  no row: {_name(record)}: {record['reason'][:300]}{_diagnosis(record)}" for record in records if _is_refused(record, workload)]
+    return "\n".join(lines)
+
+
+def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
+    """Return rows for results.csv; cases that were refused or failed have none."""
+    rows = []
+    for record in records:
+        if record["reason"]:
+            continue
+        shared = {
+            "benchmark": "train_step",
+            "workload": f"{record['workload']}, packed, labels {record['label_share']:.0%}",
+            "system": f"{record['title']}, {record['optimizer']}",
+            "version": version_text(record),
+            "command": command,
+            "device": record["versions"].get("device", "cpu"),
+        }
+        summary = record["summary"]
+        spread = {"p10": summary["p10"], "p90": summary["p90"], "n": summary["n"]}
+        rows.append({**shared, "metric": "step", "value": summary["median"], "unit": "ms", **spread})
+        figures = [
+            ("tokens", record["tokens_per_s"], "tokens/s"),
+            ("labelled tokens", record["labelled_tokens_per_s"], "tokens/s"),
+            ("peak allocated", record["peak_gib"]["allocated"], "GiB"),
+            ("peak reserved", record["peak_gib"]["reserved"], "GiB"),
+            ("host waits", record.get("host_waits", ""), "per step"),
+            ("lowest gradient cosine", record["verdict"]["worst_cosine"][1], "1"),
+        ]
+        rows += [{**shared, "metric": metric, "value": value, "unit": unit, "n": summary["n"]} for metric, value, unit in figures]
+    return rows
+
+
+def version_text(record: dict[str, Any]) -> str:
+    """Return the versions that matter for this system."""
+    versions = record.get("versions", {})
+    return "; ".join(f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions)
+
+
+def _name(record: dict[str, Any]) -> str:
+    return f"{record['title']}, labels {record['label_share']:.0%}, {record['optimizer']}"
+
+
+def _is_refused(record: dict[str, Any], workload: str) -> bool:
+    return record["workload"] == workload and bool(record["reason"]) and record["reason"] != REFERENCE_ONLY
+
+
+def _diagnosis(record: dict[str, Any]) -> str:
+    return f" [measured all the same: {record['summary']['median']:.0f} ms, {record['peak_gib']['allocated']:.1f} GiB]" if "summary" in record else ""
+
+
+def _row(record: dict[str, Any], timed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    summary, peak = record["summary"], record["peak_gib"]
+    baseline = [
+        other
+        for other in timed
+        if (other["workload"], other["system"], other["mode"], other["label_share"]) == (record["workload"], "plain", "recompute", record["label_share"])
+    ]
+    ratio = f"{record['tokens_per_s'] / baseline[-1]['tokens_per_s']:.2f}" if baseline else "-"
+    return (
+        record["title"],
+        f"{record['label_share']:.0%}",
+        record["optimizer"].removeprefix("adamw_"),
+        f"{summary['median']:.1f}",
+        f"{summary['p10']:.1f}",
+        f"{summary['p90']:.1f}",
+        str(summary["n"]),
+        f"{record['tokens_per_s']:.0f}",
+        f"{record['labelled_tokens_per_s']:.0f}",
+        f"{peak['allocated']:.1f}",
+        f"{peak['reserved']:.1f}",
+        str(record.get("host_waits", "-")),
+        f"{record['verdict']['worst_cosine'][1]:.5f}",
+        ratio,
+    )

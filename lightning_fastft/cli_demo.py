@@ -1,0 +1,124 @@
+"""``fastft demo``: make the data, run the shipped config through the command line's own machinery, and show what came of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_fastft.cli import CONFIG_FOLDER, FastFTCLI
+from lightning_fastft.demo.files import DemoFiles, write_demo_files
+from lightning_fastft.demo.generator import DemoRows, Row, final_answer, generate_rows
+from lightning_fastft.errors import FastFTError
+from lightning_fastft.status import render_status_table
+
+# Where configs/demo.yaml reads from, in the current folder.
+DEMO_FOLDER = Path("runs/demo")
+NUM_ANSWERED, NUM_SHOWN = 48, 3
+LOSS_MEAN_STEPS = 20
+
+# Runs in a process of its own that never imports lightning_fastft: the saved model must need nothing of ours.
+RELOAD_SCRIPT = """
+import json, sys, numpy, torch, transformers
+folder, device, ids, out = sys.argv[1:]
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True).to(device).eval()
+transformers.AutoTokenizer.from_pretrained(folder)
+with torch.no_grad():
+    logits = model(input_ids=torch.tensor([json.loads(ids)], device=device)).logits
+numpy.save(out, logits[0].float().cpu().numpy())
+"""
+
+
+class LossCurve(Callback):
+    """Keep the loss of every training step on its device, and read them all at the end."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Keep one number; nothing is copied to the host."""
+        self._losses.append(outputs["loss"].detach())
+
+    def first_and_last(self) -> tuple[float, float]:
+        """Return the loss of the first step and the mean loss of the last ones."""
+        losses = torch.stack(self._losses).float().cpu()
+        return float(losses[0]), float(losses[-LOSS_MEAN_STEPS:].mean())
+
+
+def run_demo(words: Sequence[str]) -> int:
+    """Run the demo in the current folder and return 0, or 1 if the loss did not fall or the saved model came back different.
+
+    Args:
+        words: Further arguments of ``fastft fit``, on top of the demo's config: ``--trainer.max_steps 50``.
+    """
+    begin = time.perf_counter()
+    rows = generate_rows()
+    files = write_demo_files(rows, DEMO_FOLDER)
+    _say(f"Wrote {len(rows.train)} chats to train on and {len(rows.validation)} held out to {DEMO_FOLDER}, with a tokenizer trained on them.")
+
+    curve = LossCurve()
+    cli = FastFTCLI(["fit", "--config", str(CONFIG_FOLDER / "demo.yaml"), *words], callbacks=[curve])
+    trained = time.perf_counter()
+    first, last = curve.first_and_last()
+    statuses = render_status_table(cli.trainer.strategy.statuses())  # type: ignore[attr-defined]
+    result = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)[0]
+
+    _say("\nAnswers to held-out questions")
+    num_right = _show_answers(cli.model, rows)
+    folder = files.model.parent / "trained"
+    difference, allowed = _reload(cli.model, folder, files)
+    _say(f"\nWhat is active, and why not\n{statuses}")
+    _say(f"\nTraining loss: {first:.3f} at the first step, {last:.3f} over the last {LOSS_MEAN_STEPS} of {cli.trainer.global_step} steps.")
+    _say(f"Validation: loss {result['val_loss']:.4f}, perplexity {result['val_perplexity']:.3f}, token accuracy {result['val_token_accuracy']:.2%}.")
+    _say(f"Held-out questions answered right: {num_right} of {NUM_ANSWERED}.")
+    _say(f"Saved to {folder}; reloaded with plain transformers in a fresh process: largest difference of a logit {difference:.1e}.")
+    _say(f"Took {time.perf_counter() - begin:.0f} s, {trained - begin:.0f} of them until the end of training.")
+    return 0 if last < 0.5 * first and difference <= allowed else 1
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _show_answers(model: Any, rows: DemoRows) -> int:  # noqa: ANN401 - FineTuner, or what a user names in its place
+    """Show the first questions of growing length beside the right answers; return how many of all were answered right."""
+    asked = sorted(rows.validation, key=_answer_length)[:: max(1, len(rows.validation) // NUM_ANSWERED)][:NUM_ANSWERED]
+    written = model.generate([row["messages"][:1] for row in asked], max_new_tokens=300, do_sample=False)
+    right = [final_answer(text) == final_answer(row["messages"][1]["content"]) for text, row in zip(written, asked)]
+    for number in range(0, NUM_ANSWERED * 3 // 4, NUM_ANSWERED // 4)[:NUM_SHOWN]:
+        question, answer = asked[number]["messages"][0]["content"], asked[number]["messages"][1]["content"]
+        _say(f"\nQ: {question}\nModel: {written[number]}\nRight: {answer}".replace("\n", "\n  ").strip())
+    return sum(right)
+
+
+def _answer_length(row: Row) -> int:
+    return len(row["messages"][1]["content"])
+
+
+def _reload(model: Any, folder: Path, files: DemoFiles) -> tuple[float, float]:  # noqa: ANN401 - as above
+    """Save, reload without our package, and return the largest difference of a logit and the largest that rounding explains."""
+    model.save_pretrained(str(folder))
+    network = model.model.eval()
+    question = json.loads(files.validation.read_text(encoding="utf-8").partition("\n")[0])["messages"]
+    ids = model.tokenizer(model.tokenizer.apply_chat_template(question, tokenize=False))["input_ids"]
+    weight = next(network.parameters())
+    with torch.no_grad():
+        logits = network(input_ids=torch.tensor([ids], device=weight.device)).logits[0].float().cpu().numpy()
+
+    out = folder / "logits.npy"
+    command = [sys.executable, "-c", RELOAD_SCRIPT, str(folder), str(weight.device), json.dumps(ids), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own script, no shell
+    if done.returncode != 0:
+        raise FastFTError(f"Plain transformers could not load {folder}: {done.stderr.strip().splitlines()[-1]}")
+    reloaded = np.load(out)
+    allowed = 4 * torch.finfo(weight.dtype).eps * float(np.abs(logits).max())
+    return float(np.abs(logits - reloaded).max()), allowed

@@ -1,0 +1,123 @@
+"""PackedTraining: what strategy="fastft" does, under other strategies."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_fastft.callbacks.packed_training import PackedTraining
+from lightning_fastft.errors import ContextError, OptionError
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.strategies.test_single_device import ForeignModel
+from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+
+register_strategies()
+
+
+class LazyModule(PlainModule):
+    def __init__(self):
+        super().__init__(None)
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = tiny_llama()
+
+
+@pytest.mark.parametrize("make_module", [lambda: PlainModule(tiny_llama()), LazyModule], ids=["eager", "lazy"])
+def test_trains_under_the_automatic_strategy(tmp_path, make_module):
+    callback, module = PackedTraining(), make_module()
+    trainer = quiet_trainer(tmp_path, strategy="auto", callbacks=[callback], max_steps=4)
+    trainer.fit(module, packed_loader(4), packed_loader(2, seed=9))
+    assert type(trainer.strategy) is SingleDeviceStrategy
+    assert trainer.global_step == 4
+    assert set(callback.packed_steps.backends_used) == {"sdpa"}
+    assert type(module.model.lm_head) is torch.nn.Linear
+    assert module.model.config._attn_implementation != "fastft"
+
+
+def test_learns_exactly_what_the_strategy_learns(tmp_path):
+    start = tiny_llama().state_dict()
+    weights = []
+    for options in ({"strategy": "fastft"}, {"strategy": "auto", "callbacks": [PackedTraining(activations=OffloadCheckpointing("recompute"))]}):
+        module = PlainModule(tiny_llama())
+        module.model.load_state_dict(start)
+        quiet_trainer(tmp_path, **options).fit(module, packed_loader())
+        weights.append(module.model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in start)
+
+
+def test_works_in_ddp_on_one_process(tmp_path):
+    callback, module = PackedTraining(), PlainModule(tiny_llama())
+    trainer = quiet_trainer(tmp_path, strategy="ddp", callbacks=[callback])
+    trainer.fit(module, packed_loader())
+    assert trainer.global_step == 3
+    assert set(callback.packed_steps.backends_used) == {"sdpa"}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_foreign_attention_is_refused_before_the_backward(tmp_path, accumulate):
+    module = PlainModule(ForeignModel())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ContextError, match="training_step of PlainModule"):
+        quiet_trainer(tmp_path, callbacks=[PackedTraining()], accumulate_grad_batches=accumulate).fit(module, packed_loader())
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_foreign_evaluation_is_refused(tmp_path):
+    for entry in ("validate", "test"):
+        with pytest.raises(ContextError):
+            getattr(quiet_trainer(tmp_path, callbacks=[PackedTraining()]), entry)(PlainModule(ForeignModel()), packed_loader(), verbose=False)
+
+
+def test_validate_and_test_install_by_themselves(tmp_path):
+    module = PlainModule(tiny_llama())
+    trainer = quiet_trainer(tmp_path, callbacks=[PackedTraining()])
+    (validated,) = trainer.validate(module, packed_loader(), verbose=False)
+    (tested,) = trainer.test(module, packed_loader(), verbose=False)
+    assert validated["val_loss"] == pytest.approx(tested["test_loss"])
+    assert type(module.model.lm_head) is torch.nn.Linear
+
+
+def test_swaps_are_undone_after_an_exception(tmp_path):
+    class Fails(PlainModule):
+        def on_train_batch_end(self, *args):
+            raise RuntimeError("planted")
+
+    module = Fails(tiny_llama())
+    with pytest.raises(RuntimeError, match="planted"):
+        quiet_trainer(tmp_path, callbacks=[PackedTraining()]).fit(module, packed_loader())
+    assert type(module.model.lm_head) is torch.nn.Linear
+    assert module.model.config._attn_implementation != "fastft"
+
+
+def test_redundant_under_our_strategy_and_says_so(tmp_path):
+    callback = PackedTraining()
+    trainer = quiet_trainer(tmp_path, strategy="fastft", callbacks=[callback])
+    trainer.fit(PlainModule(tiny_llama()), packed_loader())
+    assert callback.status()[0].state == "inactive"
+    assert "PackedTraining" in [status.name for status in trainer.strategy.statuses()]
+    assert not callback.packed_steps.is_installed
+
+
+@pytest.mark.parametrize("options", [{"attention": "reference"}, {"activations": OffloadCheckpointing("recompute")}])
+def test_options_that_our_strategy_would_ignore_are_refused(tmp_path, options):
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), accelerator="auto", callbacks=[PackedTraining(**options)])
+    with pytest.raises(OptionError, match="to the strategy"):
+        trainer.fit(PlainModule(tiny_llama()), packed_loader())
+
+
+def test_table_is_logged(tmp_path):
+    with mock.patch("lightning_fastft.callbacks.packed_training.rank_zero_info") as log:
+        quiet_trainer(tmp_path, callbacks=[PackedTraining()]).fit(PlainModule(tiny_llama()), packed_loader())
+    assert re.search(r"packed attention +active", log.call_args.args[0])
+
+
+def test_model_in_evaluation_mode_is_refused_under_recompute(tmp_path):
+    callback = PackedTraining(activations=OffloadCheckpointing("recompute"))
+    with pytest.raises(OptionError, match=r"\.train\(\)"):
+        quiet_trainer(tmp_path, callbacks=[callback]).fit(PlainModule(tiny_llama().eval()), packed_loader())

@@ -1,0 +1,88 @@
+"""FastFTProgressBar: loss and tokens per second from values that have arrived, none read from the device."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
+from lightning_fastft.strategies.registry import register_strategies
+from tests.training_parts import PlainModule, packed_loader, tiny_llama
+
+register_strategies()
+
+
+class RecordingBar(FastFTProgressBar):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def get_metrics(self, trainer, pl_module):
+        shown = super().get_metrics(trainer, pl_module)
+        self.seen.append(shown)
+        return shown
+
+
+def fit(tmp_path, module, bar, **options):
+    import lightning.pytorch as pl
+
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", devices=1, strategy="fastft", callbacks=[bar], logger=False, enable_checkpointing=False,
+        enable_model_summary=False, max_epochs=1, num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+    trainer.fit(module, packed_loader(6), packed_loader(2, seed=30))
+    return trainer
+
+
+class KeepsLosses(PlainModule):
+    def __init__(self, model):
+        super().__init__(model)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss))
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_shows_the_loss_of_the_step_and_tokens_per_second(tmp_path, accumulate):
+    module, bar = KeepsLosses(tiny_llama()), RecordingBar()
+    fit(tmp_path, module, bar, accumulate_grad_batches=accumulate)
+    shown = [metrics["loss"] for metrics in bar.seen[:6]]
+    assert shown == [f"{loss:.3f}" for loss in module.losses]
+    assert float(bar.seen[5]["tok/s"].replace(",", "")) > 0
+
+
+def test_shows_validation_values_after_a_validation(tmp_path):
+    bar = RecordingBar()
+    trainer = fit(tmp_path, PlainModule(tiny_llama()), bar)
+    assert bar.seen[-1]["val_loss"] == f"{float(trainer.callback_metrics['val_loss']):.3f}"
+
+
+def test_values_that_have_not_arrived_are_not_waited_for(tmp_path):
+    bar = RecordingBar()
+    with mock.patch.object(bar._copies, "poll", return_value=[]):
+        fit(tmp_path, PlainModule(tiny_llama()), bar)
+    assert all("loss" not in metrics for metrics in bar.seen)
+
+
+def test_refresh_rate_limits_the_copies(tmp_path):
+    bar = RecordingBar(refresh_rate=3)
+    with mock.patch.object(bar._copies, "push", wraps=bar._copies.push) as push:
+        fit(tmp_path, PlainModule(tiny_llama()), bar)
+    assert push.call_count == 2
+
+
+@pytest.mark.gpu
+def test_no_host_wait_on_a_gpu():
+    bar = FastFTProgressBar()
+    loss = torch.ones((), device="cuda")
+    torch.cuda._sleep(50_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bar._copies.push((10, 1), loss)
+        bar._take_in()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bar._shown == {}

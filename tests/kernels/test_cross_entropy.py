@@ -1,0 +1,296 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.cross_entropy import op, reference
+from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
+from tests.kernels.truth import assert_within_bound, load_with_fault, one_unit, poisoned
+
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS, WIDTH, VOCABULARY = 41, 12, 29
+WAITS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique", "equal", "item")
+
+
+class Watch(TorchDispatchMode):
+    """Count what would wait for a device, and the largest tensor that any operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.largest = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        is_mask_index = "aten::index" in name and any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(args[1:2]))
+        if any(wait in name for wait in WAITS) or is_mask_index:
+            self.waits.append(name)
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))])
+        return out
+
+
+def make_inputs(num_rows, dtype, *, num_padded=0, has_bias=False, ignored=False):
+    """States inside a NaN buffer, with NaN in every row that is not trained."""
+    hidden_TD = torch.full((NUM_TOKENS, WIDTH), float("nan"))
+    row_R = torch.randperm(NUM_TOKENS)[:num_rows].sort().values
+    hidden_TD[row_R] = torch.randn(num_rows, WIDTH)
+    target_R = torch.randint(0, VOCABULARY, (num_rows,))
+    if ignored and num_rows > 1:
+        target_R[1] = reference.IGNORED_TARGET
+    # Padding rows point at a real row and a real token: whoever reads them is wrong.
+    row_R = torch.cat([row_R, row_R.new_zeros(num_padded)])
+    target_R = torch.cat([target_R, target_R.new_zeros(num_padded)])
+    weight_VD = torch.randn(VOCABULARY, WIDTH)
+    bias_V = torch.randn(VOCABULARY).to(dtype).requires_grad_() if has_bias else None
+    hidden_TD, weight_VD = (poisoned(tensor.to(dtype)).detach().requires_grad_() for tensor in (hidden_TD, weight_VD))
+    return hidden_TD, weight_VD, bias_V, row_R, target_R
+
+
+def run_reference(hidden_TD, weight_VD, bias_V, *, dtype, **arguments):
+    inputs = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in (hidden_TD, weight_VD, bias_V)]
+    loss = reference.labelled_cross_entropy_reference(*inputs[:2], bias_V=inputs[2], **arguments)
+    loss.backward()
+    return [loss.detach(), *(None if tensor is None else tensor.grad for tensor in inputs)]
+
+
+def loss_of_rounded_logits(hidden_TD, weight_VD, bias_V, *, dtype, row_R, target_R, num_items, scale, softcap):
+    """The loss in dtype from logits that are as narrow as the states: what the sums and the softmax add to the GEMM's rounding."""
+    logits_RV = torch.nn.functional.linear(hidden_TD.detach()[row_R], weight_VD.detach(), None if bias_V is None else bias_V.detach()).to(dtype)
+    logits_RV = reference.scale_and_cap(logits_RV, scale=scale, softcap=softcap)
+    return torch.nn.functional.cross_entropy(logits_RV, target_R, reduction="sum", ignore_index=reference.IGNORED_TARGET) / num_items
+
+
+def check_against_truth(function, num_rows, dtype, *, num_padded=0, has_bias=False, ignored=False, scale=1.0, softcap=None, chunk_rows=8):
+    hidden_TD, weight_VD, bias_V, row_R, target_R = make_inputs(num_rows, dtype, num_padded=num_padded, has_bias=has_bias, ignored=ignored)
+    given = {"row_R": row_R[:num_rows], "target_R": target_R[:num_rows], "num_items": 3.5, "scale": scale, "softcap": softcap}
+    truth = run_reference(hidden_TD, weight_VD, bias_V, dtype=torch.float64, **given)
+    plain = run_reference(hidden_TD, weight_VD, bias_V, dtype=dtype, **given)
+    loss = function(
+        hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=num_rows, num_items=3.5, bias_V=bias_V, scale=scale, softcap=softcap,
+        chunk_rows=chunk_rows,
+    )  # fmt: skip
+    loss.backward()
+    ours = [loss.detach(), hidden_TD.grad, weight_VD.grad, None if bias_V is None else bias_V.grad]
+    assert loss.dtype is torch.float32
+    for name, one, other, true in zip(("hidden", "weight", "bias"), ours[1:], plain[1:], truth[1:]):
+        if true is not None:
+            assert_within_bound(name, one, plain=other, truth=true, dtype=dtype)
+    true_loss, plain_loss = (
+        loss_of_rounded_logits(hidden_TD, weight_VD, bias_V, dtype=wide, **given).item() for wide in (torch.float64, torch.float32)
+    )
+    # One unit in the last place, at the mean term, for each term of the sum.
+    unit = num_rows * one_unit(torch.tensor(true_loss * 3.5 / num_rows), torch.float32) / 3.5
+    error, plain_error = abs(ours[0].item() - true_loss), abs(plain_loss - true_loss)
+    assert error <= max(2 * plain_error, unit), f"loss: error {error} above {unit}, plain {plain_error}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16, 31, NUM_TOKENS])
+def test_loss_and_every_gradient_equal_the_truth(num_rows, dtype):
+    check_against_truth(labelled_cross_entropy, num_rows, dtype, num_padded=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case", [{"has_bias": True}, {"scale": 0.125}, {"softcap": 3.0}, {"scale": 0.5, "softcap": 2.0, "has_bias": True}, {"ignored": True}]
+)
+def test_bias_scale_softcap_and_ignored_targets(case, dtype):
+    check_against_truth(labelled_cross_entropy, 19, dtype, **case)
+
+
+FAULTS = {
+    "padding rows trained": ("for begin in range(0, rows.num_rows, rows.chunk_rows):\n        end = min(begin + rows.chunk_rows, rows.num_rows)", "for begin in range(0, rows.target_R.shape[0], rows.chunk_rows):\n        end = min(begin + rows.chunk_rows, rows.target_R.shape[0])"),
+    "last chunk lost": ("for begin in range(0, rows.num_rows, rows.chunk_rows):", "for begin in range(0, rows.num_rows - rows.chunk_rows, rows.chunk_rows):"),
+    "weight gradient of the last chunk only": ("sum_VD.addmm_(left_VR, right_RD)", "sum_VD.addmm_(left_VR, right_RD, beta=0)"),
+    "num_items missing in the backward": ("factor = d_loss / ctx.rows.num_items", "factor = d_loss"),
+    "gradient of the loss dropped": ("factor = d_loss / ctx.rows.num_items", "factor = torch.ones_like(d_loss) / ctx.rows.num_items"),
+    "rows not scattered": ("d_hidden_TD.index_copy_(0, row_R[:num_rows], d_trained_RD)", "d_hidden_TD[:num_rows] = d_trained_RD"),
+    "bias dropped": ("if bias_V is None:\n                torch.mm", "if True:\n                torch.mm"),
+    "narrow factor": ("factor.reshape([1] * tensor.ndim)", "factor.to(torch.bfloat16).reshape([1] * tensor.ndim)"),
+    "scale dropped": ("scale=rows.scale,", "scale=1.0,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(op, *FAULTS[fault], tmp_path).labelled_cross_entropy
+    with pytest.raises(AssertionError):
+        check_against_truth(
+            lambda *args, **kwargs: 1.7 * faulty(*args, **kwargs) / 1.7 if "narrow" in fault else 2.0 * faulty(*args, **kwargs) / 2.0,
+            19, torch.float32, num_padded=5, has_bias=True, scale=0.5,
+        )  # fmt: skip
+
+
+def test_rows_in_order_need_no_index():
+    hidden_TD, weight_VD, _, _, _ = make_inputs(NUM_TOKENS, torch.float32)
+    target_R = torch.randint(0, VOCABULARY, (NUM_TOKENS,))
+    results = []
+    for row_R in (None, torch.arange(NUM_TOKENS)):
+        loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=NUM_TOKENS, num_items=4.0, chunk_rows=8)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))))
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+def test_rows_without_a_label_get_a_gradient_of_exactly_zero():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(11, torch.float32)
+    labelled_cross_entropy(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=11, num_items=1.0).backward()
+    is_trained_T = torch.zeros(NUM_TOKENS, dtype=torch.bool).index_fill_(0, row_R, True)
+    assert (hidden_TD.grad[~is_trained_T] == 0).all()
+    assert (hidden_TD.grad[is_trained_T] != 0).any(dim=1).all()
+
+
+def test_no_rows_give_a_zero_loss_with_a_graph_and_zero_gradients():
+    hidden_TD, weight_VD, bias_V, _, _ = make_inputs(0, torch.float32, has_bias=True)
+    empty = torch.zeros(0, dtype=torch.int64)
+    for rows in (empty, torch.zeros(128, dtype=torch.int64)):
+        loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=rows, target_R=rows, num_rows=0, num_items=5.0, bias_V=bias_V)
+        gradients = torch.autograd.grad(loss, (hidden_TD, weight_VD, bias_V))
+        assert loss.item() == 0.0
+        assert all((gradient == 0).all() for gradient in gradients)
+    nll_sum, num_correct = token_statistics(hidden_TD, weight_VD, row_R=empty, target_R=empty, num_rows=0)
+    assert (nll_sum.item(), num_correct.item()) == (0.0, 0)
+
+
+def test_a_frozen_head_costs_no_weight_gradient_and_frozen_states_none_of_theirs():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 1.0, "chunk_rows": 2}
+    with Watch() as watch:
+        labelled_cross_entropy(hidden_TD, weight_VD.detach(), **arguments).backward()
+    # Nothing of the size of the weight is ever made; the states' gradient is the largest tensor.
+    assert watch.largest <= max(hidden_TD.numel(), 2 * VOCABULARY, weight_VD.numel())
+    assert hidden_TD.grad is not None
+    labelled_cross_entropy(hidden_TD.detach(), weight_VD, **arguments).backward()
+    assert weight_VD.grad is not None
+    assert labelled_cross_entropy(hidden_TD.detach(), weight_VD.detach(), **arguments).grad_fn is None
+
+
+def test_full_logits_never_exist_and_the_host_never_waits():
+    num_tokens, vocabulary = 64, 501
+    hidden_TD = torch.randn(num_tokens, 4, requires_grad=True)
+    weight_VD = torch.randn(vocabulary, 4)
+    arguments = {"row_R": torch.arange(num_tokens), "target_R": torch.randint(0, vocabulary, (num_tokens,)), "num_rows": num_tokens, "chunk_rows": 8}
+    with Watch() as watch:
+        labelled_cross_entropy(hidden_TD, weight_VD, num_items=7.0, **arguments).backward()
+        token_statistics(hidden_TD, weight_VD, **arguments)
+    assert watch.waits == []
+    assert watch.largest == 8 * vocabulary
+
+
+def test_the_dispatch_watch_sees_a_wait():
+    with Watch() as watch:
+        torch.ones(1).item()
+        torch.ones(2)[torch.tensor([True, False])]
+    assert len(watch.waits) >= 2
+
+
+def test_num_items_may_be_a_tensor():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
+    results = []
+    for num_items in (6, torch.tensor(6), torch.tensor(6.0)):
+        loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=9, num_items=num_items)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))))
+    for result in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], result))
+
+
+def test_a_second_backward_names_retain_graph_and_works_with_it():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0}
+    loss = labelled_cross_entropy(hidden_TD, weight_VD, **arguments)
+    first = torch.autograd.grad(loss, (hidden_TD, weight_VD), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden_TD, weight_VD))
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        torch.autograd.grad(loss, (hidden_TD, weight_VD))
+
+
+def test_small_fp16_gradients_survive_a_large_number_of_items():
+    # Divided by 1e6 before the backward, gradients would lie below the smallest fp16 number; the loss scale comes in first.
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float16)
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9}
+    (2.0**20 * labelled_cross_entropy(hidden_TD, weight_VD, num_items=1e6, **arguments)).backward()
+    truth = run_reference(hidden_TD, weight_VD, None, dtype=torch.float64, row_R=row_R, target_R=target_R, num_items=1e6 / 2.0**20)
+    torch.testing.assert_close(hidden_TD.grad.double(), truth[1], rtol=2e-2, atol=2e-3)
+
+
+def test_weight_gradients_of_many_chunks_are_summed_in_fp32():
+    num_tokens = 4096
+    hidden_TD = torch.ones(num_tokens, 2, dtype=torch.bfloat16)
+    weight_VD = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.arange(num_tokens)
+    loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=rows, target_R=torch.zeros_like(rows), num_rows=num_tokens, num_items=1.0, chunk_rows=8)
+    loss.backward()
+    # In bf16 a sum of 4096 equal terms stops growing at 256 of them.
+    torch.testing.assert_close(weight_VD.grad[1].float(), torch.full((2,), num_tokens / 3), rtol=1e-2, atol=0)
+
+
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0}
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden_TD, weight_VD)]
+    expected = labelled_cross_entropy(*narrow, **arguments)
+    expected.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = labelled_cross_entropy(hidden_TD, weight_VD, **arguments)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert hidden_TD.grad.dtype is weight_VD.grad.dtype is torch.float32
+    torch.testing.assert_close(hidden_TD.grad.bfloat16(), narrow[0].grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_statistics_equal_the_full_logits(softcap, dtype):
+    hidden_TD, weight_VD, bias_V, row_R, target_R = make_inputs(23, dtype, num_padded=4, has_bias=True, ignored=True)
+    nll_sum, num_correct = token_statistics(
+        hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=23, bias_V=bias_V, scale=0.5, softcap=softcap, chunk_rows=8
+    )
+    logits_RV = reference.scale_and_cap(torch.nn.functional.linear(hidden_TD[row_R[:23]], weight_VD, bias_V).float(), scale=0.5, softcap=softcap)
+    torch.testing.assert_close(nll_sum, torch.nn.functional.cross_entropy(logits_RV, target_R[:23], reduction="sum").detach())
+    assert num_correct.item() == (logits_RV.argmax(dim=1) == target_R[:23]).sum().item()
+    assert not nll_sum.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"num_rows": 10}, OptionError),
+        ({"num_rows": -1}, OptionError),
+        ({"num_items": 0.0}, OptionError),
+        ({"num_items": float("nan")}, OptionError),
+        ({"softcap": 0.0}, OptionError),
+        ({"chunk_rows": 0}, OptionError),
+        ({"row_R": torch.zeros(8, dtype=torch.int64)}, ShapeError),
+        ({"row_R": torch.zeros(9, dtype=torch.int32)}, ShapeError),
+        ({"target_R": torch.zeros(9)}, ShapeError),
+        ({"bias_V": torch.zeros(VOCABULARY + 1)}, ShapeError),
+    ],
+)
+def test_impossible_arguments_are_refused(change, error):
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0, **change}
+    with pytest.raises(error):
+        labelled_cross_entropy(hidden_TD, weight_VD, **arguments)
+
+
+def test_states_and_weight_of_different_dtype_or_width_are_refused():
+    hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
+    arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9, "num_items": 2.0}
+    with pytest.raises(ShapeError, match=r"bfloat16"):
+        labelled_cross_entropy(hidden_TD.bfloat16(), weight_VD, **arguments)
+    with pytest.raises(ShapeError, match="width"):
+        labelled_cross_entropy(hidden_TD, weight_VD[:, 1:], **arguments)
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_cross_entropy.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

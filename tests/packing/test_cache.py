@@ -1,0 +1,380 @@
+"""Bad rows are answered as the table has it, good rows all arrive, and the second start reads the cache."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.packing import cache, rows
+from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
+from lightning_fastft.packing.dataset import write_beside
+from lightning_fastft.packing.formats import FormatOptions
+from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VOCAB_SIZE, good_row, write_corpus
+from tests.packing.conftest import MARKED, build_tokenizer
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+def tokens_of(dataset):
+    return [(document.input_ids.tolist(), document.labels.tolist()) for document in dataset]
+
+
+def write_lines(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def ids_rows(number, *, base=5):
+    return [{"input_ids": [base, base + 1, base + 2 + index % 90]} for index in range(number)]
+
+
+def tokenize_ids(sources, **changes):
+    options = {"max_tokens": 64, **{name: changes.pop(name) for name in ("too_long", "extra_columns", "format") if name in changes}}
+    return tokenize_sources(sources, tokenizer=None, options=FormatOptions(**options), **changes)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("bad", BAD_ROWS, ids=lambda bad: bad.kind)
+def test_bad_row_is_answered_and_good_rows_all_arrive(tmp_path, marked_tokenizer, bad, position):
+    path = tmp_path / "rows.jsonl"
+    good, line = write_corpus(path, bad, position)
+    options = FormatOptions(max_tokens=MAX_TOKENS, too_long=bad.too_long)
+    run = {"tokenizer": marked_tokenizer, "options": options, "vocab_size": VOCAB_SIZE, "rejected_path": tmp_path / "rejected.jsonl"}
+    if bad.answer == "stop":
+        with pytest.raises(DataError) as caught:
+            tokenize_sources(path, **run)
+        assert bad.reason in str(caught.value)
+        assert f"{path}, line {line}" in str(caught.value)
+        return
+
+    dataset = tokenize_sources(path, **run)
+    expected = tokenize_sources(good, tokenizer=marked_tokenizer, options=options)
+    assert len(good) == NUM_GOOD + (bad.accepted is not None)
+    assert tokens_of(dataset) == tokens_of(expected)
+    if bad.answer == "accept":
+        assert dataset.report.rejects == {}
+        assert not (tmp_path / "rejected.jsonl").exists()
+    else:
+        assert dataset.report.rejects == {bad.reason: 1}
+        (record,) = [json.loads(entry) for entry in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+        assert (record["file"], record["line"], record["reason"]) == (str(path), line, bad.reason)
+        assert record["first_bytes"] == bad.line[:80].decode("utf-8", "backslashreplace")
+
+
+def test_there_are_thirty_kinds():
+    assert len({bad.kind for bad in BAD_ROWS}) == len(BAD_ROWS) == 30
+
+
+def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
+    lines = [json.dumps(good_row("chat", number)).encode() for number in range(1500)]
+    lines[0] = lines[700] = lines[1499] = b"garbage"
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    run = {"tokenizer": marked_tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
+    alone = tokenize_sources(tmp_path, **run, rejected_path=tmp_path / "out" / "alone")
+    shared = tokenize_sources(tmp_path, **run, rejected_path=tmp_path / "out" / "shared", num_proc=3)
+    assert tokens_of(alone) == tokens_of(shared)
+    assert len(alone) == 1497
+    assert alone.report == shared.report
+    assert (tmp_path / "out" / "alone").read_text() == (tmp_path / "out" / "shared").read_text()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_workers_can_be_spawned(tmp_path, monkeypatch, marked_tokenizer):
+    get_context = multiprocessing.get_context
+    monkeypatch.setattr(multiprocessing, "get_context", lambda: get_context("spawn"))
+    values = [good_row("chat", number) for number in range(300)]
+    run = {"tokenizer": marked_tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
+    assert tokens_of(tokenize_sources(values, **run, num_proc=2)) == tokens_of(tokenize_sources(values, **run))
+
+
+class DyingTokenizer:
+    """Ends the process that asks it for more than the formatter's first look."""
+
+    is_fast = True
+    eos_token_id = None
+    chat_template = None
+    special_tokens_map = {}
+    parent = os.getpid()
+
+    def __call__(self, text, **_):
+        if os.getpid() != self.parent:
+            os._exit(7)
+        return {"input_ids": [1, 2, 3]}
+
+    class backend_tokenizer:
+        @staticmethod
+        def to_str():
+            return '"added_tokens"'
+
+
+@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="the tokenizer tells parent from child by process id")
+def test_dead_worker_is_an_error_and_not_a_hang():
+    values = [{"text": f"row {number}"} for number in range(600)]
+    with pytest.raises(DataError, match="exit code 7"):
+        tokenize_sources(values, tokenizer=DyingTokenizer(), options=FormatOptions(max_tokens=8), num_proc=2)
+    assert not multiprocessing.active_children()
+
+
+def test_flat_storage_keeps_every_label_over_chunk_borders():
+    random = np.random.default_rng(0)
+    values = []
+    for _ in range(900):
+        ids = random.integers(0, 1000, size=random.integers(2, 40))
+        labels = np.where(random.random(len(ids)) < 0.5, ids, -100)
+        labels[-1] = ids[-1]
+        values.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    dataset = tokenize_ids(values)
+    assert tokens_of(dataset) == [(value["input_ids"], value["labels"]) for value in values]
+    assert dataset.length_N.tolist() == [len(value["input_ids"]) for value in values]
+    assert dataset.num_labelled_N.tolist() == [sum(label != -100 for label in value["labels"][1:]) for value in values]
+    assert dataset.length_N.dtype == dataset.num_labelled_N.dtype == np.int64
+    assert dataset.report.num_tokens == dataset.length_N.sum()
+    assert dataset[-1].input_ids.tolist() == values[-1]["input_ids"]
+    with pytest.raises(IndexError):
+        dataset[900]
+
+
+def test_second_start_reads_no_row(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "rows.jsonl", [*ids_rows(150), {}])
+    first = tokenize_ids(path, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl")
+    record = (tmp_path / "rejected.jsonl").read_bytes()
+    (tmp_path / "rejected.jsonl").unlink()
+    monkeypatch.setattr(cache, "run_chunks", None)
+    second = tokenize_ids(path, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl")
+    assert tokens_of(first) == tokens_of(second)
+    assert isinstance(second._id_T, np.memmap)
+    assert first.report == second.report
+    assert first.fingerprint == second.fingerprint
+    assert (tmp_path / "rejected.jsonl").read_bytes() == record
+
+
+def test_cached_rejects_still_count_against_the_share(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [*ids_rows(150), {}])
+    tokenize_ids(path, cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"1 of 151 rows .* missing column 1.*rejected\.jsonl"):
+        tokenize_ids(path, cache_dir=tmp_path / "cache", max_reject_share=0.0)
+
+
+def test_fingerprint_follows_rows_options_and_tokenizer(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [good_row("chat", number) for number in range(20)])
+
+    def fingerprint(tokenizer, **options):
+        return tokenize_sources(path, tokenizer=tokenizer, options=FormatOptions(**{"max_tokens": MAX_TOKENS, **options})).fingerprint
+
+    tokenizer = build_tokenizer(chat_template=MARKED)
+    first = fingerprint(tokenizer)
+    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=4)
+    assert fingerprint(tokenizer) == first
+    others = [fingerprint(build_tokenizer(chat_template=MARKED + " ")), fingerprint(tokenizer, loss_on="all"), fingerprint(tokenizer, max_tokens=99)]
+    text = path.read_text()
+    path.write_text(text.replace("plus 7", "plus 8"))
+    others.append(fingerprint(tokenizer))
+    os.utime(path, ns=(1, 1))
+    others.append(fingerprint(tokenizer))
+    assert len({first, *others}) == 6
+
+
+def test_dataset_in_files_pickles_as_a_path_and_one_in_memory_whole(tmp_path):
+    values = ids_rows(2000)
+    on_disk, in_memory = tokenize_ids(values, cache_dir=tmp_path), tokenize_ids(values)
+    assert len(pickle.dumps(on_disk)) < 500
+    assert tokens_of(pickle.loads(pickle.dumps(on_disk))) == tokens_of(pickle.loads(pickle.dumps(in_memory))) == tokens_of(in_memory)
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "meta.json"])
+def test_damaged_entry_is_made_again(tmp_path, name, caplog):
+    first = tokenize_ids(ids_rows(50), cache_dir=tmp_path)
+    damaged = first.path / name
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    with pytest.raises(DataError, match="Delete the folder"):
+        TokenizedDataset.open(first.path)
+    assert tokens_of(tokenize_ids(ids_rows(50), cache_dir=tmp_path)) == tokens_of(tokenize_ids(ids_rows(50)))
+    assert "taken away" in caplog.text
+
+
+def test_error_leaves_no_part_of_an_entry(tmp_path):
+    with pytest.raises(DataError):
+        tokenize_ids([*ids_rows(300), {"input_ids": [1, -1]}], cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_killed_processes_are_swept_and_those_of_live_ones_stay(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    with write_beside(tmp_path / "entry") as mine:
+        left = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+        left.mkdir()
+        with write_beside(tmp_path / "other"):
+            assert not left.exists()
+            assert mine.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["entry", "other"]
+
+
+def test_entry_of_a_process_that_was_first_stays(tmp_path):
+    with write_beside(tmp_path / "entry") as second:
+        with write_beside(tmp_path / "entry") as first:
+            (first / "file").write_text("first")
+        (second / "file").write_text("second")
+    assert (tmp_path / "entry" / "file").read_text() == "first"
+
+
+def test_too_many_rejects_stop_and_are_written(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [*ids_rows(96), {}, {"input_ids": "5"}, {}, {"input_ids": [1]}])
+    with pytest.raises(DataError) as caught:
+        tokenize_ids(path, cache_dir=tmp_path / "cache")
+    message = str(caught.value)
+    written = tmp_path / "cache" / "rejected.jsonl"
+    assert "4 of 100 rows (4.00 %)" in message
+    assert "missing column 2, fewer than 2 tokens 1, wrong type 1" in message
+    assert f"{path}, line 97" in message
+    assert str(written) in message
+    assert len(written.read_text().splitlines()) == 4
+    assert len(tokenize_ids(path, cache_dir=tmp_path / "cache", max_reject_share=0.04)) == 96
+
+
+def test_first_hundred_rows_rejected_for_one_reason_stop_the_run():
+    values = [*({"input_ids": [1]} for _ in range(100)), *ids_rows(400)]
+    with pytest.raises(DataError, match="all of the first 100 rows are rejected"):
+        tokenize_ids(values, max_reject_share=1.0)
+    values[50] = {"input_ids": [1, 2]}
+    assert len(tokenize_ids(values, max_reject_share=1.0)) == 401
+
+
+def test_garbage_file_stops_the_run(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("garbage\n" * 200)
+    with pytest.raises(DataError, match=r"all of the first 100 rows .*malformed JSON"):
+        tokenize_ids(tmp_path / "rows.jsonl", max_reject_share=1.0)
+    (tmp_path / "rows.jsonl").write_text("garbage\n" * 3)
+    with pytest.raises(DataError, match="3 of 3 rows"):
+        tokenize_ids(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b"[]"])
+def test_empty_file_stops_the_run(tmp_path, content):
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.json is empty"):
+        tokenize_ids([write_lines(tmp_path / "good.jsonl", ids_rows(5)), path])
+
+
+def test_embedding_smaller_than_the_ids_stops_also_from_the_cache(tmp_path, plain_tokenizer):
+    path = write_lines(tmp_path / "rows.jsonl", [{"text": "two plus two"}, {"text": "is four"}])
+    run = {"tokenizer": plain_tokenizer, "options": FormatOptions(max_tokens=32), "cache_dir": tmp_path / "cache"}
+    with pytest.raises(DataError, match=rf"line 1: token id \d+ is impossible: ids are 0 to 99.*The tokenizer has {len(plain_tokenizer)} tokens"):
+        tokenize_sources(path, **run, vocab_size=100)
+    tokenize_sources(path, **run)
+    with pytest.raises(DataError, match=r"line 1: token id \d+ is impossible"):
+        tokenize_sources(path, **run, vocab_size=100)
+    assert len(tokenize_sources(path, **run, vocab_size=len(plain_tokenizer))) == 2
+
+
+def test_first_impossible_id_is_named_and_not_the_highest():
+    values = [*ids_rows(20), {"input_ids": [1, 500]}, *ids_rows(20), {"input_ids": [1, 900]}]
+    with pytest.raises(DataError, match=r"line 21: token id 500 is impossible"):
+        tokenize_ids(values, vocab_size=400)
+    with pytest.raises(DataError, match=r"line 1: .*99999999999"):
+        tokenize_ids([{"input_ids": [1, 99999999999]}])
+    with pytest.raises(DataError, match="impossible"):
+        tokenize_ids([{"input_ids": [1, 10**30]}])
+
+
+LONG = {"input_ids": list(range(150)), "labels": [-100] * 70 + list(range(70, 80)) + [-100] * 70}
+
+
+def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
+    values = [*ids_rows(3), LONG, {"input_ids": list(range(65))}]
+    with pytest.raises(DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, line 4\).*truncate.*split"):
+        tokenize_ids(values)
+
+
+def test_long_rows_are_truncated_if_a_trained_token_is_left():
+    keeps = {"input_ids": list(range(150)), "labels": [-100] * 63 + list(range(63, 150))}
+    dataset = tokenize_ids([*ids_rows(2), LONG, keeps], too_long="truncate", max_reject_share=0.5)
+    assert dataset.report.rejects == {rows.ALL_MASKED_TRUNCATED: 1}
+    assert (dataset.report.num_too_long, dataset.report.num_truncated) == (2, 1)
+    assert dataset[2].input_ids.tolist() == list(range(64))
+    assert dataset.num_labelled_N.tolist() == [2, 2, 1]
+
+
+def test_long_rows_are_split_and_pieces_without_trained_tokens_dropped():
+    dataset = tokenize_ids([*ids_rows(2), LONG], too_long="split")
+    assert (dataset.report.num_too_long, dataset.report.num_split, dataset.report.num_dropped_pieces) == (1, 1, 2)
+    assert dataset[2].input_ids.tolist() == list(range(64, 128))
+    assert dataset.num_labelled_N.tolist() == [2, 2, 10]
+    assert dataset.report.num_rows == len(dataset) == 3
+
+
+def test_duplicates_are_counted_and_kept():
+    values = ids_rows(90)
+    dataset = tokenize_ids([*values, values[3], values[3], {**values[3], "labels": [-100, -100, values[3]["input_ids"][2]]}], extra_columns="ignore")
+    assert dataset.report.num_duplicates == 2
+    assert len(dataset) == 93
+
+
+def test_optional_column_of_several_rows_belongs_to_the_file():
+    values = [*ids_rows(50), {"input_ids": [1, 2], "id": 1}, {"input_ids": [1, 2], "id": 2}]
+    assert len(tokenize_ids(values)) == 52
+    with pytest.raises(DataError, match=r"unexpected column 1.*extra_columns='ignore'"):
+        tokenize_ids(values[:-1])
+    assert len(tokenize_ids(values[:-1], extra_columns="ignore")) == 51
+
+
+def test_progress_goes_to_stderr(capfd):
+    tokenize_ids(ids_rows(30), show_progress=True)
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert "30/30" in shown.err
+    tokenize_ids(ids_rows(30))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("option", [{"num_proc": -1}, {"max_reject_share": 1.5}, {"max_reject_share": float("nan")}, {"vocab_size": 0}])
+def test_options_out_of_range_are_refused(option):
+    with pytest.raises(OptionError):
+        tokenize_ids(ids_rows(3), **option)
+
+
+def test_report_says_what_happened_as_text(tmp_path):
+    write_lines(tmp_path / "a.jsonl", ids_rows(120))
+    write_lines(tmp_path / "b.jsonl", [*ids_rows(9, base=7), {"input_ids": [3]}])
+    dataset = tokenize_ids(tmp_path)
+    text = dataset.report.render()
+    assert "130 rows, 129 examples, 387 tokens, 258 trained (66.7 %)" in text
+    assert "formats: input_ids 130" in text
+    assert "a.jsonl 120" in text
+    assert "rejected: 1 (0.77 %): fewer than 2 tokens 1" in text
+    assert "duplicates: 30, kept" in text
+
+
+def test_packing_imports_no_heavy_library():
+    code = "import lightning_fastft.packing.cache, sys; print({'transformers', 'datasets', 'pyarrow', 'rich', 'pandas'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+@pytest.mark.slow
+def test_gsm8k_is_tokenised_whole_by_two_processes(tmp_path):
+    if not (SHARED / "gpt2_bpe" / "vocab.json").is_file():
+        pytest.skip(f"needs the data sets of {SHARED.name}, which are not part of the project")
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer(str(SHARED / "gpt2_bpe" / "vocab.json"), str(SHARED / "gpt2_bpe" / "merges.txt"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
+    options = FormatOptions(max_tokens=4096, columns={"prompt": "question", "completion": "answer"}, separator="\n")
+    path = SHARED / "gsm8k" / "train.jsonl"
+    dataset = tokenize_sources(path, tokenizer=tokenizer, options=options, cache_dir=tmp_path, num_proc=2, vocab_size=50257)
+    assert len(dataset) == 7473
+    assert dataset.report.num_rejected == 0
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    for index in range(0, 7473, 500):
+        ids, labels = dataset[index]
+        assert tokenizer.decode(ids) == values[index]["question"] + "\n" + values[index]["answer"] + "<|endoftext|>"
+        assert tokenizer.decode(labels[labels != -100]) == values[index]["answer"] + "<|endoftext|>"
