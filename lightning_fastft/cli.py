@@ -175,6 +175,29 @@ def find_configs(words: Sequence[str]) -> list[str]:
     return found
 
 
+def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, list[str]]:
+    """Return the value of an option of our own, and the arguments without it.
+
+    Raises:
+        OptionError: The option stands last, without a value.
+
+    Example:
+        >>> take_option(["--out", "here", "--config", "demo"], "--out", default=".")
+        ('here', ['--config', 'demo'])
+    """
+    value, rest, remaining = default, [], iter(words)
+    for word in remaining:
+        if word == name:
+            value = next(remaining, "")
+            if not value:
+                raise OptionError(f"{name} needs a value.")
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return value, rest
+
+
 def _find_config(name: str) -> str:
     if Path(name).is_file():
         return name

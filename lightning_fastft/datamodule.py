@@ -145,6 +145,10 @@ class PackedDataModule(LightningDataModule):
             return getattr(self.trainer.lightning_module, "tokenizer", None)
         return self._tokenizer
 
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:  # noqa: ANN401 - any tokenizer of transformers, or the name of one
+        self._tokenizer = tokenizer
+
     @property
     def plan(self) -> StepPlan:
         """The plan of the training micro-batches; there after ``setup("fit")``."""

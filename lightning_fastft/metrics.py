@@ -155,4 +155,3 @@ def logits_statistics(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch
         nll_sum += torch.nn.functional.cross_entropy(chunk_RV, target_R[part], ignore_index=IGNORED_LABEL, reduction="sum")
         num_correct += ((chunk_RV.argmax(dim=-1) == target_R[part]) & is_labelled_R[part]).sum()
     return nll_sum, num_correct, is_labelled_R.sum()
-

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torchmetrics import Metric
 
 from lightning_fastft.checks import check_choice, check_float, check_int, check_share
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
+from lightning_fastft.optimization import SCHEDULES, group_parameters, learning_rate_schedule
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.status import Status
 
@@ -28,20 +31,19 @@ Stage = Literal["before_adapters", "after_adapters"]
 
 DEFAULT_LEARNING_RATE = 2e-4
 STAGES = ("before_adapters", "after_adapters")
-SCHEDULES = ("cosine", "linear", "constant")
 
 
 class FineTuner(LightningModule):
     """Fine-tune a causal language model; the model is built in ``configure_model``, on the device of its rank.
 
-    The Trainer's precision stays "32-true", where Lightning changes no dtype: ``dtype`` is the dtype of the base and of the arithmetic, ``adapter_dtype``
-    that of the trained adapter Parameters. dtype="float32" is fp32 to the last bit: TF32 must be off. fp16 (GPUs before Ampere) needs LoRA and
-    ``Trainer(precision="16-mixed")``, whose loss scaler waits for the device once per step. Code from a model repository is never run, and weights are
-    read from safetensors only.
+    The Trainer's precision stays "32-true", where Lightning changes no dtype: ``dtype`` is the dtype of the base and of the arithmetic,
+    ``adapter_dtype`` that of the trained adapter Parameters. dtype="float32" is fp32 to the last bit: TF32 must be off. fp16 (GPUs before Ampere)
+    needs LoRA and ``Trainer(precision="16-mixed")``, whose loss scaler waits for the device once per step. Code from a model repository is never
+    run, and weights are read from safetensors only.
 
     Args:
-        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers configuration, or a model that is loaded
-            already (used as it is).
+        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers configuration, or a model that is
+            loaded already (transformers or PEFT; used as it is).
         tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the one beside the model.
         quantization: "nf4" holds the frozen base in 4 bits (QLoRA; needs lora and the extra ``qlora``); None for no quantisation.
         lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the head is adapted unless it names
@@ -89,33 +91,33 @@ class FineTuner(LightningModule):
         revision: str | None = None,
     ) -> None:
         super().__init__()
-        from lightning_fastft.models import loading
+        from lightning_fastft.models.dtypes import DTYPES
+        from lightning_fastft.models.loading import ModelSource
+        from lightning_fastft.models.lora import describe_lora, parse_lora, to_plain
 
         check_choice("quantization", quantization, (None, "nf4"))
-        check_choice("dtype", dtype, ("auto", *loading.DTYPES))
+        check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("adapter_dtype", adapter_dtype, ("float32", "bfloat16"))
-        if isinstance(scheduler, str):
-            check_choice("scheduler", scheduler, SCHEDULES)
         check_choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
         check_share("warmup_share", warmup_share)
         check_share("min_learning_rate_share", min_learning_rate_share)
-        if warmup_steps is not None:
-            check_int("warmup_steps", warmup_steps, low=0)
-        if learning_rate is not None:
-            check_float("learning_rate", learning_rate, low=0.0)
-        if weight_decay is not None:
-            check_float("weight_decay", weight_decay, low=0.0)
-        if quantization is not None and lora is None:
-            raise OptionError(f"quantization={quantization!r} freezes the base, so there is nothing to train: give lora, for example lora={{'r': 16}}.")
-
+        _check_optional_numbers(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
+        if isinstance(scheduler, str):
+            check_choice("scheduler", scheduler, SCHEDULES)
         is_instance = isinstance(model, nn.Module)
+        if quantization is not None and lora is None:
+            raise OptionError(
+                f"quantization={quantization!r} freezes the base, so nothing would be trained: give lora, for example lora={{'r': 16}}."
+            )
         if is_instance and quantization is not None:
             raise OptionError("A model that is loaded already is used as it is: load it quantised yourself, or give its name to FineTuner.")
-        self.source = None if is_instance else loading.ModelSource(model, init=init, revision=revision)
-        self.lora = None if lora is None else loading.parse_lora(lora)
+        if lora is not None and hasattr(model, "peft_config"):
+            raise OptionError("The model has PEFT adapters already: leave lora away, or give the base model.")
+        self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
+        self.lora = None if lora is None else parse_lora(lora)
         self.quantization = quantization
         self.dtype_name = dtype
-        self.adapter_dtype = loading.DTYPES[adapter_dtype]
+        self.adapter_dtype = DTYPES[adapter_dtype]
         self.optimizer_factory = optimizer
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -139,12 +141,12 @@ class FineTuner(LightningModule):
             "quantization": quantization, "init": init, "dtype": dtype, "adapter_dtype": adapter_dtype, "learning_rate": learning_rate,
             "weight_decay": weight_decay, "warmup_share": warmup_share, "warmup_steps": warmup_steps, "revision": revision,
             "min_learning_rate_share": min_learning_rate_share, "scheduler_interval": scheduler_interval,
-            "lora": None if self.lora is None else loading.describe_lora(self.lora),
+            "lora": None if self.lora is None else describe_lora(self.lora),
         }  # fmt: skip
         # Plain types only, so that torch.load(weights_only=True) reads the checkpoint; objects that are none are left out.
         if self.source is not None:
             content = self.source.config.to_diff_dict() if hasattr(model, "to_diff_dict") else model
-            hparams["model"] = loading.to_plain(content)
+            hparams["model"] = to_plain(content)
         if isinstance(tokenizer, str):
             hparams["tokenizer"] = tokenizer
         if isinstance(scheduler, str):
@@ -192,14 +194,18 @@ class FineTuner(LightningModule):
         if name in self._transforms:
             return
         if self._is_built:
-            raise SwapError(f"The model is built, so the transform {name!r} comes too late. Give its callback to the first Trainer, or make a new FineTuner.")
+            raise SwapError(
+                f"The model is built, so the transform {name!r} comes too late. Give its callback to the first Trainer, or make a new FineTuner."
+            )
         self._transforms[name] = (transform, stage)
 
     def statuses(self) -> list[Status]:
         """Return what is active in the model itself: quantisation and adapters."""
         if not self._is_built:
             return []
-        found = [Status("NF4 base", "inactive", "not asked for") if self.quantization is None else Status("NF4 base", "active", "bitsandbytes, double quantisation")]
+        found = [Status("NF4 base", "inactive", "not asked for")]
+        if self.quantization is not None:
+            found = [Status("NF4 base", "active", "bitsandbytes, double quantisation")]
         if self.adapter_shadows is not None:
             found.append(self.adapter_shadows.status)
         return found
@@ -213,7 +219,8 @@ class FineTuner(LightningModule):
             OptionError: The Trainer's precision does not fit dtype and adapter_dtype.
             DataError: Weights are missing, left over or not finite.
         """
-        from lightning_fastft.models import loading
+        from lightning_fastft.models.loading import build_model
+        from lightning_fastft.models.lora import add_adapters
 
         device = self.device if self._trainer is None else self.trainer.strategy.root_device
         if not self._is_built:
@@ -223,11 +230,12 @@ class FineTuner(LightningModule):
             model = self.model
             if model is None:
                 assert self.source is not None
-                model = loading.build_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed)
+                model = build_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed)
             model = self._transform(model, "before_adapters")
             self._compute_dtype = model.dtype
             if self.lora is not None:
-                model = loading.add_adapters(model, lora=self.lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
+                model = add_adapters(model, lora=self.lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
+                self._warn_of_whole_copies(model)
             self.model = self._transform(model, "after_adapters")
             self.strict_loading = not self.has_adapters
             self._is_built = True
@@ -236,25 +244,38 @@ class FineTuner(LightningModule):
         self._install_shadows()
         self.model.train()
 
+    def _warn_of_whole_copies(self, model: Any) -> None:  # noqa: ANN401 - a PEFT model
+        """Say that PEFT's copies of whole modules (modules_to_save) compute in their own dtype, so they are no fp32 masters."""
+        others = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.dtype != self.adapter_dtype]
+        if others:
+            rank_zero_warn(f"{len(others)} trained tensors are copies of base modules and stay in {self._compute_dtype}, for example {others[0]}.")
+
     def _transform(self, model: Any, stage: Stage) -> Any:  # noqa: ANN401 - a transformers or a PEFT model
         for transform, wanted in self._transforms.values():
             if wanted == stage:
-                model = transform(model) or model
+                changed = transform(model)
+                model = model if changed is None else changed
         return model
 
     def _resolve_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of base and arithmetic; a Trainer precision that would change it is refused by name."""
-        from lightning_fastft.models.loading import resolve_dtype
+        from lightning_fastft.models.dtypes import check_precision, resolve_dtype
 
         precision = "32-true" if self._trainer is None else str(self.trainer.precision)
         is_fit = self._trainer is not None and self.trainer.state.fn == "fit"
-        name = self.dtype_name
-        if name == "auto" and precision in ("bf16-true", "16-mixed"):
+        name: str = self.dtype_name
+        if self.model is not None:
+            standing = str(self._compute_dtype if self._is_built else self.model.dtype).removeprefix("torch.")
+            if name not in ("auto", standing):
+                raise OptionError(f"dtype={name!r} was asked for and the model given has {standing}: cast it yourself, or leave dtype away.")
+            name = standing
+        elif name == "auto" and precision in ("bf16-true", "16-mixed"):
             name = "bfloat16" if precision == "bf16-true" else "float16"
         check_precision(precision, dtype=name, adapter_dtype=self.adapter_dtype, has_adapters=self.has_adapters, is_fit=is_fit)
-        if self.dtype_name == "float32" and torch.get_float32_matmul_precision() != "highest":
+        matmul_precision = torch.get_float32_matmul_precision()
+        if self.dtype_name == "float32" and matmul_precision != "highest":
             raise OptionError(
-                f"dtype='float32' is fp32 to the last bit, and torch.get_float32_matmul_precision() is {torch.get_float32_matmul_precision()!r}. Remove "
+                f"dtype='float32' is fp32 to the last bit, and torch.get_float32_matmul_precision() is {matmul_precision!r}. Remove "
                 "torch.set_float32_matmul_precision(...) or set it to 'highest'; for speed use dtype='bfloat16'."
             )
         return resolve_dtype(name, device=device)
@@ -351,7 +372,8 @@ class FineTuner(LightningModule):
         if key not in self.token_metrics:
             metrics = {"loss": TokenLoss(), "perplexity": TokenPerplexity(), "token_accuracy": TokenAccuracy()}
             self.token_metrics[key] = nn.ModuleDict(metrics).to(self.device)
-        for name, metric in self.token_metrics[key].items():
+        for name, metric in cast("nn.ModuleDict", self.token_metrics[key]).items():
+            assert isinstance(metric, Metric)
             metric.update(num_correct if name == "token_accuracy" else nll_sum, num_tokens=num_tokens)
             attribute = f"token_metrics.{key}.{name}"
             self.log(f"{prefix}_{name}", metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True)
@@ -362,7 +384,7 @@ class FineTuner(LightningModule):
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
         if isinstance(self.scheduler, str):
-            schedule = LambdaLR(optimizer, self._learning_rate_share(self.scheduler))
+            schedule = LambdaLR(optimizer, self._make_schedule(self.scheduler))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
         scheduler = self.scheduler(optimizer)
         options: dict[str, Any] = {"scheduler": scheduler, "interval": self.scheduler_interval}
@@ -379,54 +401,32 @@ class FineTuner(LightningModule):
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if not parameters:
             raise OptionError(f"{type(self.model).__name__} has no trainable parameter: give lora, or set requires_grad on what is to be trained.")
-        learning_rate, weight_decay = self.learning_rate, self.weight_decay
-        if self.optimizer_factory is None:
-            learning_rate = DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate
-            weight_decay = 0.0 if weight_decay is None else weight_decay
-        shared = {} if learning_rate is None else {"lr": learning_rate}
-        groups: list[dict[str, Any]] = [{"params": parameters, **shared}]
-        if weight_decay is not None:
-            matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-            vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-            groups = [{"params": matrices, "weight_decay": weight_decay, **shared}, {"params": vectors, "weight_decay": 0.0, **shared}]
-            groups = [group for group in groups if group["params"]]
         if self.optimizer_factory is not None:
-            return self.optimizer_factory(groups)
-        # Lightning's scaler cannot clip gradients of a fused optimizer (2.6.6).
+            return self.optimizer_factory(group_parameters(parameters, learning_rate=self.learning_rate, weight_decay=self.weight_decay))
+        learning_rate = DEFAULT_LEARNING_RATE if self.learning_rate is None else self.learning_rate
+        groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=self.weight_decay or 0.0)
+        # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
         is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and self.trainer.scaler is None
         return torch.optim.AdamW(groups, fused=is_fused)
 
-    def _learning_rate_share(self, name: str) -> Callable[[int], float]:
-        """Return step -> share of the peak learning rate, never 0 at the first step."""
+    def _make_schedule(self, name: str) -> Callable[[int], float]:
         num_steps = self.trainer.estimated_stepping_batches
-        if math.isinf(num_steps) or num_steps < 0:
-            if name != "constant" or self.warmup_steps is None:
-                raise OptionError(f"scheduler={name!r} needs the length of the run: set max_steps or max_epochs, or 'constant' with warmup_steps.")
-            num_steps = self.warmup_steps
-        num_steps = int(num_steps)
+        is_endless = math.isinf(num_steps) or num_steps < 0
+        if is_endless and (name != "constant" or (self.warmup_steps is None and self.warmup_share > 0)):
+            raise OptionError(f"scheduler={name!r} needs the length of the run: set max_steps or max_epochs, or 'constant' with warmup_steps.")
+        num_steps = 0 if is_endless else int(num_steps)
         num_warmup_steps = math.ceil(self.warmup_share * num_steps) if self.warmup_steps is None else self.warmup_steps
-        floor = self.min_learning_rate_share
-
-        def share(step: int) -> float:
-            if step < num_warmup_steps:
-                return (step + 1) / num_warmup_steps
-            done = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
-            if name == "constant":
-                return 1.0
-            falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-            return floor + (1.0 - floor) * falling
-
-        return share
+        return learning_rate_schedule(name, num_steps=num_steps, num_warmup_steps=num_warmup_steps, end_share=self.min_learning_rate_share)
 
     # Saving.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - as torch's
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Return the trained parameters only where adapters are trained, else everything."""
-        if not (self._is_built and self.has_adapters):
-            return super().state_dict(*args, **kwargs)
-        destination = kwargs.get("destination")
         destination = {} if destination is None else destination
-        prefix, keep_vars = kwargs.get("prefix", ""), kwargs.get("keep_vars", False)
+        if not (self._is_built and self.has_adapters):
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 destination[prefix + name] = parameter if keep_vars else parameter.detach()
@@ -464,7 +464,8 @@ class FineTuner(LightningModule):
         base = checkpoint.get("fastft_base", {})
         if self.has_adapters and base.get("init") == "random" and self._is_built and base["seed"] != self._seed:
             raise ResumeError(
-                f"The adapters were trained on a base initialised with seed {base['seed']}, this run has {self._seed}: call seed_everything({base['seed']})."
+                f"The adapters were trained on a base initialised with seed {base['seed']}, this run has {self._seed}: "
+                f"call seed_everything({base['seed']})."
             )
 
     def save_pretrained(self, folder: str) -> None:
@@ -490,8 +491,13 @@ class FineTuner(LightningModule):
 
     # Generation.
 
-    @torch.no_grad()
-    def generate(self, prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]], *, max_new_tokens: int = 128, **options: Any) -> list[str]:  # noqa: ANN401
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
+        *,
+        max_new_tokens: int = 128,
+        **options: Any,  # noqa: ANN401 - transformers' own
+    ) -> list[str]:
         """Return what the model writes after each prompt, in evaluation mode; the mode of every module is restored.
 
         Args:
@@ -502,70 +508,22 @@ class FineTuner(LightningModule):
         Raises:
             OptionError: There is no model or no tokenizer.
         """
+        from lightning_fastft.models.generation import generate_texts
+
         tokenizer = self.tokenizer
         if self.model is None or tokenizer is None:
             raise OptionError(f"generate needs a model and a tokenizer; {'the model is not built' if self.model is None else 'tokenizer is None'}.")
-        if isinstance(prompts, str):
-            raise OptionError("prompts must be a list, got one string: write [prompt].")
-        rows = [_encode(tokenizer, prompt) for prompt in prompts]
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-        width = max(len(row) for row in rows)
-        device = self.model.get_input_embeddings().weight.device
-        input_ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-        attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        options.setdefault("pad_token_id", pad)
-        if self.model.generation_config.eos_token_id is None and tokenizer.eos_token_id is not None:
-            options.setdefault("eos_token_id", tokenizer.eos_token_id)
-
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            written = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        return tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
+        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options)
 
 
-def check_precision(precision: str, *, dtype: str, adapter_dtype: torch.dtype, has_adapters: bool, is_fit: bool) -> None:
-    """Refuse a Trainer precision that would change a dtype behind the user's back.
-
-    Args:
-        precision: What ``trainer.precision`` says.
-        dtype: FineTuner's dtype, "auto" already replaced where the precision decides it.
-        adapter_dtype: Dtype of the adapter Parameters.
-        has_adapters: Whether adapters are trained.
-        is_fit: Whether the run trains.
-
-    Raises:
-        OptionError: Names the precision, what it would do, and the line to change.
-    """
-    keep = "Set Trainer(precision='32-true'), where Lightning changes no dtype"
-    if precision == "32-true":
-        if dtype == "float16" and is_fit:
-            raise OptionError("dtype='float16' needs loss scaling to train. Set Trainer(precision='16-mixed'), or dtype='auto'.")
-        return
-    if precision == "bf16-true":
-        if dtype != "bfloat16":
-            raise OptionError(f"precision='bf16-true' would cast a model with dtype={dtype!r} to bf16. {keep}.")
-        if has_adapters and adapter_dtype != torch.bfloat16:
-            raise OptionError(f"precision='bf16-true' would cast the fp32 adapters to bf16. {keep}, or FineTuner(adapter_dtype='bfloat16').")
-        return
-    if precision == "16-mixed":
-        if dtype != "float16":
-            raise OptionError(f"precision='16-mixed' would compute in fp16 a model with dtype={dtype!r}. {keep}, or FineTuner(dtype='float16').")
-        if not has_adapters or adapter_dtype != torch.float32:
-            raise OptionError(f"precision='16-mixed' needs fp32 adapters (lora=..., adapter_dtype='float32') for its loss scaler. Give them, or: {keep}.")
-        return
-    raise OptionError(f"precision={precision!r} is not served. {keep}, and choose FineTuner(dtype=...).")
-
-
-def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:  # noqa: ANN401 - a transformers tokenizer
-    """Return the token ids of a text or a conversation."""
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _check_optional_numbers(*, learning_rate: float | None, weight_decay: float | None, warmup_steps: int | None) -> None:
+    """Refuse numbers that are given and cannot be."""
+    if learning_rate is not None:
+        check_float("learning_rate", learning_rate, low=0.0)
+    if weight_decay is not None:
+        check_float("weight_decay", weight_decay, low=0.0)
+    if warmup_steps is not None:
+        check_int("warmup_steps", warmup_steps, low=0)
 
 
 def _some(names: Iterable[str]) -> str:

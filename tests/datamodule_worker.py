@@ -98,8 +98,8 @@ class SaveAt(Callback):
 
 def make_trainer(folder: Path, **options) -> Trainer:
     defaults = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "default_root_dir": folder, "max_epochs": 3, "num_sanity_val_steps": 0,
+        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": folder, "max_epochs": 3, "num_sanity_val_steps": 0,
     }  # fmt: skip
     return Trainer(**{**defaults, **options})
 
@@ -146,7 +146,9 @@ def main(folder: Path) -> None:
         options = {**case["trainer"], "devices": 2, "strategy": "ddp"}
         whole, resumed = run_and_resume(case_folder, save=case["save"], data=case["data"], trainer=options, asks_for_steps=case["asks_for_steps"])
         rank = whole.data.trainer.global_rank
-        results.append({"whole": whole.seen, "resumed": resumed.seen, "equal": torch.equal(whole.weight, resumed.weight), "sum": float(whole.weight.sum())})
+        results.append(
+            {"whole": whole.seen, "resumed": resumed.seen, "equal": torch.equal(whole.weight, resumed.weight), "sum": float(whole.weight.sum())}
+        )
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
 
 

@@ -1,7 +1,7 @@
 """Count, on a CPU, the operations that would make the host wait for a GPU.
 
-What the dispatcher sees (``.item()``, ``bool(tensor)``, nonzero, bincount, indexing with bool tensors, ...) and the Tensor methods that it does not see
-(``tolist``, ``numpy``, ``cpu``). Copies inside C++ kernels stay unseen; the GPU lane covers them with torch.cuda.set_sync_debug_mode("error").
+What the dispatcher sees (``.item()``, ``bool(tensor)``, nonzero, bincount, indexing with bool tensors, ...) and the Tensor methods that it does not
+see (``tolist``, ``numpy``, ``cpu``). Copies inside C++ kernels stay unseen; the GPU lane covers them with torch.cuda.set_sync_debug_mode("error").
 """
 
 import contextlib
@@ -17,6 +17,8 @@ _WAITING = {
     "unique_dim", "unique_consecutive", "unique_dim_consecutive", "_unique", "_unique2",
 }  # fmt: skip
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+# Frames between the caller and the counter.
+_MACHINERY = (__file__, "torch/_dynamo", "torch/utils/_python_dispatch", "torch/_compile")
 _UNDISPATCHED = ("tolist", "numpy", "cpu")
 
 
@@ -46,8 +48,8 @@ class HostWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, name):
-        frames = [f for f in traceback.extract_stack() if "host_waits" not in f.filename]
-        if any(f.name == "one_hot" for f in frames[-3:]) or (frames[-1].line and "one_hot(" in frames[-1].line):
+        frames = [frame for frame in traceback.extract_stack() if not any(part in frame.filename for part in _MACHINERY)]
+        if "one_hot(" in (frames[-1].line or ""):
             return
         self.count[name] += 1
         self.origin.append(f"{name}: {frames[-1].filename}:{frames[-1].lineno} {frames[-1].line}")

@@ -1,6 +1,7 @@
 """FineTuner: full, LoRA and QLoRA runs train, evaluate, resume, save and generate; what cannot be served as asked is refused by name."""
 
 import copy
+import itertools
 import json
 from unittest import mock
 
@@ -8,9 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from peft import LoraConfig, PeftModel, get_peft_model
-from tests.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,9 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, SwapError
-from lightning_fastft.module import FineTuner, check_precision
+from lightning_fastft.models.dtypes import check_precision
+from lightning_fastft.module import FineTuner
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
+from tests.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
 
 register_strategies()
 
@@ -180,7 +182,7 @@ def direct_numbers(model, batches):
     with torch.no_grad():
         for batch in batches:
             offsets = batch.context.start_host_S1.tolist()
-            for start, end in zip(offsets, offsets[1:]):
+            for start, end in itertools.pairwise(offsets):
                 ids, labels = batch["input_ids"][:, start:end], batch["labels"][0, start + 1 : end]
                 logits = model(input_ids=ids).logits[0, :-1].double()[labels != -100]
                 labels = labels[labels != -100]
@@ -305,6 +307,20 @@ def test_model_given_is_used_as_it_is(tmp_path):
     assert len(module.state_dict()) == 4
     with pytest.raises(OptionError, match="loaded already"):
         FineTuner(model, quantization="nf4", lora=LORA)
+    with pytest.raises(OptionError, match="adapters already"):
+        FineTuner(adapted, lora=LORA)
+    with pytest.raises(OptionError, match="got int"):
+        FineTuner(3)
+    with pytest.raises(OptionError, match="model given has float32"):
+        fit(FineTuner(model, dtype="bfloat16"), tmp_path)
+    with pytest.raises(OptionError, match=r"dtype='float32' to bf16"):
+        fit(FineTuner(model), tmp_path, precision="bf16-true")
+
+
+def test_whole_copies_of_modules_are_said_to_stay_in_the_dtype_of_the_base(tmp_path):
+    module = tuner("lora_bf16", lora={**LORA, "modules_to_save": ["q_norm"]})
+    with pytest.warns(UserWarning, match=r"2 trained tensors .*bfloat16.*q_norm"):
+        fit(module, tmp_path)
 
 
 def test_names_that_data_modules_ask_for_are_there_before_the_model(tmp_path):
@@ -451,25 +467,27 @@ def test_fp32_is_refused_where_matmuls_are_not_fp32(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, mode):
-    def run(max_steps, **options):
+    # One batch again and again: where to go on in the data is the data module's part.
+    loader = DataLoader(packed_batches(1) * 3, batch_size=None)
+
+    def run(**options):
         seed_everything(7, verbose=False)
-        module = tuner(mode, scheduler="constant", warmup_steps=2)
-        trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=max_steps)
-        # Two epochs of three batches: where to go on within an epoch is the data module's part.
-        trainer.fit(module, packed_loader(3), **options)
+        module = tuner(mode, warmup_steps=2)
+        keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_on_train_epoch_end=True, every_n_epochs=1, save_top_k=-1)
+        trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=6, enable_checkpointing=True, callbacks=[keep])
+        trainer.fit(module, loader, **options)
         return module, trainer
 
-    whole, _ = run(6)
-    half, trainer = run(3)
-    path = tmp_path / "half.ckpt"
-    trainer.save_checkpoint(path)
+    whole, _ = run()
+    path = tmp_path / "epoch=0.ckpt"
     content = torch.load(path, weights_only=True)
-    assert set(content["state_dict"]) == (set(trainable(half)) if mode != "full" else set(half.state_dict()))
-    resumed, trainer = run(6, ckpt_path=path)
+    assert content["global_step"] == 3
+    assert set(content["state_dict"]) == (set(trainable(whole)) if mode != "full" else set(whole.state_dict()))
+    resumed, trainer = run(ckpt_path=path)
     assert trainer.global_step == 6
     for name, expected in trainable(whole).items():
         assert torch.equal(trainable(resumed)[name], expected), name
-        assert not torch.equal(trainable(half)[name], expected), name
+        assert not torch.equal(content["state_dict"][name], expected), name
 
 
 def test_weights_only_checkpoint_holds_adapters_only(tmp_path):
@@ -484,17 +502,22 @@ def test_weights_only_checkpoint_holds_adapters_only(tmp_path):
 def test_checkpoint_of_other_adapters_or_another_base_is_refused(tmp_path):
     seed_everything(1, verbose=False)
     fit(tuner(), tmp_path).save_checkpoint(tmp_path / "a.ckpt")
+
+    def resume(module, seed):
+        seed_everything(seed, verbose=False)
+        quiet_trainer(tmp_path, strategy="fastft").fit(module, packed_loader(3), ckpt_path=tmp_path / "a.ckpt")
+
     with pytest.raises(ResumeError, match=r"0 missing, 24 \(.*lora_A.*\) left over"):
-        seed_everything(1, verbose=False)
-        quiet_trainer(tmp_path, strategy="fastft").fit(tuner(lora={**LORA, "target_modules": ["q_proj"]}), packed_loader(3), ckpt_path=tmp_path / "a.ckpt")
+        resume(tuner(lora={**LORA, "target_modules": ["q_proj"]}), 1)
     with pytest.raises(ResumeError, match=r"seed_everything\(1\)"):
-        seed_everything(2, verbose=False)
-        quiet_trainer(tmp_path, strategy="fastft").fit(tuner(), packed_loader(3), ckpt_path=tmp_path / "a.ckpt")
+        resume(tuner(), 2)
 
 
 def test_hyperparameters_are_plain_and_rebuild_the_module(tmp_path):
     seed_everything(3, verbose=False)
-    module = FineTuner(AutoConfig.for_model(**CONFIG), init="random", lora=LoraConfig(r=3, target_modules=["q_proj"]), dtype="float32", warmup_steps=4)
+    module = FineTuner(
+        AutoConfig.for_model(**CONFIG), init="random", lora=LoraConfig(r=3, target_modules=["q_proj"]), dtype="float32", warmup_steps=4
+    )
     assert json.loads(json.dumps(dict(module.hparams))) == dict(module.hparams)
     trainer = fit(module, tmp_path)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -559,10 +582,13 @@ def test_generation_takes_conversations_and_refuses_what_it_cannot_do():
     assert chat == module.generate(["w5 w6 w9"], max_new_tokens=4, do_sample=False)
     with pytest.raises(OptionError, match="a list"):
         module.generate("w5")
+    other = tuner("full")
+    other.configure_model()
     with pytest.raises(OptionError, match="tokenizer"):
-        other = tuner("full")
-        other.configure_model()
         other.generate(["w5"])
+    with pytest.raises(OptionError, match="Prompt 1 has no token"):
+        module.generate(["w5", ""])
+    assert module.generate([]) == []
 
 
 def test_generation_works_while_packed_training_is_installed(tmp_path):

@@ -17,8 +17,8 @@ class _Pending(NamedTuple):
 class LateCopies:
     """Bring small device tensors to the host without making the host wait.
 
-    A pushed tensor is copied on the stream it was computed on; ``poll`` hands out, in order, those whose copy has finished. On the CPU they have finished
-    at once. Holds no device object before the first push and can be pickled when empty.
+    A pushed tensor is copied on the current stream; ``poll`` hands out, in order, those whose copy has finished. On the CPU they have finished at
+    once. Holds no device object before the first push and can be pickled when empty.
 
     Example:
         >>> copies = LateCopies()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class PackedTraining(Callback):
     """Give every transformers model in the LightningModule what ``strategy="fastft"`` gives it, under another strategy.
 
-    Swaps keep parameters and state-dict keys, are made when the model stands (eager or lazy), and are undone at the end and after an exception. A packed
-    batch that no attention layer reads is refused before its backward. Under a strategy of ours the callback has nothing to do and says so.
+    Swaps keep parameters and state-dict keys, are made when the model stands (eager or lazy), and are undone at the end and after an exception. A
+    packed batch that no attention layer reads is refused before its backward. Under a strategy of ours the callback has nothing to do and says so.
 
     Args:
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
@@ -53,8 +53,8 @@ class PackedTraining(Callback):
         self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
         if self._is_redundant and (self.packed_steps.activations is not None or self.packed_steps.attention != "auto"):
             raise OptionError(
-                f"{type(trainer.strategy).__name__} installs packed training itself and would ignore the options of PackedTraining: remove the callback and "
-                "give attention= and activations= to the strategy."
+                f"{type(trainer.strategy).__name__} installs packed training itself and would ignore the options of PackedTraining: remove the "
+                "callback and give attention= and activations= to the strategy."
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -22,9 +22,9 @@ NUM_BATCHES_IN_RATE = 20
 class FastFTProgressBar(TQDMProgressBar):
     """Show the loss of the last micro-batch that the device has finished, tokens per second, and the latest validation values.
 
-    Lightning's bars read every value logged with ``prog_bar=True`` on each step, and each read waits for the device. This one copies the loss that
-    training_step returned into pinned memory and shows it once it is there, usually one step late. Values that the module logs with ``prog_bar=True`` are
-    not shown: Lightning itself waits for them whichever bar is used, so log without it.
+    This bar copies the loss that training_step returned into pinned memory and shows it once it is there, usually one step late. Values that the
+    module logs with ``prog_bar=True`` in training are not shown: Lightning reads those on every step, whichever bar is used, and each read waits for
+    the device; log without it.
 
     Args:
         refresh_rate: Micro-batches between two updates of the bar; 0 turns the bar off.

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -24,25 +24,23 @@ if TYPE_CHECKING:
 GIB = 1024**3
 
 
-class _Interval(NamedTuple):
-    """What happened between two marks, and the marks: CUDA events, or seconds of the host's clock."""
+class _Interval:
+    """What happened since a mark: CUDA events, or seconds of the host's clock."""
 
-    step: int
-    num_tokens: int
-    num_real_tokens: int
-    num_labelled: int
-    flops: float
-    begin: torch.cuda.Event | float
-    end: torch.cuda.Event | float
+    def __init__(self, *, step: int, begin: torch.cuda.Event | float) -> None:
+        self.first_step = self.step = step
+        self.begin = self.end = begin
+        self.num_tokens = self.num_real_tokens = self.num_labelled = 0
+        self.flops = 0.0
 
 
 class TokenThroughput(Callback):
     """Log every few optimizer steps what this rank's device gets done.
 
-    Logged as ``throughput/...``: tokens_per_s (real tokens, padding left out), labelled_tokens_per_s, padding_share, mfu (model operations per second over
-    the device's dense bf16 peak; recomputation is not counted, the head only on labelled tokens), peak_memory_gib. Times lie between CUDA events that are
-    read when they have passed; on the CPU the clock of the host is read. Validation and what lies between epochs are left out. Batches that are not
-    packed are counted by the size of their ``input_ids``.
+    Logged as ``throughput/...``: tokens_per_s (real tokens, padding left out), labelled_tokens_per_s, padding_share, mfu (model operations per second
+    over the device's dense bf16 peak; recomputation is not counted, the head only on labelled tokens), peak_memory_gib. Times lie between CUDA events
+    that are read when they have passed; on the CPU the clock of the host is read. Validation and what lies between epochs are left out. Of batches
+    that are not packed every element of ``input_ids`` counts as a real and labelled token. ``latest`` holds the values of the last interval.
 
     Args:
         log_every_n_steps: Optimizer steps per interval, at least 1.
@@ -64,8 +62,8 @@ class TokenThroughput(Callback):
         self._peak: float | None = None
         self._model_flops: list[ModelFlops] = []
         self._waiting: deque[_Interval] = deque()
+        self._open: _Interval | None = None
         self._last_step = 0
-        self._forget_interval()
 
     def status(self) -> Status:
         """Return what utilisation is measured against."""
@@ -92,35 +90,32 @@ class TokenThroughput(Callback):
             torch.cuda.reset_peak_memory_stats(device)
         self._waiting.clear()
         self._last_step = trainer.global_step
-        self._forget_interval()
+        self._open = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
         """Count the batch; close the interval where it ends, and log those whose end has passed."""
         device = trainer.strategy.root_device
         has_stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
-        if self._begin is None:
+        if self._open is None:
             # The first step of a run or after a validation holds set-up work: the interval begins behind it.
             if has_stepped:
-                self._begin, self._first_step = _mark(device), trainer.global_step
+                self._open = _Interval(step=trainer.global_step, begin=_mark(device))
             return
-        self._count(batch)
-        if trainer.global_step - self._first_step >= self.log_every_n_steps:
-            end = _mark(device)
-            self._waiting.append(
-                _Interval(trainer.global_step, self._num_tokens, self._num_real_tokens, self._num_labelled, self._flops, self._begin, end)
-            )
-            self._forget_interval()
-            self._begin, self._first_step = end, trainer.global_step
+        self._count(batch, self._open)
+        if trainer.global_step - self._open.first_step >= self.log_every_n_steps:
+            self._open.step, self._open.end = trainer.global_step, _mark(device)
+            self._waiting.append(self._open)
+            self._open = _Interval(step=trainer.global_step, begin=self._open.end)
         while self._waiting and _has_passed(self._waiting[0].end):
             self._log(trainer, device, self._waiting.popleft())
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the interval that validation would cut through."""
-        self._forget_interval()
+        self._open = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop the interval that the end of the epoch would cut through."""
-        self._forget_interval()
+        self._open = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log what is left; the run is over, so this waits."""
@@ -133,33 +128,28 @@ class TokenThroughput(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Drop device objects."""
         self._waiting.clear()
-        self._forget_interval()
+        self._open = None
 
-    def _forget_interval(self) -> None:
-        self._begin: torch.cuda.Event | float | None = None
-        self._first_step = self._num_tokens = self._num_real_tokens = self._num_labelled = 0
-        self._flops = 0.0
-
-    def _count(self, batch: Any) -> None:  # noqa: ANN401 - any batch of any data module
+    def _count(self, batch: Any, interval: _Interval) -> None:  # noqa: ANN401 - any batch of any data module
         packed = find_packed_batches(batch)
         for found in packed:
             context = found.context
-            self._num_tokens += context.num_tokens
-            self._num_real_tokens += context.num_real_tokens
-            self._num_labelled += context.num_labelled
-            if len(self._model_flops) == 1:
-                self._flops += self._model_flops[0].step_flops(
-                    num_tokens=context.num_tokens, num_labelled=context.num_labelled, sum_squared_lengths=context.sum_squared_lengths
-                )
+            interval.num_tokens += context.num_tokens
+            interval.num_real_tokens += context.num_real_tokens
+            interval.num_labelled += context.num_labelled
+            interval.flops += self._flops(context.num_tokens, context.num_labelled, context.sum_squared_lengths)
         if not packed and isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-            # Sizes are host values; what is padding or labelled is not, and is not reported.
-            num_rows, num_columns = batch["input_ids"].shape[0], batch["input_ids"][0].numel()
-            self._num_tokens += num_rows * num_columns
-            self._num_real_tokens += num_rows * num_columns
-            if len(self._model_flops) == 1:
-                self._flops += self._model_flops[0].step_flops(
-                    num_tokens=num_rows * num_columns, num_labelled=num_rows * num_columns, sum_squared_lengths=num_rows * num_columns**2
-                )
+            # Sizes are on the host; what is padding or labelled is not, and counts as real and labelled.
+            num_tokens, num_columns = batch["input_ids"].numel(), batch["input_ids"].shape[-1]
+            interval.num_tokens += num_tokens
+            interval.num_real_tokens += num_tokens
+            interval.num_labelled += num_tokens
+            interval.flops += self._flops(num_tokens, num_tokens, num_tokens * num_columns)
+
+    def _flops(self, num_tokens: int, num_labelled: int, sum_squared_lengths: int) -> float:
+        if len(self._model_flops) != 1:
+            return 0.0
+        return self._model_flops[0].step_flops(num_tokens=num_tokens, num_labelled=num_labelled, sum_squared_lengths=sum_squared_lengths)
 
     def _log(self, trainer: pl.Trainer, device: torch.device, interval: _Interval) -> None:
         seconds = _seconds_between(interval.begin, interval.end)

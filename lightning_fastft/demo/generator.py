@@ -31,7 +31,7 @@ class DemoRows(NamedTuple):
     validation: list[Row]
 
 
-def generate_rows(*, num_train: int = 5000, num_validation: int = 200, seed: int = 11) -> DemoRows:
+def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int = 11) -> DemoRows:
     """Return chat rows (``{"messages": [...]}``), from a single short sum to stories of dozens of steps and chats of several turns.
 
     Args:
@@ -77,7 +77,7 @@ def final_answer(text: str) -> str:
 
 def _draw_row(random: np.random.Generator) -> Row:
     """Draw one row; short ones are frequent, long ones rare, as in real chat data."""
-    kind = random.choice(5, p=[0.2, 0.15, 0.35, 0.15, 0.15])
+    kind = random.choice(5, p=[0.35, 0.25, 0.2, 0.08, 0.12])
     makers = (_sum_row, _boxes_row, _story_row, _list_row, _chat_row)
     return makers[int(kind)](random)
 
@@ -102,14 +102,14 @@ def _boxes_row(random: np.random.Generator) -> Row:
 def _story_row(random: np.random.Generator) -> Row:
     """A story of one to thirty days, worked line by line."""
     name, thing, total = _opening(random)
-    events, lines, total = _days(random, total=total, first_day=1, num_days=1 + min(29, int(random.exponential(5))))
+    events, lines, total = _days(random, total=total, first_day=1, num_days=1 + min(29, int(random.exponential(3))))
     question = f"{name} has {_first(lines)} {thing}. {' '.join(events)} How many {thing} does {name} have now?"
     return _row([(question, _worked(lines, total))])
 
 
 def _list_row(random: np.random.Generator) -> Row:
-    """A running total over three to fifty numbers, each named by its shelf."""
-    most = int(random.choice((12, 30, 50), p=(0.75, 0.2, 0.05)))
+    """A running total over three to thirty-four numbers, each named by its shelf."""
+    most = int(random.choice((8, 16, 34), p=(0.75, 0.2, 0.05)))
     thing, total = str(random.choice(THINGS)), 0
     counts = [_number(random, 1, 9) for _ in range(_number(random, 3, most))]
     lines = []

@@ -56,7 +56,8 @@ class DeferredMask:
 
     def contiguous(self) -> torch.Tensor | None:
         """Return the built mask: generation with a static cache asks for it before the forward (transformers 5.23)."""
-        return self.additive(self._arguments.get("dtype", torch.float32))
+        dtype: torch.dtype = self._arguments["dtype"]
+        return self.additive(dtype)
 
     def additive(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the mask of eager attention, shape (B, 1, Q, T), in this dtype; built once per dtype."""
@@ -171,6 +172,10 @@ def attend(
         return _eager_attention(query, key, value, mask=_additive(mask, query.dtype), scale=scale, softcap=softcap, sink_H=s_aux, dropout=rate)
 
     _check_packable(module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context)
+    if torch.is_autocast_enabled(query.device.type):
+        # As scaled_dot_product_attention does: rotary angles leave queries and keys wider than values.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     out_THW = packed_attention(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
         context=context, scale=scale, window=sliding_window, softcap=softcap, sink_H=s_aux, backend=context.attention_backend,

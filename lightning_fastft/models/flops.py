@@ -74,9 +74,9 @@ class ModelFlops(NamedTuple):
 def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     """Return what a step of a causal language model costs, from the shapes of its weights.
 
-    Counted are all weights of two and more axes in the decoder layers (linear layers, routers, stacks of experts, adapters) and the head; embeddings,
-    norms and element-wise work are not. A frozen weight costs its forward and the gradient that passes through it, a trained one its own gradient too;
-    layers below the lowest trained weight have no backward.
+    Counted are all weights of two and more axes in the decoder layers (linear layers, routers, stacks of experts, adapters) and the head;
+    embeddings, norms and element-wise work are not. A frozen weight costs its forward and the gradient that passes through it, a trained one its own
+    gradient too; layers below the lowest trained weight have no backward.
 
     Args:
         model: A transformers causal language model, also one that adapters were added to.

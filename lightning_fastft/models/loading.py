@@ -1,10 +1,10 @@
-"""From a name, a folder or a configuration to a model on its device: read or initialised, quantised, verified, with adapters on it."""
+"""From a name, a folder or a configuration to a model on its device: read or initialised, quantised, verified."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,12 +14,11 @@ from torch import nn
 
 from lightning_fastft.checks import check_choice
 from lightning_fastft.errors import DataError, MissingDependencyError, OptionError, UnsupportedModelError
+from lightning_fastft.models.dtypes import seeded
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_NAMES_IN_MESSAGE = 8
 
 
@@ -42,6 +41,8 @@ class ModelSource:
 
     def __init__(self, model: str | dict[str, Any] | PretrainedConfig, *, init: str = "pretrained", revision: str | None = None) -> None:
         check_choice("init", init, ("pretrained", "random"))
+        if not isinstance(model, (str, Mapping)) and not hasattr(model, "to_diff_dict"):
+            raise OptionError(f"model must be a name, a folder, a configuration or a transformers model, got {type(model).__name__}.")
         is_configuration = not isinstance(model, str) or model.endswith(".json")
         if is_configuration and init == "pretrained":
             raise OptionError(f"The configuration {_describe(model)} has no weights. Give a hub id or a folder, or set init='random'.")
@@ -82,20 +83,6 @@ class ModelSource:
         return AutoTokenizer.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
 
 
-def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and arithmetic: "auto" is bf16 where the device computes in it, else fp32.
-
-    Raises:
-        OptionError: dtype is not one of auto, bfloat16, float16, float32.
-    """
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    if dtype != "auto":
-        return DTYPES[dtype]
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float32
-
-
 def build_model(
     source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization: Literal["nf4"] | None = None, seed: int = 0
 ) -> PreTrainedModel:
@@ -133,88 +120,6 @@ def build_model(
         _check_nf4_layers(model, name=source.name)
     check_finite(model, name=source.name)
     return model.train()
-
-
-def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
-    """Return model with LoRA adapters on it, the base frozen.
-
-    Without ``target_modules`` and ``target_parameters`` every linear layer but the head gets an adapter ("all-linear"), which is what QLoRA found to be
-    needed to match full fine-tuning; PEFT's own default is the query and value projections only.
-
-    Args:
-        model: The base model, quantised or not.
-        lora: PEFT's configuration; it is copied. ``task_type`` is set to CAUSAL_LM.
-        adapter_dtype: Dtype of the adapter Parameters.
-        seed: Seed of their initialisation, the same on every rank.
-
-    Raises:
-        OptionError: The configuration selects no layer of this model.
-
-    Source:
-        LoRA, arXiv 2106.09685; all linear layers: QLoRA, arXiv 2305.14314, section 4.
-    """
-    from peft import TaskType, get_peft_model
-    from peft.tuners.lora import LoraLayer
-
-    lora = copy.deepcopy(lora)
-    lora.task_type = TaskType.CAUSAL_LM
-    if lora.target_modules is None and not lora.target_parameters:
-        lora.target_modules = "all-linear"
-    with _seeded(seed, device=next(model.parameters()).device):
-        try:
-            adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
-        except ValueError as error:
-            raise OptionError(f"lora does not fit {type(model).__name__}: {error}") from error
-    for layer in adapted.modules():
-        if isinstance(layer, LoraLayer):
-            for parameter in layer.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.to(adapter_dtype)
-    return adapted
-
-
-def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
-    """Return PEFT's configuration from itself or from its fields.
-
-    Raises:
-        OptionError: A field is unknown to PEFT, or its value is refused by it.
-    """
-    from peft import LoraConfig
-
-    if isinstance(lora, LoraConfig):
-        return lora
-    known = set(LoraConfig.__dataclass_fields__)
-    unknown = sorted(set(lora) - known)
-    if unknown:
-        raise OptionError(f"lora has the unknown fields {unknown}; PEFT's LoraConfig has {sorted(known)}.")
-    try:
-        return LoraConfig(**lora)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"lora={dict(lora)!r} is refused by PEFT: {error}") from error
-
-
-def describe_lora(lora: LoraConfig) -> dict[str, Any]:
-    """Return the fields of a configuration that differ from PEFT's defaults, as plain types that a checkpoint may hold."""
-    from peft import LoraConfig
-
-    default = LoraConfig().to_dict()
-    changed = {key: to_plain(value) for key, value in lora.to_dict().items() if key != "peft_type" and value != default.get(key)}
-    return {"r": lora.r, "lora_alpha": lora.lora_alpha, **changed}
-
-
-def to_plain(value: Any) -> Any:  # noqa: ANN401 - any content of a configuration
-    """Return value as dicts, lists, strings, numbers, booleans and None only."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return [to_plain(item) for item in sorted(value)]
-    if isinstance(value, Iterable):
-        return [to_plain(item) for item in value]
-    return str(value)
 
 
 def check_finite(model: nn.Module, *, name: str) -> None:
@@ -280,7 +185,9 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
     wrong = {
         "missing from the files": sorted(report["missing_keys"]),
         "in the files but not in the model": sorted(report["unexpected_keys"]),
-        "of another shape": [f"{key} ({tuple(found)} in the files, {tuple(expected)} in the model)" for key, found, expected in report["mismatched_keys"]],
+        "of another shape": [
+            f"{key} ({tuple(found)} in the files, {tuple(expected)} in the model)" for key, found, expected in report["mismatched_keys"]
+        ],
         "unreadable": [str(message) for message in report.get("error_msgs", ())],
     }
     faults = [f"{_list_names(names)} {kind}" for kind, names in wrong.items() if names]
@@ -293,7 +200,12 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
 
 
 def _initialise(
-    config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype, quantization_config: Any, seed: int  # noqa: ANN401
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization_config: Any,  # noqa: ANN401 - BitsAndBytesConfig
+    seed: int,
 ) -> PreTrainedModel:
     """Make a model with random weights on the device, block by block, each block quantised as soon as it is there."""
     from transformers import AutoModelForCausalLM
@@ -309,7 +221,7 @@ def _initialise(
         with _default_dtype(dtype):
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
     tied = set(model.all_tied_weights_keys)
-    with _seeded(seed, device=device), torch.no_grad():
+    with seeded(seed, device=device), torch.no_grad():
         _materialise(model, name="", owner=model, tied=tied, device=device, is_block=True)
     model.tie_weights()
     if quantizer is not None:
@@ -347,16 +259,13 @@ def _materialise(module: nn.Module, *, name: str, owner: Any, tied: set[str], de
 def _quantise(block: nn.Module) -> None:
     """Turn the weights of every bitsandbytes layer of a finished block into NF4, as transformers does while it reads a file."""
     for module in block.modules():
-        weight = module._parameters.get("weight")
-        options = None if weight is None else getattr(weight, "fastft_options", None)
-        if options is None:
-            continue
-        if "quant_type" in options and weight is not None:
-            import bitsandbytes as bnb
+        for key, parameter in module._parameters.items():
+            options = {} if parameter is None else vars(parameter).pop("fastft_options", {})
+            if "quant_type" in options:
+                import bitsandbytes as bnb
 
-            module._parameters["weight"] = bnb.nn.Params4bit(weight.data, **{**options, "requires_grad": False}).to(weight.device)
-        else:
-            del weight.fastft_options
+                assert parameter is not None
+                module._parameters[key] = bnb.nn.Params4bit(parameter.data, **{**options, "requires_grad": False}).to(parameter.device)
 
 
 def _check_nf4_layers(model: nn.Module, *, name: str) -> None:
@@ -385,15 +294,6 @@ def _nf4_config(dtype: torch.dtype) -> Any:  # noqa: ANN401 - BitsAndBytesConfig
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-
-
-@contextmanager
-def _seeded(seed: int, *, device: torch.device) -> Iterator[None]:
-    """Draw from generators with this seed and leave the global ones as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
 
 
 @contextmanager

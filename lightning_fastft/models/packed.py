@@ -22,9 +22,7 @@ class PackedInstallation(NamedTuple):
     model_names: list[str]
 
 
-def install_packed_training(
-    root: nn.Module, ledger: SwapLedger, *, checkpointing: OffloadCheckpointing | None = None
-) -> PackedInstallation:
+def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointing: OffloadCheckpointing | None = None) -> PackedInstallation:
     """Give every causal language model inside root the packed attention, the lazy head and the activation policy.
 
     Only instances change, parameters and state-dict keys stay, and undoing the ledger restores everything.
@@ -67,7 +65,9 @@ def install_packed_training(
 
 def describe_models(root: nn.Module) -> list[str]:
     """Return one line per transformers model inside root: its place, its class, and the attention implementation it uses now."""
-    return [f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}" for name, model in find_causal_models(root)]
+    return [
+        f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}" for name, model in find_causal_models(root)
+    ]
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

@@ -105,8 +105,8 @@ class OffloadCheckpointing:
         idle = [layer for layer in layers if not layer.training]
         if self.policy == "recompute" and idle:
             raise OptionError(
-                f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where transformers recomputes nothing. "
-                "transformers loads models in that mode and Lightning keeps it: call .train() on the model once after loading it."
+                f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where transformers recomputes "
+                "nothing: it loads models in that mode and Lightning keeps it: call .train() on the model once after loading it."
             )
 
 
@@ -132,7 +132,4 @@ def _is_random(module: nn.Module) -> bool:
     """Whether a module draws random numbers in training: dropout, or router noise, above 0."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         return True
-    return any(
-        isinstance(value, float) and value > 0 and ("dropout" in name or "jitter" in name)
-        for name, value in vars(module).items()
-    )
+    return any(isinstance(value, float) and value > 0 and ("dropout" in name or "jitter" in name) for name, value in vars(module).items())

@@ -24,12 +24,11 @@ from lightning_fastft.packing.formats import FormatOptions, Formatter
 from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks, run_chunks
 from lightning_fastft.packing.report import IngestReport, render_counts
 from lightning_fastft.packing.rows import EXTRA_COLUMN, Reject
-from lightning_fastft.packing.sources import Source, open_sources
+from lightning_fastft.packing.sources import REJECTED, Source, open_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REJECTED = "rejected.jsonl"
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -210,10 +209,9 @@ class _Ingest:
             report.longest, report.longest_place = result.longest[0], f"{result.source}, line {result.longest[1]}"
         if result.highest_id[0] > report.highest_id:
             report.highest_id, report.highest_id_place = result.highest_id[0], f"{result.source}, line {result.highest_id[1]}"
-        _check_highest_id(report, tokenizer=self._setup.tokenizer, vocab_size=self._setup.vocab_size)
         if result.impossible is not None:
             line, error = result.impossible
-            raise DataError(f"{result.source}, line {line}: {error}.")
+            raise DataError(f"{result.source}, line {line}: {error}.{_say_larger(self._setup.tokenizer, self._setup.vocab_size)}")
         uniform = describe_uniform_reject(result)
         if uniform is not None:
             raise DataError(f"{uniform}. Check format and columns.{_say_where(self._on_stop)}")
@@ -285,15 +283,16 @@ def _check_share_of_rejects(report: IngestReport, *, most: float, written: Path 
 def _check_highest_id(report: IngestReport, *, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> None:
     if vocab_size is None or report.highest_id < vocab_size:
         return
-    larger = ""
-    if tokenizer is not None and len(tokenizer) > vocab_size:
-        larger = (
-            f" The tokenizer has {len(tokenizer)} tokens, more than the embedding: they do not belong together, or the embedding must be resized."
-        )
     raise DataError(
-        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, "
-        f"the embedding has {vocab_size} rows.{larger}"
+        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, the embedding has {vocab_size} rows."
+        + _say_larger(tokenizer, vocab_size)
     )
+
+
+def _say_larger(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> str:
+    if tokenizer is None or vocab_size is None or len(tokenizer) <= vocab_size:
+        return ""
+    return f" The tokenizer has {len(tokenizer)} tokens: it does not belong to this model, or the embedding must be resized."
 
 
 def _open_if_whole(target: Path | None) -> TokenizedDataset | None:
@@ -330,3 +329,5 @@ def _progress(sources: list[Source], *, is_shown: bool) -> Iterator[Callable[[in
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("tokenise", total=sum(source.count_rows() for source in sources))
         yield lambda num_rows: progress.advance(task, num_rows)
+        # Sources count lines, which are more than rows.
+        progress.update(task, total=progress.tasks[task].completed)

@@ -72,15 +72,15 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template: str, loss_on: str, notes: Counter[str]) -> None:
-        self.special_ids = frozenset(tokenizer.all_special_ids)
         self._tokenizer = tokenizer
         self._template = template
         self._loss_on = loss_on
         self._notes = notes
         self._has_marks = _GENERATION_MARK.search(template) is not None
         # Ends of turns are not always among the special tokens proper (<end_of_turn>, <|im_end|> as plain added tokens).
-        added = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.content.strip()]
-        self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True))
+        added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self.special_ids = frozenset({*tokenizer.all_special_ids, *added})
+        self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
 
     def render(self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None) -> Rendered:
         """Return the conversation's text and the trained characters.

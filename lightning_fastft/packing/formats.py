@@ -212,16 +212,18 @@ class Formatter:
             raise DataError("Messages need a chat template and the tokenizer has none; give chat_template.")
         return self._chat.render(messages, num_context_turns=num_context_turns, tools=tools)
 
-    def _encode_rendered(self, rendered: Sequence[chat.Rendered]) -> list[Encoded]:
+    def _encode_rendered(self, rendered: Sequence[chat.Rendered]) -> list[Encoded | TokenIdError]:
         if not rendered:
             return []
         assert self._tokenizer is not None, "check_can_serve comes first"
         batch = self._tokenizer([example.text for example in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False)
-        encoded = []
+        encoded: list[Encoded | TokenIdError] = []
         for number, example in enumerate(rendered):
             ids, spans = self._place_spans(batch, number, example)
             # A chat template writes its own first and last tokens.
-            encoded.append(self._finish(ids, spans, add_ends=not example.is_chat))
+            finished = self._finish(ids, spans, add_ends=not example.is_chat)
+            highest = int(finished.input_ids.max(initial=-1))
+            encoded.append(finished if highest <= self._highest_id else TokenIdError(highest, "token id", self._allowed_ids))
         return encoded
 
     def _finish(self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool) -> Encoded:

@@ -18,6 +18,8 @@ from lightning_fastft.packing.rows import BOM, FIELD_COUNT, MALFORMED, NOT_UTF8,
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 FINGERPRINT_BYTES = 2**20
+# Name of the file that rejected rows are written to; never read from a folder, only if it is named itself.
+REJECTED = "rejected.jsonl"
 _BLANK = b" \t\r\n\x0b\x0c"
 _BATCH_ROWS = 1000
 
@@ -97,9 +99,9 @@ def fingerprint_file(path: Path) -> str:
 
 
 def _open_path(given: str) -> list[Source]:
-    path = Path(given)
+    path = Path(given).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file() and not _is_hidden(file, root=path))
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file() and not _is_no_data(file, root=path))
         if not files:
             raise DataError(f"The folder {given} holds no file that ends in {', '.join(SUFFIXES)}.")
         return [_open_file(file) for file in files]
@@ -110,8 +112,10 @@ def _open_path(given: str) -> list[Source]:
     return [_open_hub(given)]
 
 
-def _is_hidden(file: Path, *, root: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
+def _is_no_data(file: Path, *, root: Path) -> bool:
+    """Say whether a file of a folder is hidden, or was written by us: rejected rows and cache entries."""
+    is_hidden = any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
+    return is_hidden or file.name == REJECTED or (file.parent / "ids.bin").exists()
 
 
 def _open_file(path: Path) -> Source:

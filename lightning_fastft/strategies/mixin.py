@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
-    from torch.optim import Optimizer
 
     _Base = Strategy
 else:
@@ -25,7 +24,8 @@ else:
 class FastFTStrategyMixin(_Base):
     """Install packed training in ``setup``, judge every packed step before its backward, undo everything in ``teardown``.
 
-    A strategy instance belongs to one Trainer (Lightning refuses a second one); it holds no device object before ``setup`` and can be pickled until then.
+    A strategy instance belongs to one Trainer (Lightning refuses a second one); it holds no device object before ``setup`` and can be pickled until
+    then.
 
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("keep")``.
@@ -86,14 +86,6 @@ class FastFTStrategyMixin(_Base):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
         """Run the step, and refuse it if no attention layer read the packed batch."""
         return self._judged_step(super().predict_step, "predict_step", *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
-        """Run the optimizer step, then let the module refresh the compute copies of its adapters."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        shadows = getattr(self.lightning_module, "adapter_shadows", None)
-        if shadows is not None:
-            shadows.refresh()
-        return output
 
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
         batch = args[0] if args else next(iter(kwargs.values()), None)

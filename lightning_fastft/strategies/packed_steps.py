@@ -92,7 +92,9 @@ class PackedSteps:
             return list(self._statuses)
         ran = ", ".join(sorted(self.backends_used))
         return [
-            status._replace(reason=f"{status.reason}; ran: {ran}") if status.name.startswith("packed attention") and status.state == "active" else status
+            status._replace(reason=f"{status.reason}; ran: {ran}")
+            if status.name.startswith("packed attention") and status.state == "active"
+            else status
             for status in self._statuses
         ]
 
@@ -149,7 +151,8 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
     from_module: Callable[[], list[Status]] | None = getattr(trainer.lightning_module, "statuses", None)
     if callable(from_module):
         found += from_module()
-    for callback in trainer.callbacks:
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
         from_callback = getattr(callback, "status", None)
         if callable(from_callback):
             status = from_callback()
@@ -163,8 +166,8 @@ def _unread_message(module: nn.Module, *, where: str) -> str:
     models = describe_models(module)
     held = "; ".join(models) if models else f"no transformers model ({type(module).__name__} holds modules of its own)"
     return (
-        f"No attention layer read the context of the packed batch in {where} of {type(module).__name__}: its documents saw each other, and training on "
-        f"that is silently wrong. The module holds: {held}. Pass the whole batch to the model (self.model(**batch)), and let its attention be 'fastft': "
-        'Trainer(strategy="fastft"), or Trainer(callbacks=[PackedTraining()]) under another strategy, or attn_implementation="fastft" when the model is '
-        "loaded after set-up (call lightning_fastft.register() before)."
+        f"No attention layer read the context of the packed batch in {where} of {type(module).__name__}: its documents saw each other, and training "
+        f"on that is silently wrong. The module holds: {held}. Pass the whole batch to the model (self.model(**batch)), and let its attention be "
+        '\'fastft\': Trainer(strategy="fastft"), or Trainer(callbacks=[PackedTraining()]) under another strategy, or attn_implementation="fastft" '
+        "when the model is loaded after set-up (call lightning_fastft.register() before)."
     )

@@ -66,8 +66,8 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices and len(devices) > 1:
             raise OptionError(
-                f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} ({', '.join(map(str, devices))}). Set devices=1, or "
-                'use Trainer(strategy="ddp", callbacks=[PackedTraining()]) for several.'
+                f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} ({', '.join(map(str, devices))}). Set devices=1, "
+                'or use Trainer(strategy="ddp", callbacks=[PackedTraining()]) for several.'
             )
         self._parallel_devices = devices
         if devices:

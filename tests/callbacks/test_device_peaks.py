@@ -39,7 +39,14 @@ def test_known_devices(name, peak):
 
 @pytest.mark.parametrize(
     "name",
-    ["Tesla T4", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "cpu", ""],
+    [
+        "Tesla T4",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "cpu",
+        "",
+    ],
 )
 def test_unknown_or_different_parts_have_no_peak(name):
     assert peak_bf16_flops(name) is None

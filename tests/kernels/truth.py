@@ -1,9 +1,32 @@
-"""The bound of every kernel test, NaN-poisoned inputs, and modules with one planted fault."""
+"""The bound of every kernel test, NaN-poisoned inputs, modules with one planted fault, and a watch on host waits and large tensors."""
 
 import importlib.util
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WAITS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique", "equal", "item")
+
+
+class Watch(TorchDispatchMode):
+    """Count what would wait for a device, and the largest tensor that any operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.largest, self.shapes = [], 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        is_mask_index = "aten::index" in name and any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(args[1:2]))
+        if any(wait in name for wait in WAITS) or is_mask_index:
+            self.waits.append(name)
+        out = func(*args, **(kwargs or {}))
+        shapes = [leaf.shape for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.shapes.update(shapes)
+        self.largest = max([self.largest, *(shape.numel() for shape in shapes)])
+        return out
 
 
 def one_unit(truth, dtype):

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from tests.models.tiny_models import VOCABULARY
 
 from lightning_fastft.packing.collate import Document, collate
+from tests.models.tiny_models import VOCABULARY
 
 LENGTHS = (7, 1, 12, 9)
 

@@ -4,8 +4,6 @@ import importlib.metadata
 
 import pytest
 import torch
-from tests.models.packs import LENGTHS, assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
-from tests.models.tiny_models import DENSE, MOE, TINY, VOCABULARY, WINDOW, build_tiny
 from torch import nn
 
 from lightning_fastft.errors import BackendError, ShapeError, UnsupportedModelError
@@ -13,6 +11,8 @@ from lightning_fastft.models.attention import DeferredMask, attend, defer_mask, 
 from lightning_fastft.models.families import FAMILIES
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.packing.context import BatchContext
+from tests.models.packs import LENGTHS, assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
+from tests.models.tiny_models import DENSE, MOE, TINY, VOCABULARY, WINDOW, build_tiny
 
 CPU_BACKENDS = ("sdpa", "reference")
 
@@ -87,8 +87,7 @@ def test_adapters_leave_packed_attention_exact(name):
 
     def adapted():
         torch.manual_seed(1)
-        model = get_peft_model(build_tiny(name), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0))
-        return model
+        return get_peft_model(build_tiny(name), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0))
 
     reference = adapted()
     true_loss, true_logits = run_one_by_one(reference, make_documents(), num_items=make_batch().context.num_items)
@@ -236,7 +235,8 @@ def test_without_context_equals_eager_attention(name, side, use_cache):
     step = torch.full((3, 1), 11)
     mask = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
     expected, given = (
-        model(input_ids=step, attention_mask=mask, past_key_values=output.past_key_values).logits for model, output in ((eager, expected), (ours, given))
+        model(input_ids=step, attention_mask=mask, past_key_values=output.past_key_values).logits
+        for model, output in ((eager, expected), (ours, given))
     )
     torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
 
@@ -257,9 +257,7 @@ def test_generates_with_a_static_cache(name):
     model = build_tiny(name).eval()
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
     install(model)
-    given = model.generate(
-        **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, cache_implementation="static", disable_compile=True
-    )
+    given = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, cache_implementation="static", disable_compile=True)
     assert given.tolist() == expected.tolist()
 
 
@@ -328,7 +326,9 @@ def call(*, length=None, **overrides):
     context = make_batch().context
     length = context.num_tokens if length is None else length
     query = torch.randn(1, 4, length, 8)
-    return attend(overrides.pop("module", nn.Module()), query, query, query, overrides.pop("attention_mask", None), **{"context": context, **overrides})
+    return attend(
+        overrides.pop("module", nn.Module()), query, query, query, overrides.pop("attention_mask", None), **{"context": context, **overrides}
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,15 +361,28 @@ def test_two_rows_are_refused():
     install(model)
     batch = make_batch()
     with pytest.raises(ShapeError, match="one row"):
-        model(input_ids=batch["input_ids"].expand(2, -1), position_ids=batch["position_ids"], attention_mask=batch["attention_mask"].expand(2, -1),
-              context=batch.context)  # fmt: skip
+        model(
+            input_ids=batch["input_ids"].expand(2, -1),
+            position_ids=batch["position_ids"],
+            attention_mask=batch["attention_mask"].expand(2, -1),
+            context=batch.context,
+        )
 
 
 def test_a_family_whose_layers_do_not_pass_their_window_on_is_refused():
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
-    config = PhimoeConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-                          num_local_experts=2, sliding_window=WINDOW, max_position_embeddings=64)  # fmt: skip
+    config = PhimoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        sliding_window=WINDOW,
+        max_position_embeddings=64,
+    )
     model = PhimoeForCausalLM(config)
     install(model)
     with pytest.raises(BackendError, match=f"window or chunk of {WINDOW}"):
@@ -393,8 +406,17 @@ def test_install_sets_the_implementation_and_undo_restores_it():
 def test_install_says_so_when_a_family_is_not_tested():
     from transformers import Olmo3Config, Olmo3ForCausalLM
 
-    model = Olmo3ForCausalLM(Olmo3Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-                                         num_key_value_heads=2, sliding_window=WINDOW))  # fmt: skip
+    model = Olmo3ForCausalLM(
+        Olmo3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=WINDOW,
+        )
+    )
     truth = copy.deepcopy(model)
     truth.set_attn_implementation("eager")
     status = install_attention(model, SwapLedger())

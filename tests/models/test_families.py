@@ -1,12 +1,12 @@
 import pytest
 import torch
-from tests.models.tiny_models import TINY, VOCABULARY, build_tiny
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.models.families import FAMILIES, check_documents, check_servable, decoder_layers, find_causal_models, num_decoder_layers
+from tests.models.tiny_models import TINY, VOCABULARY, build_tiny
 
 
 def build_unallocated(model_type, **overrides):
@@ -124,12 +124,11 @@ def test_encoders_are_left_out():
 
 
 def longrope_model(rope_type="longrope"):
-    scaling = {"rope_type": rope_type, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
-    if rope_type == "longrope":
-        scaling |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    else:
-        scaling |= {"factor": 2.0}
-    return build_tiny("phi3", rope_parameters=scaling, original_max_position_embeddings=16)
+    scaling = {"rope_type": rope_type, "rope_theta": 10000.0}
+    if rope_type == "dynamic":  # its limit is max_position_embeddings
+        return build_tiny("llama", rope_parameters=scaling | {"factor": 2.0}, max_position_embeddings=16)
+    scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
+    return build_tiny("phi3", head_dim=8, rope_parameters=scaling, original_max_position_embeddings=16)
 
 
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])

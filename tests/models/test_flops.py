@@ -15,9 +15,15 @@ NUM_TOKENS = 64
 def tiny_llama():
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-            attn_implementation="eager", tie_word_embeddings=False,
-        )  # fmt: skip
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation="eager",
+            tie_word_embeddings=False,
+        )
     )
 
 

@@ -7,21 +7,14 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from tests.models.tiny_models import TINY, build_tiny
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_fastft.errors import DataError, MissingDependencyError, OptionError
-from lightning_fastft.models.loading import (
-    ModelSource,
-    add_adapters,
-    build_model,
-    check_finite,
-    describe_lora,
-    parse_lora,
-    resolve_dtype,
-    to_plain,
-)
+from lightning_fastft.models.dtypes import resolve_dtype
+from lightning_fastft.models.loading import ModelSource, build_model, check_finite
+from lightning_fastft.models.lora import add_adapters, describe_lora, parse_lora, to_plain
+from tests.models.tiny_models import TINY, build_tiny
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -102,7 +95,9 @@ def test_random_nf4_equals_quantising_the_same_random_weights(tmp_path):
     plain.save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map={"": "cpu"}, dtype=torch.bfloat16)
-    assert {key: type(value).__name__ for key, value in quantised.named_parameters()} == {key: type(value).__name__ for key, value in stock.named_parameters()}
+    assert {key: type(value).__name__ for key, value in quantised.named_parameters()} == {
+        key: type(value).__name__ for key, value in stock.named_parameters()
+    }
     for key, expected in stock.state_dict().items():
         assert torch.equal(quantised.state_dict()[key], expected), key
     assert quantised.is_loaded_in_4bit

@@ -1,6 +1,7 @@
 """install_packed_training: every transformers model inside a module, wherever it stands, and all of it undone."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_packed_loss_equals_the_plain_model_on_each_document():
     offsets = batch.context.start_host_S1.tolist()
     expected = sum(
         plain(input_ids=batch["input_ids"][:, a:b], labels=batch["labels"][:, a:b], num_items_in_batch=batch.context.num_items).loss
-        for a, b in zip(offsets, offsets[1:])
+        for a, b in pairwise(offsets)
     )
     assert torch.allclose(model(**batch).loss, expected, rtol=1e-6)
 

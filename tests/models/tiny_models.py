@@ -6,44 +6,73 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCABULARY = 97
 WINDOW = 5
 
-_SHARED = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
-)  # fmt: skip
-_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-_MIXED_WINDOWS = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+_SHARED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MIXED_WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 # name -> (model_type, what differs)
 TINY = {
     "llama": ("llama", {}),
-    "mistral": ("mistral", dict(sliding_window=None)),
-    "mistral_windowed": ("mistral", dict(sliding_window=WINDOW)),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_windowed": ("mistral", {"sliding_window": WINDOW}),
     "qwen2": ("qwen2", dict(use_sliding_window=True, **_MIXED_WINDOWS)),
     "qwen3": ("qwen3", {}),
-    "phi3": ("phi3", dict(sliding_window=WINDOW)),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
     "gemma2": ("gemma2", dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=16, **_MIXED_WINDOWS)),
     "gemma3_text": ("gemma3_text", dict(query_pre_attn_scalar=16, **_MIXED_WINDOWS)),
     "gpt_oss": (
         "gpt_oss",
-        dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=10000.0), **_MIXED_WINDOWS),
+        dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **_MIXED_WINDOWS),
     ),
     "qwen3_moe": ("qwen3_moe", dict(decoder_sparse_step=1, mlp_only_layers=[], **_EXPERTS)),
-    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
-    "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=1)),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "deepseek_v3": (
         "deepseek_v3",
-        dict(
-            num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, head_dim=8,
-            n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=24,
-        ),
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 24,
+        },
     ),
     "glm4_moe": (
         "glm4_moe",
-        dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=24),
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 24,
+        },
     ),
-    "granite": ("granite", dict(attention_multiplier=0.2, logits_scaling=2.0, residual_multiplier=0.5, embedding_multiplier=3.0)),
-    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0], use_sliding_window=False)),
-}  # fmt: skip
+    "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
+}
 MOE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in TINY if name not in MOE)
 

@@ -71,7 +71,12 @@ BAD_ROWS = (
     BadRow("fewer than 2 tokens", "ids", _ids([5], [5]), "quarantine", rows.ONE_TOKEN),
     BadRow("all labels masked", "ids", _ids([5, 6, 7], [5, -100, -100]), "quarantine", rows.ALL_MASKED),
     BadRow(
-        "all labels masked after truncation", "ids", _ids(LONG, [-100] * MAX_TOKENS + [10]), "quarantine", rows.ALL_MASKED_TRUNCATED, too_long="truncate"
+        "all labels masked after truncation",
+        "ids",
+        _ids(LONG, [-100] * MAX_TOKENS + [10]),
+        "quarantine",
+        rows.ALL_MASKED_TRUNCATED,
+        too_long="truncate",
     ),
     BadRow("longer than the pack", "ids", _ids(LONG, LONG), "stop", "max_tokens=128"),
     BadRow("token id below 0", "ids", _ids([5, -1, 7], [-100, -100, 7]), "stop", "token id -1"),

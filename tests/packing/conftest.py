@@ -5,7 +5,7 @@ import pytest
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message.content }}<|im_end|>{% endif %}\n"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 UNMARKED = (
@@ -22,9 +22,7 @@ def build_tokenizer(*, chat_template=None, eos_token="<|endoftext|>", bos_token=
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(["what is two plus two", "two plus two is four", "the answer is four", "user assistant system"], trainer)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     if bos_token is not None:

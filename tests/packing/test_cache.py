@@ -171,7 +171,7 @@ def test_fingerprint_follows_rows_options_and_tokenizer(tmp_path):
 
     tokenizer = build_tokenizer(chat_template=MARKED)
     first = fingerprint(tokenizer)
-    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=4)
+    tokenizer("a b c", truncation=True, max_length=2)
     assert fingerprint(tokenizer) == first
     others = [fingerprint(build_tokenizer(chat_template=MARKED + " ")), fingerprint(tokenizer, loss_on="all"), fingerprint(tokenizer, max_tokens=99)]
     text = path.read_text()
@@ -271,7 +271,7 @@ def test_embedding_smaller_than_the_ids_stops_also_from_the_cache(tmp_path, plai
     with pytest.raises(DataError, match=rf"line 1: token id \d+ is impossible: ids are 0 to 99.*The tokenizer has {len(plain_tokenizer)} tokens"):
         tokenize_sources(path, **run, vocab_size=100)
     tokenize_sources(path, **run)
-    with pytest.raises(DataError, match=r"line 1: token id \d+ is impossible"):
+    with pytest.raises(DataError, match=r"line \d: token id \d+ is impossible"):
         tokenize_sources(path, **run, vocab_size=100)
     assert len(tokenize_sources(path, **run, vocab_size=len(plain_tokenizer))) == 2
 
@@ -291,7 +291,9 @@ LONG = {"input_ids": list(range(150)), "labels": [-100] * 70 + list(range(70, 80
 
 def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
     values = [*ids_rows(3), LONG, {"input_ids": list(range(65))}]
-    with pytest.raises(DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, line 4\).*truncate.*split"):
+    with pytest.raises(
+        DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, line 4\).*truncate.*split"
+    ):
         tokenize_ids(values)
 
 
@@ -342,6 +344,14 @@ def test_options_out_of_range_are_refused(option):
         tokenize_ids(ids_rows(3), **option)
 
 
+def test_own_files_within_a_folder_of_data_are_no_data(tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [*ids_rows(200), {}])
+    for _ in range(2):
+        dataset = tokenize_ids(tmp_path, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl")
+        assert list(dataset.report.rows_per_source) == [str(tmp_path / "rows.jsonl")]
+    assert (tmp_path / "rejected.jsonl").exists()
+
+
 def test_report_says_what_happened_as_text(tmp_path):
     write_lines(tmp_path / "a.jsonl", ids_rows(120))
     write_lines(tmp_path / "b.jsonl", [*ids_rows(9, base=7), {"input_ids": [3]}])
@@ -355,7 +365,13 @@ def test_report_says_what_happened_as_text(tmp_path):
 
 
 def test_packing_imports_no_heavy_library():
-    code = "import lightning_fastft.packing.cache, sys; print({'transformers', 'datasets', 'pyarrow', 'rich', 'pandas'} & set(sys.modules))"
+    # The package's own __init__ imports Lightning, which is another matter: it is left out here.
+    package = Path(cache.__file__).parents[1]
+    code = (
+        f"import sys, types; package = types.ModuleType('lightning_fastft'); package.__path__ = [{str(package)!r}]; "
+        "sys.modules['lightning_fastft'] = package; import lightning_fastft.packing.cache; "
+        "print({'transformers', 'datasets', 'pyarrow', 'rich', 'pandas', 'lightning'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
 
 

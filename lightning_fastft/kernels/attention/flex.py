@@ -72,5 +72,8 @@ def _flex_attention() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Uncompiled FlexAttention would materialise every score."""
-    return torch.compile(_flex_attention(), dynamic=True)
+    """Uncompiled FlexAttention would materialise every score: a compilation that fails is an error, never a silent eager run.
+
+    Sizes become dynamic at the second pack; dynamic=True from the start would make the soft cap a run-time number inside the kernel as well.
+    """
+    return torch.compile(_flex_attention(), fullgraph=True)

@@ -5,6 +5,7 @@ Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows (padded
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -47,8 +48,8 @@ def labelled_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of the first num_rows rows, divided by num_items.
 
-    The GEMMs run in the dtype of hidden_TD (under autocast in its dtype), softmax and sums in fp32. Gradients stay unnormalised until the backward,
-    so that nothing underflows in fp16. A weight that requires a gradient gets it, summed over the chunks in fp32.
+    The GEMMs run in the dtype of hidden_TD (under autocast in its dtype), softmax and sums in fp32. The power of two in num_items divides gradients
+    only in the backward, so that nothing underflows in fp16. A weight that requires a gradient gets it, summed over the chunks in fp32.
 
     Args:
         hidden_TD: Last hidden states. Shape (T, D); bf16, fp16, fp32 or float64.
@@ -119,7 +120,7 @@ def token_statistics(
 
 
 class _LabelledCrossEntropy(torch.autograd.Function):
-    """Saves the unnormalised gradient of the trained rows, and of weight and bias where they are trained; neither logits nor states."""
+    """Saves the gradient of the trained rows, and of weight and bias where they are trained, before its power of two; neither logits nor states."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows) -> torch.Tensor:  # noqa: ANN401
@@ -131,9 +132,10 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         d_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=device) if needs_weight else None
         d_bias_V = torch.zeros(weight_VD.shape[0], dtype=wide, device=device) if needs_bias else None
         nll_R = torch.zeros(num_padded, dtype=wide, device=device)
+        gradient_factor, ctx.divisor = _split_divisor(rows.num_items)
 
         for chunk in _chunks(hidden_TD, weight_VD, bias_V, rows):
-            losses = _row_losses(chunk, rows, write_gradient=True, count_correct=False)
+            losses = _row_losses(chunk, rows, gradient_factor=gradient_factor, count_correct=False)
             nll_R[chunk.begin : chunk.end] = losses.nll_R
             with torch.autocast(device.type, enabled=False):
                 if d_row_RD is not None:
@@ -144,7 +146,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
                     d_bias_V += chunk.logits_RV.sum(dim=0, dtype=wide)
 
         ctx.save_for_backward(rows.row_R, d_row_RD, d_weight_VD, d_bias_V)
-        ctx.rows = rows
+        ctx.num_rows = rows.num_rows
         ctx.hidden_shape, ctx.hidden_dtype = hidden_TD.shape, hidden_TD.dtype
         ctx.weight_dtype = weight_VD.dtype
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
@@ -154,8 +156,8 @@ class _LabelledCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         row_R, d_row_RD, d_weight_VD, d_bias_V = ctx.saved_tensors
-        num_rows = ctx.rows.num_rows
-        factor = d_loss / ctx.rows.num_items
+        num_rows = ctx.num_rows
+        factor = d_loss / ctx.divisor
         d_hidden_TD = None
         if d_row_RD is not None:
             d_trained_RD = _multiply(d_row_RD[:num_rows], factor, dtype=ctx.hidden_dtype)
@@ -212,21 +214,35 @@ def _sum_statistics(
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
     with torch.no_grad():
         for chunk in _chunks(hidden_TD, weight_VD, bias_V, rows):
-            losses = _row_losses(chunk, rows, write_gradient=False, count_correct=count_correct)
+            losses = _row_losses(chunk, rows, gradient_factor=None, count_correct=count_correct)
             nll_sum = nll_sum + losses.nll_R.sum()
             if losses.correct_R is not None:
                 num_correct = num_correct + losses.correct_R.sum()
     return nll_sum, num_correct
 
 
-def _row_losses(chunk: _Chunk, rows: _Rows, *, write_gradient: bool, count_correct: bool) -> RowLosses:
+def _row_losses(chunk: _Chunk, rows: _Rows, *, gradient_factor: float | None, count_correct: bool) -> RowLosses:
     """Run the Triton kernel on CUDA and its plain twin elsewhere."""
     launch = reference.row_losses
     if chunk.logits_RV.is_cuda and chunk.logits_RV.dtype is not torch.float64:
         from lightning_fastft.kernels.cross_entropy import triton
 
         launch = triton.row_losses
-    return launch(chunk.logits_RV, chunk.target_R, scale=rows.scale, softcap=rows.softcap, write_gradient=write_gradient, count_correct=count_correct)
+    return launch(
+        chunk.logits_RV, chunk.target_R, scale=rows.scale, softcap=rows.softcap, gradient_factor=gradient_factor, count_correct=count_correct
+    )
+
+
+def _split_divisor(num_items: float | torch.Tensor) -> tuple[float, float | torch.Tensor]:
+    """Split 1 / num_items into a factor between 1 and 2 and a divisor that is a power of two.
+
+    The factor is applied before gradients are rounded to a narrow dtype, the divisor after: dividing by a power of two rounds nothing, and fp16 keeps
+    small gradients until the loss scale has come in.
+    """
+    if isinstance(num_items, torch.Tensor):
+        return 1.0, num_items
+    mantissa, exponent = math.frexp(num_items)
+    return 1.0 / mantissa, 2.0**exponent
 
 
 def _add_product(sum_VD: torch.Tensor, left_VR: torch.Tensor, right_RD: torch.Tensor) -> None:

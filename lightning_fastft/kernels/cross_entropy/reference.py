@@ -50,9 +50,9 @@ def labelled_cross_entropy_reference(
 
 
 def row_losses(
-    logits_RV: torch.Tensor, target_R: torch.Tensor, *, scale: float, softcap: float | None, write_gradient: bool, count_correct: bool
+    logits_RV: torch.Tensor, target_R: torch.Tensor, *, scale: float, softcap: float | None, gradient_factor: float | None, count_correct: bool
 ) -> RowLosses:
-    """Return each row's loss and, if asked, overwrite the raw logits with the gradient of the summed loss with respect to them.
+    """Return each row's loss and, if asked, overwrite the raw logits with the gradient of the summed loss with respect to them, times a factor.
 
     A target of -100 gives a loss of 0 and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
     """
@@ -67,10 +67,10 @@ def row_losses(
     nll_R = torch.where(is_trained_R, -log_share_RV.gather(1, column_R1)[:, 0], 0.0)
     # Of equal values argmax takes the first.
     correct_R = (value_RV.argmax(dim=1) == target_R) if count_correct else None
-    if write_gradient:
+    if gradient_factor is not None:
         gradient_RV = log_share_RV.exp_()
         gradient_RV.scatter_add_(1, column_R1, gradient_RV.new_full((1, 1), -1.0).expand(column_R1.shape))
-        gradient_RV.mul_(torch.where(is_trained_R, scale, 0.0).to(gradient_RV.dtype)[:, None])
+        gradient_RV.mul_(torch.where(is_trained_R, scale * gradient_factor, 0.0).to(gradient_RV.dtype)[:, None])
         if slope_RV is not None:
             gradient_RV.mul_(slope_RV)
         logits_RV.copy_(gradient_RV)

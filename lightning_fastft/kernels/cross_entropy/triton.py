@@ -23,18 +23,22 @@ NUM_WARPS = 8
 
 @triton.jit
 def _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return the logits after scale and soft cap, and the slope of the cap."""
+    """Return the logits after scale and soft cap."""
     value = raw * scale
-    slope = value * 0.0 + 1.0
     if HAS_SOFTCAP:
         # tanh through exp(-2|x|), which cannot overflow.
         ratio = value / softcap
         decay = tl.exp(-2.0 * tl.abs(ratio))
         tanh = (1.0 - decay) / (1.0 + decay)
-        tanh = tl.where(ratio < 0.0, -tanh, tanh)
-        value = softcap * tanh
-        slope = 1.0 - tanh * tanh
-    return value, slope
+        value = softcap * tl.where(ratio < 0.0, -tanh, tanh)
+    return value
+
+
+@triton.jit
+def _slope_of_cap(raw, scale, softcap):
+    """Return 1 - tanh^2 without the cancellation."""
+    decay = tl.exp(-2.0 * tl.abs(raw * scale / softcap))
+    return 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
 
 
 @triton.jit
@@ -47,6 +51,7 @@ def _row_loss_kernel(
     num_columns,
     scale,
     softcap,
+    gradient_factor,
     IGNORED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
@@ -61,7 +66,7 @@ def _row_loss_kernel(
     is_known = (target >= 0) & (target < num_columns)
     # An impossible target gives an infinite loss instead of a stray read.
     target_raw = tl.load(row_ptr + tl.where(is_known, target, 0)).to(tl.float32)
-    target_value, _ = _scale_and_cap(target_raw, scale, softcap, HAS_SOFTCAP)
+    target_value = _scale_and_cap(target_raw, scale, softcap, HAS_SOFTCAP)
     target_value = tl.where(is_known, target_value, -float("inf"))
 
     highest = -float("inf")
@@ -71,7 +76,7 @@ def _row_loss_kernel(
         cols = start + tl.arange(0, BLOCK)
         inside = cols < num_columns
         raw = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        value, _ = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
+        value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
         value = tl.where(inside, value, -float("inf"))
         tile_highest = tl.max(value, axis=0)
         if COUNT_CORRECT:
@@ -92,16 +97,18 @@ def _row_loss_kernel(
             cols = start + tl.arange(0, BLOCK)
             inside = cols < num_columns
             raw = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-            value, slope = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
-            gradient = (tl.exp(value - highest) / total - tl.where(cols == target, 1.0, 0.0)) * slope * scale
+            value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
+            gradient = (tl.exp(value - highest) / total - tl.where(cols == target, 1.0, 0.0)) * (scale * gradient_factor)
+            if HAS_SOFTCAP:
+                gradient *= _slope_of_cap(raw, scale, softcap)
             gradient = tl.where(is_trained, gradient, 0.0)
             tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 def row_losses(
-    logits_RV: torch.Tensor, target_R: torch.Tensor, *, scale: float, softcap: float | None, write_gradient: bool, count_correct: bool
+    logits_RV: torch.Tensor, target_R: torch.Tensor, *, scale: float, softcap: float | None, gradient_factor: float | None, count_correct: bool
 ) -> RowLosses:
-    """Return each row's loss and, if asked, overwrite the raw logits with their gradient; same contract as the reference."""
+    """Return each row's loss and, if asked, overwrite the raw logits with their gradient times a factor; same contract as the reference."""
     num_rows, num_columns = logits_RV.shape
     nll_R = torch.empty(num_rows, dtype=torch.float32, device=logits_RV.device)
     correct_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device) if count_correct else None
@@ -116,9 +123,10 @@ def row_losses(
         num_columns,
         float(scale),
         1.0 if softcap is None else float(softcap),
+        1.0 if gradient_factor is None else float(gradient_factor),
         IGNORED=IGNORED_TARGET,
         HAS_SOFTCAP=softcap is not None,
-        WRITE_GRADIENT=write_gradient,
+        WRITE_GRADIENT=gradient_factor is not None,
         COUNT_CORRECT=count_correct,
         BLOCK=min(triton.next_power_of_2(num_columns), MAX_BLOCK),
         num_warps=NUM_WARPS,

@@ -1,0 +1,228 @@
+"""OptimizerJudge: what the first steps of one optimizer did to its tensors, gathered on the device and judged on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_fastft.callbacks.late_copy import LateCopies
+from lightning_fastft.errors import NotTrainingError
+
+# A run that ends early is judged from here on: LoRA's A gets its first gradient in the second step, because B starts at zero.
+FEWEST_STEPS_TO_JUDGE = 3
+NUM_NAMES_SHOWN = 5
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class OptimizerJudge:
+    """Look at the tensors of one optimizer right after each of its first steps.
+
+    Args:
+        optimizer: The optimizer to watch.
+        named: The trainable tensors of the module with their names; those of other optimizers are left out.
+        num_steps: Steps to judge.
+        is_allowed: Whether a tensor of that name may stay without a gradient.
+        is_automatic: Lightning runs the backward, so a step without one was skipped.
+
+    Cost:
+        In judged steps two reads of the tensors on the device; no host synchronisation.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        num_steps: int,
+        is_allowed: Callable[[str], bool],
+        is_automatic: bool,
+    ) -> None:
+        name_of = {id(parameter): name for name, parameter in named}
+        # Tied tensors appear once in the module and once in the optimizer.
+        watched = [
+            (name_of[id(parameter)], parameter, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in name_of
+        ]
+        self.names = [name for name, _, _ in watched]
+        self._parameters = [parameter for _, parameter, _ in watched]
+        self._groups = [number for _, _, number in watched]
+        self._num_steps_to_judge = num_steps
+        self._is_allowed = is_allowed
+        self._is_automatic = is_automatic
+        # Of the accumulation window so far. With manual optimization Lightning sees no backward that is called on the loss itself.
+        self.has_labels = self.has_backward = False
+        self.is_done = not watched
+        self._has_gradient = [False] * len(watched)
+        self._has_rate = [False] * len(watched)
+        self._num_steps = self._num_judged = self._num_without_rate = self._num_without_labels = self._num_skipped = 0
+        self._has_warned = False
+        self._copies = LateCopies()
+        self._last = torch.zeros(3, len(watched), dtype=torch.bool)
+        if watched:
+            self._device = self._parameters[0].device
+            self._checksum_P = _checksums(self._parameters, self._device)
+            self._seen_3P = torch.zeros(3, len(watched), dtype=torch.bool, device=self._device)
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def close(self) -> None:
+        """Stop watching the optimizer and drop what is on the device."""
+        self._handle.remove()
+        self._copies.clear()
+
+    def judge(self) -> None:
+        """Judge what has arrived on the host from earlier steps.
+
+        Raises:
+            NotTrainingError: A gradient was not finite, or the last step to judge leaves a tensor without a gradient or where it was.
+        """
+        self._read(self._copies.poll())
+
+    def finish(self) -> None:
+        """Judge a run that ended before the steps were over, if it had enough of them; waits for the device.
+
+        Raises:
+            NotTrainingError: A tensor was left without a gradient or where it was, or no step could train at all.
+        """
+        self._read(self._copies.wait())
+        if self.is_done:
+            return
+        if self._num_judged >= FEWEST_STEPS_TO_JUDGE:
+            self._raise_if_still(self._num_judged)
+        elif self._num_judged == 0 and self._num_steps >= FEWEST_STEPS_TO_JUDGE:
+            raise NotTrainingError(f"Nothing was trained in {self._num_steps} optimizer steps: {self._why_nothing_counts()}.")
+        else:
+            rank_zero_warn(
+                f"GradientHealth judged nothing: the run had {self._num_judged} steps that could train, {FEWEST_STEPS_TO_JUDGE} are needed."
+            )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - torch's hook arguments
+        """Take in one step that the optimizer really made; host work and launches only."""
+        has_labels, has_backward = self.has_labels, self.has_backward or not self._is_automatic
+        self.has_labels = self.has_backward = False
+        if self.is_done:
+            return
+        self._num_steps += 1
+        has_rate = [_is_above_zero(group["lr"]) for group in optimizer.param_groups]
+        self._num_without_rate += not any(has_rate)
+        self._num_without_labels += not has_labels
+        self._num_skipped += not has_backward
+        if not (any(has_rate) and has_labels and has_backward):
+            self._warn_if_nothing_counts()
+        elif self._num_judged < self._num_steps_to_judge:
+            self._num_judged += 1
+            # A fused optimizer under a gradient scaler decides on the device whether it skips.
+            self._gather(has_rate, found_inf=getattr(optimizer, "found_inf", None))
+
+    def _gather(self, has_rate: Sequence[bool], *, found_inf: torch.Tensor | None) -> None:
+        gradients = [parameter.grad for parameter in self._parameters]
+        for index, gradient in enumerate(gradients):
+            self._has_gradient[index] |= gradient is not None
+            self._has_rate[index] |= has_rate[self._groups[index]]
+        largest_P = _largest_values(gradients, self._device)
+        is_finite_P = torch.isfinite(largest_P)
+        has_moved_P = _checksums(self._parameters, self._device) != self._checksum_P
+        seen_3P = torch.stack([is_finite_P & (largest_P > 0), ~is_finite_P, has_moved_P])
+        if found_inf is not None:
+            seen_3P = seen_3P & (found_inf.reshape(()) == 0)
+        self._seen_3P = self._seen_3P | seen_3P
+        self._copies.push((self._num_judged, self._num_steps), self._seen_3P)
+
+    def _read(self, arrived: Sequence[tuple[Any, torch.Tensor]]) -> None:
+        for (num_judged, num_steps), seen_3P in arrived:
+            self._last = seen_3P
+            broken = [name for name, is_broken in zip(self.names, seen_3P[1].tolist()) if is_broken]
+            if broken:
+                raise NotTrainingError(
+                    f"Gradients are not finite (NaN or infinity) in optimizer step {num_steps} of this run for {len(broken)} of "
+                    f"{len(self.names)} tensors: {list_names(broken)}. Their weights are spoilt: go back to the last checkpoint. Look at the "
+                    "learning rate, at gradient clipping, at the data of that step, and at fp16 without a gradient scaler."
+                )
+            if num_judged >= self._num_steps_to_judge and not self.is_done:
+                self.is_done = True
+                self._raise_if_still(num_judged)
+
+    def _raise_if_still(self, num_judged: int) -> None:
+        has_value, _, has_moved = self._last.tolist()
+        idle = [name for name, has_rate in zip(self.names, self._has_rate) if not has_rate]
+        if idle:
+            rank_zero_warn(f"GradientHealth: {len(idle)} tensors have a learning rate of 0 and were not judged: {list_names(idle)}.")
+        judged = [index for index, name in enumerate(self.names) if self._has_rate[index] and not self._is_allowed(name)]
+        missing = [index for index in judged if not self._has_gradient[index]]
+        zero = [index for index in judged if self._has_gradient[index] and not has_value[index]]
+        still = [index for index in judged if has_value[index] and not has_moved[index]]
+        causes = (
+            (missing, "never had a gradient", "they are not part of the loss, or it was detached before them"),
+            (zero, "only had gradients of exactly zero", "what they feed is cut off, masked, or multiplied by zero"),
+            (still, "had gradients and did not move", "the learning rate is too small for their dtype, or they are put back"),
+        )
+        parts = [f"{len(found)} {what} ({list_names([self.names[index] for index in found])}): {why}" for found, what, why in causes if found]
+        if parts:
+            raise NotTrainingError(
+                f"{len(missing) + len(zero) + len(still)} of {len(self.names)} trainable tensors did not train in {num_judged} steps: "
+                f"{'; '.join(parts)}. Freeze what is not meant to train (requires_grad=False); tensors that may stay untouched for that long, such "
+                'as experts that got no token, are named in GradientHealth(allow_zero=["*.experts.*"]).'
+            )
+
+    def _warn_if_nothing_counts(self) -> None:
+        if self._num_steps >= self._num_steps_to_judge and self._num_judged == 0 and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(f"GradientHealth: nothing was trained in {self._num_steps} optimizer steps so far: {self._why_nothing_counts()}.")
+
+    def _why_nothing_counts(self) -> str:
+        return (
+            f"the learning rate was 0 in {self._num_without_rate} of them, {self._num_without_labels} had no labelled token, and "
+            f"{self._num_skipped} were skipped because the training step returned nothing"
+        )
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names and how many more there are.
+
+    Example:
+        >>> list_names(["a", "b"])
+        'a, b'
+    """
+    shown = ", ".join(names[:NUM_NAMES_SHOWN])
+    return shown if len(names) <= NUM_NAMES_SHOWN else f"{shown}, and {len(names) - NUM_NAMES_SHOWN} more"
+
+
+def _checksums(parameters: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return one integer per tensor that changes when its bits change; a change that cancels out once does not do so again and again."""
+    sums = [_bits(parameter.detach()).to(device, non_blocking=True) for parameter in parameters]
+    return torch.stack(sums)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits read as integers, modulo their range; summed in the type they are read in, which needs no copy of the tensor."""
+    is_whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() % 4 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0
+    if is_whole:
+        return tensor.view(-1).view(torch.int32).sum(dtype=torch.int32).long()
+    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _largest_values(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return the largest absolute value per gradient, 0 where there is none; not squared, so that nothing tiny becomes 0."""
+    present = [_values(gradient) for gradient in gradients if gradient is not None]
+    is_double = any(gradient.dtype is torch.float64 for gradient in present)
+    dtype = torch.float64 if is_double else torch.float32
+    found = iter(torch._foreach_norm(present, ord=float("inf")) if present else ())
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return torch.stack([zero if gradient is None else next(found).to(device=device, dtype=dtype, non_blocking=True) for gradient in gradients])
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The stored values of a gradient, dense or sparse."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _is_above_zero(rate: float | torch.Tensor) -> bool:
+    """Whether a learning rate is above 0; one that lies on the device is taken as such, because reading it would wait."""
+    if isinstance(rate, torch.Tensor):
+        return rate.device.type != "cpu" or float(rate) > 0
+    return rate > 0

@@ -1,0 +1,40 @@
+"""``fastft data``: show what the data module would do, without a model and without training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fastft.cli import FastFTCLI, take_option
+from lightning_fastft.datamodule import PackedDataModule
+from lightning_fastft.errors import MissingDependencyError, OptionError
+from lightning_fastft.packing.describe import describe_data, save_length_histogram
+
+DEFAULT_FOLDER = "runs/data"
+
+
+def run_data(words: Sequence[str]) -> int:
+    """Print rows per format, rejects, lengths, packs and an example; write the length histogram as a picture; return 0.
+
+    Args:
+        words: Arguments of ``fastft fit``, and ``--out FOLDER`` for the picture (``runs/data`` in the current folder).
+    """
+    out, words = take_option(words, "--out", default=DEFAULT_FOLDER)
+    cli = FastFTCLI(words, run=False)
+    data, trainer = cli.datamodule, cli.trainer
+    if not isinstance(data, PackedDataModule):
+        raise OptionError(f"fastft data describes a PackedDataModule, the config has {type(data).__name__}.")
+    # The data module asks the trainer's module for its tokenizer; the model itself is never built.
+    trainer.strategy.connect(cli.model)
+    data.trainer = trainer
+    data.setup("fit")
+    report = describe_data(data, world_size=trainer.world_size, accumulate=trainer.accumulate_grad_batches, is_terminal=sys.stdout.isatty())
+    sys.stdout.write(report + "\n")
+    train = data.subset("train")
+    assert train is not None
+    try:
+        sys.stdout.write(f"\nlengths as a picture: {save_length_histogram(train.length_N, Path(out) / 'lengths.png')}\n")
+    except MissingDependencyError as error:
+        sys.stdout.write(f"\nno picture: {error}\n")
+    return 0

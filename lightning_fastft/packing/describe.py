@@ -1,0 +1,180 @@
+"""What a data module would train, as text and as a picture: rows, rejects, lengths, packs, and an example with its trained tokens marked."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_fastft.checks import check_int
+from lightning_fastft.errors import DataError, MissingDependencyError
+from lightning_fastft.packing.context import IGNORED_LABEL, Document
+from lightning_fastft.packing.planner import Packs, split_to_multiple
+from lightning_fastft.packing.report import IngestReport
+
+MARKS = ("⟦", "⟧")
+UNDERLINE = ("\x1b[4m", "\x1b[24m")
+NUM_BINS = 12
+BAR_WIDTH = 40
+MAX_SHOWN_TOKENS = 512
+
+
+class DescribableDocuments(Protocol):
+    """Documents of one split, numbered from 0."""
+
+    length_N: np.ndarray
+    num_labelled_N: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Document: ...
+
+
+class DescribableData(Protocol):
+    """What is described: a PackedDataModule after its set-up."""
+
+    @property
+    def tokenizer(self) -> Any:  # noqa: ANN401 - any tokenizer of transformers
+        """What turns ids into text; None shows ids."""
+
+    def subset(self, split: str) -> DescribableDocuments | None:
+        """Documents of "train", "val" or "test"."""
+
+    def packs(self, split: str) -> Packs | None:
+        """Packs of "train", "val" or "test"."""
+
+    def report(self, split: str) -> IngestReport | None:
+        """What became of the rows of "train", "val" or "test"."""
+
+
+def describe_data(datamodule: DescribableData, *, world_size: int = 1, accumulate: int = 1, is_terminal: bool = False) -> str:
+    """Return what training would see: rows per format, rejects, lengths, packs and fill for each split, and one example.
+
+    Args:
+        datamodule: A PackedDataModule after ``setup("fit")`` (and "test", if that is wanted too).
+        world_size: Ranks that the packs are made whole for.
+        accumulate: Micro-batches per optimizer step that the packs are made whole for.
+        is_terminal: True underlines trained tokens with escape codes; False puts them between ⟦ and ⟧.
+
+    Raises:
+        DataError: The data module is not set up.
+    """
+    check_int("world_size", world_size, low=1)
+    check_int("accumulate", accumulate, low=1)
+    sections = []
+    for split in ("train", "val", "test"):
+        subset, packs = datamodule.subset(split), datamodule.packs(split)
+        if subset is not None and packs is not None:
+            # Only training steps in windows; evaluation needs equal ranks alone.
+            multiple = world_size * accumulate if split == "train" else world_size
+            sections.append(_describe_split(split, subset, packs, report=datamodule.report(split), multiple=multiple))
+    if not sections:
+        raise DataError('The data module has no data yet; call setup("fit") first.')
+    shown = datamodule.subset("train") or datamodule.subset("val") or datamodule.subset("test")
+    assert shown is not None
+    example = render_example(shown[0], datamodule.tokenizer, marks=UNDERLINE if is_terminal else MARKS)
+    num_trained = int(shown.num_labelled_N[0])
+    how = "underlined" if is_terminal else f"between {MARKS[0]} and {MARKS[1]}"
+    sections.append(f"first example: {int(shown.length_N[0])} tokens, {num_trained} trained ({how})\n{example}")
+    return "\n\n".join(sections)
+
+
+def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:  # noqa: ANN401 - any tokenizer
+    """Return the text of an example with its trained tokens between marks; ids where there is no tokenizer.
+
+    Args:
+        document: Ids and unshifted labels; the first token is never trained.
+        tokenizer: What turns ids into text; None shows the ids.
+        marks: What stands before and behind trained tokens.
+
+    Example:
+        >>> render_example(Document(np.array([5, 6, 7]), np.array([-100, 6, 7])), None)
+        '5 ⟦6 7⟧'
+    """
+    ids = document.input_ids[:MAX_SHOWN_TOKENS].tolist()
+    is_trained = (document.labels[:MAX_SHOWN_TOKENS] != IGNORED_LABEL).tolist()
+    is_trained[:1] = [False]
+    pieces = []
+    for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
+        part = [ids[number] for number in run]
+        text = " ".join(map(str, part)) if tokenizer is None else tokenizer.decode(part, skip_special_tokens=False)
+        pieces.append(f"{marks[0]}{text}{marks[1]}" if trained else text)
+    num_left = len(document.input_ids) - len(ids)
+    return (" " if tokenizer is None else "").join(pieces) + (f" ... {num_left} more tokens" if num_left else "")
+
+
+def render_length_histogram(length_N: np.ndarray) -> str:
+    """Return a histogram of document lengths, one line per range of tokens.
+
+    Example:
+        >>> print(render_length_histogram(np.array([1, 2, 2])))
+        1 - 1  ####################                     1
+        2 - 2  ######################################## 2
+    """
+    edges = _edges(length_N)
+    counts, _ = np.histogram(length_N, bins=edges)
+    labels = [f"{int(low)} - {int(high) - 1}" for low, high in pairwise(edges)]
+    width = max(map(len, labels))
+    lines = []
+    for label, count in zip(labels, counts.tolist()):
+        # A range that holds any document shows at least one mark.
+        bar = "#" * max(round(BAR_WIDTH * count / max(1, counts.max())), int(count > 0))
+        lines.append(f"{label:>{width}}  {bar:<{BAR_WIDTH}} {count}")
+    return "\n".join(lines)
+
+
+def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
+    """Draw the document lengths as a PNG file, and return its path.
+
+    Args:
+        length_N: Tokens of each document.
+        path: The file; its folder is made.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        # The figure classes alone: no display, no global state of pyplot.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("The histogram needs matplotlib: pip install matplotlib. The same numbers are in the text.") from error
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(length_N, bins=min(60, max(1, int(np.ptp(length_N)) + 1)), color="#3465a4")
+    axes.set_xlabel("tokens per example")
+    axes.set_ylabel("examples")
+    axes.set_title(f"{len(length_N)} examples, {int(np.sum(length_N))} tokens, longest {int(np.max(length_N))}")
+    FigureCanvasAgg(figure).print_png(str(path))
+    return path
+
+
+def _describe_split(split: str, subset: DescribableDocuments, packs: Packs, *, report: IngestReport | None, multiple: int) -> str:
+    length_N = subset.length_N
+    num_tokens = int(length_N.sum())
+    num_needed = -(-num_tokens // packs.max_tokens)
+    num_added = len(split_to_multiple(packs, length_N, multiple=multiple)) - len(packs)
+    middle, high = np.percentile(length_N, [50, 99])
+    lines = [f"{split}:"]
+    if report is not None:
+        lines.append(report.render())
+    share = 100 * int(subset.num_labelled_N.sum()) / num_tokens
+    lines += [
+        f"{len(subset)} examples, {num_tokens} tokens, {share:.1f} % trained; per example: shortest {int(length_N.min())}, median {middle:.0f}, "
+        f"mean {length_N.mean():.0f}, 99th percentile {high:.0f}, longest {int(length_N.max())}",
+        render_length_histogram(length_N),
+        f"{len(packs)} packs of {packs.max_tokens} tokens ({num_needed} would hold the tokens), fill {100 * packs.fill(length_N):.2f} %; "
+        f"{num_added} more by splitting for whole windows and equal ranks (multiple of {multiple})",
+    ]
+    return "\n".join(lines)
+
+
+def _edges(length_N: np.ndarray) -> np.ndarray:
+    """Whole-number borders from the shortest to the longest document, in equal steps."""
+    low, high = int(length_N.min()), int(length_N.max())
+    step = -(-(high - low + 1) // NUM_BINS)
+    return np.arange(low, high + step + 1, step)

@@ -1,0 +1,89 @@
+import builtins
+
+import numpy as np
+import pytest
+
+from lightning_fastft.datamodule import PackedDataModule
+from lightning_fastft.errors import DataError, MissingDependencyError
+from lightning_fastft.packing.context import Document
+from lightning_fastft.packing.describe import describe_data, render_example, render_length_histogram, save_length_histogram
+
+
+class LetterTokenizer:
+    """One letter per id."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(97 + token_id) for token_id in ids)
+
+
+def make_data(**options) -> PackedDataModule:
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}] + [{"input_ids": list(range(length))} for length in (3, 9, 9)]
+    options = {"num_workers": 0, "max_tokens": 16, "cache_dir": None, "num_proc": 1, "show_progress": False, **options}
+    data = PackedDataModule(options.pop("rows", rows), **options)
+    data.setup("fit")
+    return data
+
+
+def test_description_counts_rows_lengths_packs_and_marks_an_example():
+    data = make_data(
+        max_reject_share=0.5, rows=[{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}, {"input_ids": [1]}, {"input_ids": [5] * 9}]
+    )
+    text = describe_data(data, world_size=2)
+    assert "3 rows, 2 examples, 13 tokens" in text
+    assert "input_ids 3" in text
+    assert "rejected: 1 (33.33 %): fewer than 2 tokens 1" in text
+    assert "1 packs of 16 tokens (1 would hold the tokens), fill 81.25 %; 1 more by splitting" in text
+    assert "first example: 4 tokens, 2 trained" in text
+    assert "1 2 ⟦3 4⟧" in text
+
+
+def test_description_has_each_split():
+    text = describe_data(make_data(val_paths=[{"input_ids": [7] * 5}]))
+    assert text.index("train:") < text.index("val:") < text.index("first example")
+    assert "test:" not in text
+
+
+def test_description_underlines_on_a_terminal():
+    assert "1 2 \x1b[4m3 4\x1b[24m" in describe_data(make_data(), is_terminal=True)
+
+
+def test_description_refuses_a_module_without_set_up():
+    with pytest.raises(DataError, match="setup"):
+        describe_data(PackedDataModule([{"input_ids": [1, 2]}]))
+
+
+def test_example_is_decoded_run_by_run_and_its_first_token_is_never_trained():
+    document = Document(np.array([0, 1, 2, 3, 4]), np.array([0, 1, -100, 3, 4]))
+    assert render_example(document, LetterTokenizer()) == "a⟦b⟧c⟦de⟧"
+
+
+def test_long_example_says_what_is_left_out():
+    ids = np.ones(600, dtype=np.int64)
+    assert render_example(Document(ids, ids), None).endswith("1⟧ ... 88 more tokens")
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 5], [1, 2, 3], list(range(1, 500)), [10, 4096]])
+def test_text_histogram_counts_every_document(lengths):
+    lines = render_length_histogram(np.array(lengths)).splitlines()
+    assert sum(int(line.split()[-1]) for line in lines) == len(lengths)
+    assert len(lines) <= 12
+    assert "#" in lines[0]
+
+
+def test_histogram_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = save_length_histogram(np.array([3, 4, 4, 9]), tmp_path / "new" / "lengths.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_histogram_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    real_import = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingDependencyError, match="pip install matplotlib"):
+        save_length_histogram(np.array([3]), tmp_path / "lengths.png")

@@ -1,0 +1,73 @@
+"""The gradient is the exact token mean: packed, unpacked, accumulated and over ranks it equals that of one big batch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from tests.token_weighting_worker import ONE_RANK, TWO_RANKS, flat_gradient, gradient, make_module, micro_batches, ragged_examples
+
+KINDS = ("ours", "ours_lora", "stock")
+BOUND = 1e-6
+
+
+def difference(found, truth):
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+@pytest.fixture(scope="module")
+def one_big_batch():
+    return {kind: gradient(kind, micro_batches(accumulate=1)) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "gradients"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.token_weighting_worker", str(path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("partition", ONE_RANK)
+def test_gradient_does_not_depend_on_packing_and_accumulation(one_big_batch, kind, partition):
+    found = gradient(kind, micro_batches(accumulate=ONE_RANK[partition]))
+    assert difference(found, one_big_batch[kind]) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("partition", TWO_RANKS)
+def test_gradient_does_not_depend_on_ranks(one_big_batch, two_ranks, kind, partition):
+    assert torch.equal(two_ranks[0][kind, partition], two_ranks[1][kind, partition])
+    assert difference(two_ranks[0][kind, partition], one_big_batch[kind]) <= BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_big_batch_equals_single_documents_in_float64(one_big_batch, kind):
+    seed_everything(0, verbose=False)
+    module = make_module(kind)
+    module.configure_model()
+    model = module.model.double()
+    transformers_model = model.get_base_model() if kind == "ours_lora" else model
+    transformers_model.set_attn_implementation("eager")
+    documents = ragged_examples()
+    window_tokens = sum(int((document.labels[1:] != -100).sum()) for document in documents)
+    for document in documents:
+        ids, labels = torch.from_numpy(document.input_ids)[None], torch.from_numpy(document.labels)[None]
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        (torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum", ignore_index=-100) / window_tokens).backward()
+    assert difference(one_big_batch[kind], flat_gradient(module)) <= BOUND
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_means_per_micro_batch_would_be_seen(one_big_batch, kind):
+    # The usual fault: every micro-batch is divided by its own labelled tokens.
+    batches = micro_batches(accumulate=4)
+    for batch in batches:
+        batch._items["num_items_in_batch"] = float(batch.context.num_labelled)
+    assert difference(gradient(kind, batches), one_big_batch[kind]) > 1e-2
