@@ -89,7 +89,13 @@ def _run(options: argparse.Namespace) -> int:
     raw = options.out / "raw.jsonl"
     num_before = len(read_records(raw))
     run_arms(
-        arms, root=options.root, raw=raw, log=options.out / "log.txt", device=options.device, budget_seconds=options.budget_s, arm_seconds=options.arm_s
+        arms,
+        root=options.root,
+        raw=raw,
+        log=options.out / "log.txt",
+        device=options.device,
+        budget_seconds=options.budget_s,
+        arm_seconds=options.arm_s,
     )
     records = read_records(raw)
     command = "python -m benchmarks.train_step " + " ".join(sys.argv[1:])

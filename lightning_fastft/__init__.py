@@ -1,6 +1,6 @@
 """Fine-tune Hugging Face causal language models with PyTorch Lightning at the limit of the GPU.
 
-Importing this package registers its strategy names with Lightning and loads nothing heavier than torch and lightning.pytorch; every name of the public
+Importing this package registers its strategy names with Lightning and loads nothing heavier than torch and lightning.pytorch; each name of the public
 list is loaded when it is first used.
 """
 

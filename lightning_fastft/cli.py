@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.cli_answers import explain_refusal
-from lightning_fastft.cli_imports import import_policy, take_allowed_imports
+from lightning_fastft.cli_imports import check_named_functions, import_policy, take_allowed_imports
 from lightning_fastft.errors import FastFTError, OptionError
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
@@ -54,25 +54,33 @@ class FastFTCLI(LightningCLI):
     state but never settings, and is a local file read with ``weights_only=True``.
 
     Args:
-        args: Words of the command line, without the name of the program.
+        args: Words of the command line, without the name of the program; ``--allow-import`` and names of shipped configs included.
         run: Whether args begin with a subcommand that runs; otherwise trainer, model and datamodule are made and nothing runs.
         callbacks: Callbacks that are always added, besides those of the config.
+
+    Raises:
+        OptionError: A config names something that it may not, or a value is refused by the class that owns it.
     """
 
-    def __init__(self, args: ArgsType = None, *, run: bool = True, callbacks: Sequence[Any] = ()) -> None:
-        super().__init__(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            save_config_kwargs={"overwrite": True},
-            trainer_defaults={"strategy": "fastft", "callbacks": list(callbacks)},
-            seed_everything_default=1,
-            parser_class=FastFTArgumentParser,
-            args=args,
-            run=run,
-        )
+    def __init__(self, args: Sequence[str], *, run: bool = True, callbacks: Sequence[Callback] = ()) -> None:
+        words, self.allowed_imports = take_allowed_imports(args)
+        if self.allowed_imports and "" not in sys.path:
+            # A console script does not see the current folder; behind everything else, so that it shadows nothing.
+            sys.path.append("")
+        with import_policy(self.allowed_imports):
+            super().__init__(
+                LightningModule,
+                LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                save_config_kwargs={"overwrite": True},
+                trainer_defaults={"strategy": "fastft", "callbacks": list(callbacks)},
+                seed_everything_default=1,
+                parser_class=FastFTArgumentParser,
+                args=find_configs(words),
+                run=run,
+            )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -98,6 +106,7 @@ class FastFTCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Make model, data module and trainer; what one of them refuses becomes an answer, not a traceback."""
+        check_named_functions(self.config, self.allowed_imports)
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
@@ -115,16 +124,11 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Words of the command line without the name of the program; None for those of this process.
     """
     words = list(sys.argv[1:] if args is None else args)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
+        return 0
     try:
-        words, allowed = take_allowed_imports(words)
-        if not words or words[0] in ("-h", "--help"):
-            sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
-            return 0
-        if allowed and "" not in sys.path:
-            # A console script does not see the current folder; behind everything else, so that it shadows nothing.
-            sys.path.append("")
-        with import_policy(allowed):
-            return _run(words[0], find_configs(words[1:]))
+        return _run(words[0], words[1:])
     except FastFTError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1
@@ -134,6 +138,7 @@ def _run(command: str, words: list[str]) -> int:
     if command in FastFTCLI.subcommands():
         FastFTCLI([command, *words])
         return 0
+    # Imported on use: each brings parts along that the others do not need.
     if command == "data":
         from lightning_fastft.cli_data import run_data
 

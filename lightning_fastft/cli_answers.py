@@ -8,9 +8,12 @@ import re
 import sys
 from collections.abc import Collection
 
+PARTLY_ALLOWED = ("lightning", "torch", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
 _UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
-_NOISE = re.compile(r"^(Given value|Subtypes:|Errors:|Does not validate against|- Does not validate|- Expected a path but|- Expected a <class 'NoneType'>)")
+_NOISE = re.compile(
+    r"^(Given value|Subtypes:|Errors:|Does not validate against|- Does not validate|- Expected a path but|- Expected a <class 'NoneType'>)"
+)
 
 
 def explain_refusal(message: str, *, options: Collection[str], program: str) -> str:
@@ -34,7 +37,9 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
 
     refused = _IMPORT_REFUSED.search(message)
     if refused:
-        package = refused[1].partition(".")[0]
+        root, _, _ = refused[1].partition(".")
+        # Of a package that is partly open, only the part that was named.
+        package = refused[1].rpartition(".")[0] if root in PARTLY_ALLOWED else root
         advice = f"hint: if you trust it, add --allow-import {package} to the command line (a file cannot)\n"
         return f"error: {where}a config may not import {refused[1]!r}\n{advice}{last_line}"
 

@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fastft.cli import CONFIG_FOLDER, FastFTCLI
+from lightning_fastft.cli_doctor import LastTable
 from lightning_fastft.demo.files import DemoFiles, write_demo_files
 from lightning_fastft.demo.generator import DemoRows, Row, final_answer, generate_rows
 from lightning_fastft.errors import FastFTError
-from lightning_fastft.status import render_status_table
 
 # Where configs/demo.yaml reads from, in the current folder.
 DEMO_FOLDER = Path("runs/demo")
@@ -64,18 +64,17 @@ def run_demo(words: Sequence[str]) -> int:
     files = write_demo_files(rows, DEMO_FOLDER)
     _say(f"Wrote {len(rows.train)} chats to train on and {len(rows.validation)} held out to {DEMO_FOLDER}, with a tokenizer trained on them.")
 
-    curve = LossCurve()
-    cli = FastFTCLI(["fit", "--config", str(CONFIG_FOLDER / "demo.yaml"), *words], callbacks=[curve])
+    curve, table = LossCurve(), LastTable()
+    cli = FastFTCLI(["fit", "--config", str(CONFIG_FOLDER / "demo.yaml"), *words], callbacks=[curve, table])
     trained = time.perf_counter()
     first, last = curve.first_and_last()
-    statuses = render_status_table(cli.trainer.strategy.statuses())  # type: ignore[attr-defined]
     result = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)[0]
 
     _say("\nAnswers to held-out questions")
     num_right = _show_answers(cli.model, rows)
     folder = files.model.parent / "trained"
     difference, allowed = _reload(cli.model, folder, files)
-    _say(f"\nWhat is active, and why not\n{statuses}")
+    _say(f"\nWhat is active, and why not\n{table.text}")
     _say(f"\nTraining loss: {first:.3f} at the first step, {last:.3f} over the last {LOSS_MEAN_STEPS} of {cli.trainer.global_step} steps.")
     _say(f"Validation: loss {result['val_loss']:.4f}, perplexity {result['val_perplexity']:.3f}, token accuracy {result['val_token_accuracy']:.2%}.")
     _say(f"Held-out questions answered right: {num_right} of {NUM_ANSWERED}.")

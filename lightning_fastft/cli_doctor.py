@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
@@ -19,13 +22,29 @@ from lightning_fastft.module import FineTuner
 from lightning_fastft.status import render_status_table
 
 # The miniature keeps what decides (family, heads, windows, quantisation, adapters) and drops what only costs.
-MOST_INTERMEDIATE, MOST_VOCAB, MOST_EXPERTS = 256, 512, 8
-DOCUMENT_LENGTHS = (192, 64, 256, 1, 127)
+MOST = {
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "top_k"), 2),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 512),
+}
+DOCUMENT_LENGTHS = (192, 64, 256, 2, 126)
 # Options of a run that the miniature must not follow; they come last, so they win.
 OVERRIDES = (
     *("--trainer.max_steps", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "0"),
     *("--trainer.accumulate_grad_batches", "1", "--trainer.logger", "false", "--trainer.enable_model_summary", "false"),
 )
+
+
+class LastTable(Callback):
+    """Keep the table of what is active as it stands at the end of training, before anything is taken back."""
+
+    text = "the strategy is not ours: nothing is active"
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the table."""
+        if hasattr(trainer.strategy, "statuses"):
+            self.text = render_status_table(trainer.strategy.statuses())
 
 
 class _DoctorCLI(FastFTCLI):
@@ -34,7 +53,9 @@ class _DoctorCLI(FastFTCLI):
     def before_instantiate_classes(self) -> None:
         options = self.config.model.init_args
         if not self.config.model.class_path.rpartition(".")[2] == FineTuner.__name__ or not isinstance(options.get("model"), (str, dict)):
-            raise OptionError("fastft doctor makes a miniature of a FineTuner's model; for a module of your own the table is logged at the start of fit.")
+            raise OptionError(
+                "fastft doctor makes a miniature of a FineTuner's model; for a module of your own the table is logged at the start of fit."
+            )
         options.model = shrink_config(_read_config(options.model, options.get("revision")))
         options.init, options.tokenizer, options.revision = "random", None, None
 
@@ -45,17 +66,30 @@ def run_doctor(words: Sequence[str]) -> int:
     Args:
         words: Arguments of ``fastft fit``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        cli = _DoctorCLI([*words, *OVERRIDES, "--trainer.default_root_dir", folder], run=False)
+    table = LastTable()
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        cli = _DoctorCLI([*words, *OVERRIDES, "--trainer.default_root_dir", folder], run=False, callbacks=[table])
         trainer = cli.trainer
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))]
-        seed_everything(1, verbose=False)
-        rows = [{"input_ids": torch.randint(3, cli.model.vocab_size, (length,)).tolist()} for length in DOCUMENT_LENGTHS]
-        data = PackedDataModule(rows, max_tokens=sum(DOCUMENT_LENGTHS), num_workers=0, num_proc=1, cache_dir=None, max_reject_share=1.0, show_progress=False)
+        rows = [{"input_ids": torch.randint(cli.model.vocab_size, (length,)).tolist()} for length in DOCUMENT_LENGTHS]
+        data = PackedDataModule(rows, max_tokens=sum(DOCUMENT_LENGTHS), num_workers=0, num_proc=1, cache_dir=None, show_progress=False)
         trainer.fit(cli.model, datamodule=data)
-        table = render_status_table(trainer.strategy.statuses()) if hasattr(trainer.strategy, "statuses") else "the strategy is not ours: nothing is active"
-    sys.stdout.write(f"{describe_machine()}\nmodel: {cli.model.source.config.model_type}, checked by one step of a miniature\n\n{table}\n")
+    sys.stdout.write(f"{describe_machine()}\nmodel: {cli.model.source.config.model_type}, checked by one step of a miniature\n\n{table.text}\n")
     return 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what Lightning logs about the one step away from the answer."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def describe_machine() -> str:
@@ -88,35 +122,28 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
         >>> small["num_hidden_layers"], small["head_dim"], small["vocab_size"], small["intermediate_size"]
         (2, 128, 512, 256)
     """
-    small = dict(config)
-    if isinstance(small.get("text_config"), dict):
-        return {**small, "text_config": shrink_config(small["text_config"])}
-    kinds = list(small.get("layer_types") or [])
-    num_layers = max(2, int(small.get("first_k_dense_replace") or 0) + 1)
-    while kinds and num_layers < len(kinds) and set(kinds[:num_layers]) != set(kinds):
-        num_layers += 1
-    num_layers = min(num_layers, int(small.get("num_hidden_layers", num_layers)))
-    small["num_hidden_layers"] = num_layers
-    if kinds:
-        small["layer_types"] = kinds[:num_layers]
-    for names, most in (
-        (("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), MOST_INTERMEDIATE),
-        (("num_experts", "num_local_experts", "n_routed_experts"), MOST_EXPERTS),
-        (("vocab_size", "vocab_size_per_layer_input"), MOST_VOCAB),
-    ):
-        for name in names:
-            if isinstance(small.get(name), int):
-                small[name] = min(small[name], most)
-    experts = next((small[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if isinstance(small.get(name), int)), None)
-    if experts is not None:
-        for name in ("num_experts_per_tok", "top_k"):
-            if isinstance(small.get(name), int):
-                small[name] = min(small[name], experts)
-        small.update({name: 1 for name in ("n_group", "topk_group") if name in small})
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    if isinstance(config.get("text_config"), dict):
+        return {**config, "text_config": shrink_config(config["text_config"])}
+    small = {**config, **_fewer_layers(config)}
+    for name, most in MOST.items():
+        if isinstance(small.get(name), int):
+            small[name] = min(small[name], most)
+    for name in ("n_group", "topk_group"):
         if name in small:
-            small[name] = 0
+            small[name] = 1
+    # Ids of the full vocabulary mean nothing in the small one.
+    small.update({name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in small})
     return small
+
+
+def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says of its layers, cut to the fewest that hold every kind, two at least."""
+    kinds = list(config.get("layer_types") or [])
+    num_layers = max(2, int(config.get("first_k_dense_replace") or 0) + 1)
+    while num_layers < len(kinds) and set(kinds[:num_layers]) != set(kinds):
+        num_layers += 1
+    num_layers = min(num_layers, int(config.get("num_hidden_layers", num_layers)))
+    return {"num_hidden_layers": num_layers, **({"layer_types": kinds[:num_layers]} if kinds else {})}
 
 
 def _read_config(model: str | dict[str, Any], revision: str | None) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """Decide what a config may import: a short list of packages, and what the user names on the command line, never what a file names.
 
-The check is jsonargparse's own: a path outside the list is refused before anything of it is imported, and what a path resolves to is checked again.
+The check of packages is jsonargparse's own: a path outside the list is refused before anything of it is imported, and what a path resolves to is
+checked again. On top of it a config names classes, not functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 
 from lightning_fastft.errors import OptionError
 
@@ -26,49 +29,33 @@ _SCHEDULERS = (
     "get_polynomial_decay_schedule_with_warmup",
     "get_wsd_schedule",
 )
+_SCHEDULER_PATHS = tuple(f"transformers{module}.{name}" for module in ("", ".optimization") for name in _SCHEDULERS)
+# The parts of each package that a config has reason to name. Loaders, launchers and the like stand in other parts.
 ALLOWED_PATHS = (
-    "lightning",
-    "lightning_fastft",
-    "torch",
-    "torchmetrics",
-    "peft",
+    *(f"{root}.{name}" for root in ("lightning", "lightning.pytorch") for name in ("Callback", "LightningModule", "LightningDataModule")),
+    "lightning.fabric.accelerators",
+    "lightning.fabric.loggers",
+    "lightning.fabric.plugins",
+    "lightning.fabric.strategies",
+    "lightning.pytorch.accelerators",
+    "lightning.pytorch.callbacks",
     "lightning.pytorch.cli.ReduceLROnPlateau",
-    *(f"transformers{module}.{name}" for module in ("", ".optimization") for name in _SCHEDULERS),
+    "lightning.pytorch.core.datamodule.LightningDataModule",
+    "lightning.pytorch.core.module.LightningModule",
+    "lightning.pytorch.demos",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies",
+    "lightning_fastft",
+    "peft",
+    "torch.distributed.fsdp",
+    "torch.nn",
+    "torch.optim",
+    "torchmetrics",
+    *_SCHEDULER_PATHS,
 )
-# Parts of allowed packages that load code or files, start processes or replace this policy; the longer entry wins over the shorter one.
-DENIED_PATHS = (
-    "*",
-    "lightning.app",
-    "lightning.fabric.cli",
-    "lightning.pytorch.cli",
-    "lightning_fastft.cli",
-    "lightning_fastft.cli_imports",
-    "torch.classes",
-    "torch.compiler",
-    "torch.distributed.elastic",
-    "torch.distributed.launch",
-    "torch.distributed.launcher",
-    "torch.distributed.rpc",
-    "torch.distributed.run",
-    "torch.export",
-    "torch.fx",
-    "torch.hub",
-    "torch.jit",
-    "torch.load",
-    "torch.save",
-    "torch.multiprocessing",
-    "torch.ops",
-    "torch.package",
-    "torch.serialization",
-    "torch.testing",
-    "torch.utils.backend_registration",
-    "torch.utils.benchmark",
-    "torch.utils.bottleneck",
-    "torch.utils.collect_env",
-    "torch.utils.cpp_extension",
-    "torch.utils.model_zoo",
-    "torch.utils.tensorboard",
-)
+DENIED_PATHS = ("*",)
 
 
 def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -112,7 +99,7 @@ def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
     new = [path for path in allowed if path not in ALLOWED_PATHS]
     try:
         set_parsing_settings(
-            import_path_denylist=[path for path in DENIED_PATHS if path not in new],
+            import_path_denylist=list(DENIED_PATHS),
             import_path_allowlist=[*ALLOWED_PATHS, *new],
             # A value of type Any stays data, and a config is a local file.
             instantiate_subclass_spec_in_any=False,
@@ -126,3 +113,50 @@ def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
     finally:
         if new:
             set_parsing_settings(import_path_denylist=new)
+
+
+def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:  # noqa: ANN401 - a Namespace and all that it may hold
+    """Refuse functions that a parsed config names, other than schedulers and what lies under allowed.
+
+    A class is only made where its type fits; a function would be called with the arguments of the config, and allowed packages have functions that
+    load code. Called before anything of the config is made.
+
+    Args:
+        config: What the parser made of files and command line.
+        allowed: Import paths that the user named on the command line.
+
+    Raises:
+        OptionError: A function is named; the message says where.
+    """
+    for key, path in _named_paths(config):
+        target = _find_loaded(path)
+        is_allowed = path in _SCHEDULER_PATHS or any(path == name or path.startswith(f"{name}.") for name in allowed)
+        if target is not None and not isinstance(target, type) and not is_allowed:
+            raise OptionError(f"{key}: a config may name classes, and {path!r} is none. Functions of your own come with {ALLOW_IMPORT_OPTION}.")
+
+
+def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - as above
+    """Yield where a config names an object, and the import path of it."""
+    if isinstance(value, (Namespace, Mapping)):
+        for name, item in vars(value).items() if isinstance(value, Namespace) else value.items():
+            if name == "class_path" and isinstance(item, str):
+                yield key, item
+            else:
+                yield from _named_paths(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _named_paths(item, key)
+    elif callable(value) and not isinstance(value, type):
+        yield key, f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
+
+
+def _find_loaded(path: str) -> Any:  # noqa: ANN401 - whatever a path names
+    """Return the object of an import path if the parser has loaded it; nothing is imported here."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is not None:
+            for part in parts[length:]:
+                found = getattr(found, part, None)
+            return found
+    return None

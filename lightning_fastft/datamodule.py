@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fastft.checks import check_choice, check_int, check_share
 from lightning_fastft.errors import DataError, OptionError, ResumeError
@@ -437,9 +438,12 @@ def _ranks(trainer: Trainer | None) -> tuple[int, int]:
     """Return how many processes train different data, and which of them this one is."""
     if trainer is None:
         return 1, 0
-    # Tensor-parallel ranks share their data; the strategy knows which do.
-    distributed = trainer.distributed_sampler_kwargs or {}
-    return int(distributed.get("num_replicas", trainer.world_size)), int(distributed.get("rank", trainer.global_rank))
+    strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy) and torch.distributed.is_initialized():
+        # Tensor-parallel ranks share their data; the mesh, which exists once processes do, knows which.
+        data_parallel = strategy.distributed_sampler_kwargs
+        return int(data_parallel["num_replicas"]), int(data_parallel["rank"])
+    return trainer.world_size, trainer.global_rank
 
 
 def _planned_accumulation(trainer: Trainer | None) -> int:

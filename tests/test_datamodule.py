@@ -47,6 +47,7 @@ class TestResume:
         )
         assert_goes_on(whole, resumed, after=micro_batch // accumulate * accumulate)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("accumulate", [1, 3])
     @pytest.mark.parametrize("save", [{"micro_batch": 9}, {"epoch": 1}])
     def test_goes_on_bit_for_bit_with_two_workers(self, tmp_path, accumulate, save):
@@ -136,6 +137,7 @@ class TestResume:
         with pytest.raises(ResumeError, match="world_size was 4 and is 1"):
             data.load_state_dict(state)
 
+    @pytest.mark.slow
     def test_two_processes_go_on_bit_for_bit_and_share_every_row(self, tmp_path):
         script = Path(__file__).parent / "datamodule_worker.py"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
@@ -376,4 +378,4 @@ class TestOptions:
             assert options.data.paths == expected
             assert options.data.columns == {"prompt": "question", "completion": "answer"}
             assert options.data.cache_dir is None
-            assert isinstance(parser.instantiate_classes(options).data, PackedDataModule)
+            assert isinstance(parser.instantiate(options).data, PackedDataModule)

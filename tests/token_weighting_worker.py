@@ -106,7 +106,7 @@ def make_module(kind):
     """The module of a kind; equal weights after the same seed."""
     if kind == "stock":
         return OwnModule()
-    lora = {"r": 4, "init_lora_weights": False} if kind == "ours_lora" else None
+    lora = {"r": 4, "lora_alpha": 1, "init_lora_weights": False} if kind == "ours_lora" else None
     return FineTuner(CONFIG, init="random", dtype="float32", lora=lora, scheduler="constant")
 
 

@@ -45,9 +45,7 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
     return cases
 
 
-def run_arms(
-    arms: Sequence[Sequence[Case]], *, root: Path, raw: Path, log: Path, device: str, budget_seconds: float, arm_seconds: float
-) -> None:
+def run_arms(arms: Sequence[Sequence[Case]], *, root: Path, raw: Path, log: Path, device: str, budget_seconds: float, arm_seconds: float) -> None:
     """Run every arm that the budget allows.
 
     Args:

@@ -125,7 +125,9 @@ def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.T
     missing = sorted(set(reference) - set(gradients))
     surplus = sorted(set(gradients) - set(reference))
     if missing or surplus or not reference:
-        return Verdict(False, f"{len(missing)} tensors without a gradient {missing[:3]}, {len(surplus)} that the plain arm does not train {surplus[:3]}")
+        return Verdict(
+            False, f"{len(missing)} tensors without a gradient {missing[:3]}, {len(surplus)} that the plain arm does not train {surplus[:3]}"
+        )
     rows = [(name, *_compare(gradients[name].to(device), reference[name].to(device))) for name in reference]
     by_cosine = sorted(rows, key=lambda row: _low_first(row[1]))
     by_norm = sorted(rows, key=lambda row: -_high(row[2]))

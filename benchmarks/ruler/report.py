@@ -33,7 +33,10 @@ def render_table(records: Sequence[dict[str, Any]]) -> str:
         rows = [_HEADER] + [_row(record, timed) for record in timed if record["workload"] == workload]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
         lines.append(workload)
-        lines += ["  " + "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+        lines += [
+            "  " + "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths)))
+            for row in rows
+        ]
         lines += [f"  no row: {_name(record)}: {record['reason'][:300]}{_diagnosis(record)}" for record in records if _is_refused(record, workload)]
     return "\n".join(lines)
 
@@ -90,7 +93,8 @@ def _row(record: dict[str, Any], timed: Sequence[dict[str, Any]]) -> tuple[str, 
     baseline = [
         other
         for other in timed
-        if (other["workload"], other["system"], other["mode"], other["label_share"]) == (record["workload"], "plain", "recompute", record["label_share"])
+        if (other["workload"], other["system"], other["mode"], other["label_share"])
+        == (record["workload"], "plain", "recompute", record["label_share"])
     ]
     ratio = f"{record['tokens_per_s'] / baseline[-1]['tokens_per_s']:.2f}" if baseline else "-"
     return (

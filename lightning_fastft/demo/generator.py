@@ -65,10 +65,10 @@ def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int
 
 
 def final_answer(text: str) -> str:
-    """Return what follows the last ``Answer:`` of a worked solution, or an empty string.
+    r"""Return what follows the last ``Answer:`` of a worked solution, or an empty string.
 
     Example:
-        >>> final_answer("3 + 4 = 7\\nAnswer: 7")
+        >>> final_answer("3 + 4 = 7\nAnswer: 7")
         '7'
     """
     _, mark, answer = text.rpartition("Answer:")
@@ -77,7 +77,7 @@ def final_answer(text: str) -> str:
 
 def _draw_row(random: np.random.Generator) -> Row:
     """Draw one row; short ones are frequent, long ones rare, as in real chat data."""
-    kind = random.choice(5, p=[0.35, 0.25, 0.2, 0.08, 0.12])
+    kind = random.choice(5, p=[0.15, 0.25, 0.35, 0.08, 0.17])
     makers = (_sum_row, _boxes_row, _story_row, _list_row, _chat_row)
     return makers[int(kind)](random)
 
@@ -102,7 +102,7 @@ def _boxes_row(random: np.random.Generator) -> Row:
 def _story_row(random: np.random.Generator) -> Row:
     """A story of one to thirty days, worked line by line."""
     name, thing, total = _opening(random)
-    events, lines, total = _days(random, total=total, first_day=1, num_days=1 + min(29, int(random.exponential(3))))
+    events, lines, total = _days(random, total=total, first_day=1, num_days=1 + min(29, int(random.exponential(2))))
     question = f"{name} has {_first(lines)} {thing}. {' '.join(events)} How many {thing} does {name} have now?"
     return _row([(question, _worked(lines, total))])
 

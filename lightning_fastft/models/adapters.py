@@ -54,7 +54,7 @@ class AdapterShadows:
     """Hold the narrow copies of a model's LoRA weights and keep them equal to their masters.
 
     A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and copied again. What changes a
-    master without either (bitsandbytes optimizers, writes through ``.data``) needs ``refresh``, which belongs behind every optimizer step.
+    master without either (fused and bitsandbytes optimizers, writes through ``.data``) needs ``refresh``, which belongs behind every optimizer step.
 
     Args:
         compute_dtype: Dtype of the copies and of the low-rank GEMMs.

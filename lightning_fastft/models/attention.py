@@ -42,7 +42,9 @@ class DeferredMask:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         # A static cache counts in place between here and the first layer that asks.
-        self._arguments = {name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value for name, value in arguments.items()}
+        self._arguments: dict[str, Any] = {
+            name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value for name, value in arguments.items()
+        }
         self._built: dict[torch.dtype, torch.Tensor | None] = {}
 
     def find_obstacle(self, window: int | None) -> str:
@@ -176,6 +178,9 @@ def attend(
         # As scaled_dot_product_attention does: rotary angles leave queries and keys wider than values.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if torch.is_autocast_enabled(query.device.type):
+        # As autocast does for scaled_dot_product_attention: normalised queries and keys arrive in float32, values do not.
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     out_THW = packed_attention(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
         context=context, scale=scale, window=sliding_window, softcap=softcap, sink_H=s_aux, backend=context.attention_backend,

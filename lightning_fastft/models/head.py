@@ -15,7 +15,7 @@ from lightning_fastft.models.swap import SwapLedger, share_state
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
 from lightning_fastft.status import Status
 
-STATUS_NAME = "labelled-row loss"
+STATUS_NAME = "loss head"
 # Plain attribute of the swapped head: neither parameter nor buffer.
 _LINK_ATTRIBUTE = "fastft_head_link"
 
@@ -259,7 +259,7 @@ class HeadLink:
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         arguments: dict[str, Any] = {
             "row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows, "bias_V": logits.bias,
-            "scale": logits.scale, "softcap": logits.softcap,
+            "scale": logits.scale, "softcap": None,
         }  # fmt: skip
         if torch.is_grad_enabled():
             return labelled_cross_entropy(hidden_TD, logits.weight, num_items=num_items, **arguments)

@@ -18,7 +18,7 @@ from lightning_fastft.packing.rows import BOM, FIELD_COUNT, MALFORMED, NOT_UTF8,
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 FINGERPRINT_BYTES = 2**20
-# Name of the file that rejected rows are written to; never read from a folder, only if it is named itself.
+# Name of the file that rejected rows are written to (data modules write rejected_val.jsonl too); never read from a folder.
 REJECTED = "rejected.jsonl"
 _BLANK = b" \t\r\n\x0b\x0c"
 _BATCH_ROWS = 1000
@@ -115,7 +115,7 @@ def _open_path(given: str) -> list[Source]:
 def _is_no_data(file: Path, *, root: Path) -> bool:
     """Say whether a file of a folder is hidden, or was written by us: rejected rows and cache entries."""
     is_hidden = any(part.startswith((".", "_")) for part in file.relative_to(root).parts)
-    return is_hidden or file.name == REJECTED or (file.parent / "ids.bin").exists()
+    return is_hidden or file.match("rejected*.jsonl") or (file.parent / "ids.bin").exists()
 
 
 def _open_file(path: Path) -> Source:

@@ -1,6 +1,10 @@
 """PackedTraining: what strategy="fastft" does, under other strategies."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +16,7 @@ from lightning_fastft.errors import ContextError, OptionError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.callbacks.packed_training_worker import train_on_one_process
 from tests.strategies.test_single_device import ForeignModel
 from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
@@ -121,3 +126,19 @@ def test_model_in_evaluation_mode_is_refused_under_recompute(tmp_path):
     callback = PackedTraining(activations=OffloadCheckpointing("recompute"))
     with pytest.raises(OptionError, match=r"\.train\(\)"):
         quiet_trainer(tmp_path, callbacks=[callback]).fit(PlainModule(tiny_llama().eval()), packed_loader())
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_process_learns(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "tests.callbacks.packed_training_worker", str(tmp_path)]
+    result = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    alone = train_on_one_process(tmp_path)
+    for name, expected in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        # Sums of two ranks and of two micro-batches are rounded in a different order.
+        assert torch.linalg.vector_norm(first[name] - expected) <= 1e-4 * torch.linalg.vector_norm(expected), name

@@ -11,7 +11,7 @@ from lightning_fastft.models.attention import DeferredMask, attend, defer_mask, 
 from lightning_fastft.models.families import FAMILIES
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.packing.context import BatchContext
-from tests.models.packs import LENGTHS, assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
+from tests.models.packs import LENGTHS, assert_close, make_batch, make_documents, relative_error, run_one_by_one, run_packed, take_gradients
 from tests.models.tiny_models import DENSE, MOE, TINY, VOCABULARY, WINDOW, build_tiny
 
 CPU_BACKENDS = ("sdpa", "reference")
@@ -354,6 +354,22 @@ def test_a_context_refuses_what_packed_attention_cannot_do(arguments, error, mes
 
 def test_dropout_outside_training_is_no_dropout():
     call(module=nn.Module().eval(), dropout=0.1)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("qwen3", "sdpa"), ("gemma3_text", "reference"), ("gpt_oss", "reference")])
+def test_autocast_is_followed(name, backend):
+    """Weights in float32, compute in bf16: query and key norms hand out float32 there, values come in bf16."""
+    model, truth = build_tiny(name), build_tiny(name)
+    install(model)
+    batch = make_batch(backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, logits = run_packed(model, batch)
+        _, plain = run_one_by_one(truth, make_documents(), num_items=batch.context.num_items)
+    exact = eager_truth(name)[1]
+    assert batch.context.backends_used == {backend: 2}
+    assert relative_error(logits, exact) <= 2 * relative_error(plain, exact)
+    gradients = take_gradients(model)
+    assert all(gradient.dtype is torch.float32 and gradient.isfinite().all() for gradient in gradients.values())
 
 
 def test_two_rows_are_refused():

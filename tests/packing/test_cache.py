@@ -227,7 +227,7 @@ def test_entry_of_a_process_that_was_first_stays(tmp_path):
 
 
 def test_too_many_rejects_stop_and_are_written(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", [*ids_rows(96), {}, {"input_ids": "5"}, {}, {"input_ids": [1]}])
+    path = write_lines(tmp_path / "rows.jsonl", [*ids_rows(96), {"input_ids": [1]}, {}, {"input_ids": "5"}, {}])
     with pytest.raises(DataError) as caught:
         tokenize_ids(path, cache_dir=tmp_path / "cache")
     message = str(caught.value)
@@ -236,7 +236,7 @@ def test_too_many_rejects_stop_and_are_written(tmp_path):
     assert "missing column 2, fewer than 2 tokens 1, wrong type 1" in message
     assert f"{path}, line 97" in message
     assert str(written) in message
-    assert len(written.read_text().splitlines()) == 4
+    assert [json.loads(record)["line"] for record in written.read_text().splitlines()] == [97, 98, 99, 100]
     assert len(tokenize_ids(path, cache_dir=tmp_path / "cache", max_reject_share=0.04)) == 96
 
 
@@ -346,10 +346,10 @@ def test_options_out_of_range_are_refused(option):
 
 def test_own_files_within_a_folder_of_data_are_no_data(tmp_path):
     write_lines(tmp_path / "rows.jsonl", [*ids_rows(200), {}])
-    for _ in range(2):
-        dataset = tokenize_ids(tmp_path, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl")
+    for name in ("rejected.jsonl", "rejected_val.jsonl", "rejected.jsonl"):
+        dataset = tokenize_ids(tmp_path, cache_dir=tmp_path / "cache", rejected_path=tmp_path / name)
         assert list(dataset.report.rows_per_source) == [str(tmp_path / "rows.jsonl")]
-    assert (tmp_path / "rejected.jsonl").exists()
+    assert (tmp_path / "rejected_val.jsonl").exists()
 
 
 def test_report_says_what_happened_as_text(tmp_path):

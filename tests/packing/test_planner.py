@@ -70,17 +70,24 @@ def test_pack_meets_the_ceiling_even_where_no_token_of_room_is_left(seed):
     assert packs.sum_per_pack(length_N).max() <= 4096
 
 
-@pytest.mark.parametrize("max_tokens", [4096, 8192])
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_pack_of_gsm8k_meets_the_ceiling(max_tokens, split):
+@pytest.fixture(scope="module")
+def gsm8k_lengths():
     if not GSM8K.exists():
         pytest.skip("needs ../shared/data")
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.ByteLevelBPETokenizer(str(GSM8K / "gpt2_bpe" / "vocab.json"), str(GSM8K / "gpt2_bpe" / "merges.txt"))
-    rows = [json.loads(line) for line in (GSM8K / "gsm8k" / f"{split}.jsonl").read_text().splitlines()]
-    encoded = tokenizer.encode_batch([row["question"] + row["answer"] for row in rows])
+    rows = {split: (GSM8K / "gsm8k" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test")}
+    texts = {split: [row["question"] + row["answer"] for row in map(json.loads, lines)] for split, lines in rows.items()}
+    return {split: np.array([len(entry.ids) for entry in tokenizer.encode_batch(text)]) for split, text in texts.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_tokens", [4096, 8192])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_pack_of_gsm8k_meets_the_ceiling(gsm8k_lengths, max_tokens, split):
+    # Formats add tokens; the ceiling must not hang on how many.
     for extra in (0, 1, 7, 25):
-        length_N = np.array([len(entry.ids) + extra for entry in encoded])
+        length_N = gsm8k_lengths[split] + extra
         packs = pack_best_fit_decreasing(length_N, max_tokens=max_tokens)
         assert len(packs) == -(-int(length_N.sum()) // max_tokens)
 
@@ -126,6 +133,7 @@ def test_split_adds_empty_packs_only_where_documents_run_out():
     assert sorted(whole.document_N.tolist()) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_plan_trains_every_document_once_per_epoch_in_500_random_plans():
     generator = np.random.default_rng(0)
     for _ in range(500):
@@ -141,12 +149,13 @@ def test_plan_trains_every_document_once_per_epoch_in_500_random_plans():
             assert sorted(documents_of(plan, epoch)) == list(range(num_documents))
 
 
-def test_plan_is_the_same_in_every_process_and_differs_by_epoch_and_seed():
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plan_is_the_same_in_every_process_and_differs_by_epoch_and_seed(world_size):
     length_N = lengths_of("even", 2000)
-    same = [plan_of(length_N, seed=3, world_size=2, accumulate=3).epoch(5).pack_MR for _ in range(2)]
+    same = [plan_of(length_N, seed=3, world_size=world_size, accumulate=3).epoch(5).pack_MR for _ in range(2)]
     assert (same[0] == same[1]).all()
-    assert not (same[0] == plan_of(length_N, seed=3, world_size=2, accumulate=3).epoch(6).pack_MR).all()
-    assert not (same[0] == plan_of(length_N, seed=4, world_size=2, accumulate=3).epoch(5).pack_MR).all()
+    assert not (same[0] == plan_of(length_N, seed=3, world_size=world_size, accumulate=3).epoch(6).pack_MR).all()
+    assert not (same[0] == plan_of(length_N, seed=4, world_size=world_size, accumulate=3).epoch(5).pack_MR).all()
 
 
 def test_shuffle_stays_the_same_across_versions():
@@ -155,9 +164,9 @@ def test_shuffle_stays_the_same_across_versions():
     assert plan_of(np.full(40, 50), max_tokens=100, seed=7).epoch(1).pack_MR[:, 0].tolist() == STORED_ORDER
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_ranks_carry_like_attention_cost(world_size, accumulate):
+# Measured 1.032, 1.019, 1.058, 1.040; without levelling inside the window 1.028 and 1.061 for accumulate 3.
+@pytest.mark.parametrize(("world_size", "accumulate", "most"), [(2, 1, 1.04), (2, 3, 1.023), (8, 1, 1.07), (8, 3, 1.05)])
+def test_ranks_carry_like_attention_cost(world_size, accumulate, most):
     length_N = lengths_of("log-normal", 20_000)
     plan = plan_of(length_N, world_size=world_size, accumulate=accumulate)
     pack_MR = plan.epoch(0).pack_MR
@@ -166,7 +175,7 @@ def test_ranks_carry_like_attention_cost(world_size, accumulate):
     waiting = load_WR.max(axis=1).sum() / load_WR.mean(axis=1).sum()
     random_PR = plan.cost_P[np.random.default_rng(0).permutation(len(plan.packs)).reshape(-1, accumulate, world_size)].sum(axis=1)
     waiting_random = random_PR.max(axis=1).sum() / random_PR.mean(axis=1).sum()
-    assert waiting < 1.07
+    assert waiting < most
     assert waiting - 1 < (waiting_random - 1) / 3
 
 

@@ -49,6 +49,7 @@ class Worker:
         self.id, self.num_workers = number, num_workers
 
 
+@pytest.mark.slow
 def test_500_random_stops_lose_and_repeat_no_document(monkeypatch):
     generator = np.random.default_rng(0)
     for _ in range(500):
@@ -77,6 +78,7 @@ def test_500_random_stops_lose_and_repeat_no_document(monkeypatch):
         assert sorted(seen) == list(range(len(length_N)))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_workers_give_the_order_and_content_of_one_process(num_workers):
     length_N = np.random.default_rng(0).integers(2, 30, 50)

@@ -122,7 +122,9 @@ def packed_attention(
     if name == "sdpa":
         return sdpa_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     mask_TT = context.dense_mask(window=window)[0, 0]
-    return masked_attention(q_THW, k_TGW, v_TGW, mask_TT=mask_TT, scale=scale, softcap=softcap, sink_H=sink_H)
+    # Autocast would round what the definition keeps in float32.
+    with torch.autocast(q_THW.device.type, enabled=False):
+        return masked_attention(q_THW, k_TGW, v_TGW, mask_TT=mask_TT, scale=scale, softcap=softcap, sink_H=sink_H)
 
 
 def choose_backend(need: AttentionNeed) -> str:

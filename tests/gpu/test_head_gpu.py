@@ -1,0 +1,179 @@
+"""The loss head and the adapters on a CUDA device: kernels against the truth, no host wait, memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from lightning_fastft.kernels.cross_entropy import reference
+from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
+from lightning_fastft.kernels.lora_linear.op import lora_addmm
+from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
+from lightning_fastft.models.adapters import install_adapter_shadows
+from lightning_fastft.models.attention import install_attention
+from lightning_fastft.models.head import LazyLogits, _is_untouched_view, install_head
+from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.packing.context import Document
+from tests.kernels.truth import assert_within_bound
+from tests.models.tiny_models import VOCABULARY, build_tiny
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_triton_kernel_passes_its_tests_on_the_device():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_cross_entropy.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", [{}, {"softcap": 5.0}, {"scale": 0.25}, {"has_bias": True}])
+def test_loss_and_every_gradient_equal_the_truth(dtype, case):
+    case = {"softcap": None, "scale": 1.0, "has_bias": False, **case}
+    num_tokens, width, vocabulary, num_rows = 700, 96, 5003, 613
+    hidden_TD = torch.randn(num_tokens, width, device="cuda").to(dtype).requires_grad_()
+    weight_VD = (torch.randn(vocabulary, width, device="cuda") * 0.2).to(dtype).requires_grad_()
+    bias_V = torch.randn(vocabulary, device="cuda").to(dtype).requires_grad_() if case["has_bias"] else None
+    row_R = torch.randperm(num_tokens, device="cuda")[:num_rows]
+    target_R = torch.randint(0, vocabulary, (num_rows,), device="cuda")
+    inputs = [tensor for tensor in (hidden_TD, weight_VD, bias_V) if tensor is not None]
+    arguments = {"row_R": row_R, "target_R": target_R, "num_items": 512.0, "scale": case["scale"], "softcap": case["softcap"]}
+
+    def gradients_of_reference(wide):
+        cast = [tensor.detach().to(wide).requires_grad_() for tensor in inputs]
+        loss = reference.labelled_cross_entropy_reference(*cast[:2], bias_V=cast[2] if bias_V is not None else None, **arguments)
+        return torch.autograd.grad(loss, cast, torch.tensor(1024.0, device="cuda", dtype=loss.dtype)), loss
+
+    (truth, true_loss), (plain, plain_loss) = gradients_of_reference(torch.float64), gradients_of_reference(dtype)
+    loss = labelled_cross_entropy(hidden_TD, weight_VD, bias_V=bias_V, num_rows=num_rows, chunk_rows=200, **arguments)
+    ours = torch.autograd.grad(loss, inputs, torch.tensor(1024.0, device="cuda"))
+    assert_within_bound("loss", loss, plain=plain_loss, truth=true_loss, dtype=dtype)
+    for name, one, other, true in zip(("hidden", "weight", "bias"), ours, plain, truth):
+        assert_within_bound(name, one, plain=other, truth=true, dtype=dtype)
+    nll_sum, num_correct = token_statistics(
+        hidden_TD,
+        weight_VD,
+        row_R=row_R,
+        target_R=target_R,
+        num_rows=num_rows,
+        bias_V=bias_V,
+        scale=case["scale"],
+        softcap=case["softcap"],
+        chunk_rows=200,
+    )
+    torch.testing.assert_close(nll_sum / 512, loss.detach())
+    assert 0 <= num_correct.item() <= num_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_low_rank_part_equals_the_truth(dtype):
+    num_tokens, width, num_outputs, rank = 1031, 512, 384, 16
+    shapes = ((num_tokens, num_outputs), (num_tokens, width), (rank, width), (num_outputs, rank))
+    inputs = [(torch.randn(shape, device="cuda") * 0.1).to(dtype) for shape in shapes]
+    masters = [tensor.float() if index > 1 else tensor for index, tensor in enumerate(inputs)]
+    d_out = torch.randn(num_tokens, num_outputs, device="cuda").to(dtype)
+
+    def run(function, tensors, **kwargs):
+        tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = function(*tensors, scale=2.0, **kwargs)
+        return [out.detach(), *torch.autograd.grad(out, tensors, d_out.to(out.dtype))]
+
+    truth = run(lora_addmm_reference, [tensor.double() for tensor in inputs])
+    plain = run(lora_addmm_reference, inputs)
+    ours = run(lora_addmm, masters, shadow_a_RD=inputs[2], shadow_b_NR=inputs[3])
+    assert [tensor.dtype for tensor in ours] == [dtype, dtype, dtype, torch.float32, torch.float32]
+    for name, one, other, true in zip(("out", "base", "x", "a_RD", "b_NR"), ours, plain, truth):
+        assert_within_bound(name, one, plain=other, truth=true, dtype=dtype)
+
+
+def make_batch(num_documents=24, seed=0):
+    random = np.random.default_rng(seed)
+    documents = []
+    for length in random.integers(5, 60, num_documents):
+        ids = random.integers(3, VOCABULARY, length)
+        documents.append(Document(ids, np.where(random.random(length) < 0.4, ids, -100)))
+    return collate(documents, pad_to=2048)
+
+
+def test_a_copied_batch_still_names_its_labelled_rows():
+    for batch in (make_batch().to("cuda"), make_batch().pin_memory().to("cuda")):
+        assert _is_untouched_view(batch["labels"], of=batch.context.label_T)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "granite", "llama"])
+def test_a_step_of_a_lora_model_never_waits_for_the_device(name):
+    model = build_tiny(name, hidden_size=128, head_dim=32).bfloat16().cuda()
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).train()
+    ledger = SwapLedger()
+    install_attention(model.get_base_model(), ledger)
+    assert install_head(model.get_base_model(), ledger).state == "active"
+    shadows = install_adapter_shadows(model, ledger, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, fused=True)
+    batches = [make_batch(seed=seed).pin_memory() for seed in range(4)]
+
+    def step(batch):
+        output = model(**batch.to("cuda"))
+        assert isinstance(output.logits, LazyLogits)
+        assert output.logits._tensor is None
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shadows.refresh()
+        return output.loss.detach()
+
+    losses = [step(batches[0])]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses += [step(batch) for batch in batches[1:]]
+        with torch.no_grad():
+            model(**batches[0].to("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(torch.stack(losses)).all()
+
+
+def test_packed_loss_and_adapter_gradients_equal_transformers_and_peft_own():
+    model = build_tiny("qwen3", hidden_size=128, head_dim=32).bfloat16().cuda()
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).train()
+    install_attention(model.get_base_model(), SwapLedger())
+    batch = make_batch().to("cuda")
+    results = []
+    for is_ours in (False, True):
+        if is_ours:
+            ledger = SwapLedger()
+            install_head(model.get_base_model(), ledger)
+            install_adapter_shadows(model, ledger, compute_dtype=torch.bfloat16)
+        model.zero_grad(set_to_none=True)
+        loss = model(**batch).loss
+        loss.backward()
+        results.append((loss.item(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}))
+    (loss, gradients), (our_loss, our_gradients) = results
+    assert our_loss == pytest.approx(loss, rel=1e-2)
+    assert gradients.keys() == our_gradients.keys()
+    for name, gradient in gradients.items():
+        cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), our_gradients[name].flatten(), dim=0)
+        assert cosine > 0.999, f"{name}: {cosine.item()}"
+        assert our_gradients[name].norm().item() == pytest.approx(gradient.norm().item(), rel=0.02), name
+
+
+def test_the_head_needs_one_chunk_of_logits():
+    num_tokens, width, vocabulary = 8192, 1024, 151936
+    hidden_TD = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight_VD = torch.randn(vocabulary, width, device="cuda", dtype=torch.bfloat16) * 0.02
+    rows = torch.arange(num_tokens, device="cuda")
+    target_R = torch.randint(0, vocabulary, (num_tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before_bytes = torch.cuda.memory_allocated()
+    labelled_cross_entropy(hidden_TD, weight_VD, row_R=rows, target_R=target_R, num_rows=num_tokens, num_items=8192.0).backward()
+    used_bytes = torch.cuda.max_memory_allocated() - before_bytes
+    chunk_bytes = 2048 * vocabulary * 2
+    states_bytes = num_tokens * width * 2
+    assert used_bytes <= chunk_bytes + 4 * states_bytes + 2**25
