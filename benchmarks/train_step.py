@@ -1,13 +1,14 @@
-"""The ruler: one training step of every system on the same packs, weights and adapters; time, memory, host waits.
+r"""The ruler: one training step of every system on the same packs, weights and adapters; time, memory, host waits.
 
     python -m benchmarks.train_step build --workload qwen3-14b-qlora --root /dev/shm/fastft
-    python -m benchmarks.train_step run --workload qwen3-14b-qlora --root /dev/shm/fastft --out runs/ruler \\
+    python -m benchmarks.train_step run --workload qwen3-14b-qlora --root /dev/shm/fastft --out runs/ruler \
         --arms plain:recompute,keep+liger ours:recompute+liger,keep+liger unsloth:unsloth unsloth:off trl:recompute+liger
     python -m benchmarks.train_step table runs/ruler/raw.jsonl
 
-An arm is one process: SYSTEM:MODE[@LABEL_SHARE][/OPTIMIZER][,...]. Before a case is timed, one step on the first pack must give the plain arm's gradients
-(benchmarks/ruler/judge.py). Then: warm-up (6 steps, the last one counts host waits), 30 timed steps (10 where one exceeds 3 s), median, p10, p90 of the
-time between the ends of steps by CUDA events, batch copy, clipping and optimizer included; peaks of the timed steps. Plain runs first: it leaves the reference.
+An arm is one process: SYSTEM:MODE[@LABEL_SHARE][/OPTIMIZER][,...]. Before a case is timed, one step on the first pack must give the plain arm's
+gradients (benchmarks/ruler/judge.py). Then: warm-up (6 steps, the last one counts host waits), 30 timed steps (10 where one exceeds 3 s), median,
+p10, p90 of the time between the ends of steps by CUDA events, batch copy, clipping and optimizer included; peaks of the timed steps. Plain runs
+first: it leaves the reference.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -85,6 +87,8 @@ def _run(options: argparse.Namespace) -> int:
         options.workload, "", "", optimizer=options.optimizer, num_warmup=options.warmup, num_steps=options.steps, diagnose=options.diagnose
     )
     arms = [parse_arm(_with_liger(text) if options.liger_layers else text, template=template) for text in options.arms]
+    # A driver that is told to stop ends its arm first: SystemExit runs through the finally of run_arms.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.out.mkdir(parents=True, exist_ok=True)
     raw = options.out / "raw.jsonl"
     num_before = len(read_records(raw))

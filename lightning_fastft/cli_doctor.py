@@ -70,7 +70,8 @@ def run_doctor(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, _quiet():
         cli = _DoctorCLI([*words, *OVERRIDES, "--trainer.default_root_dir", folder], run=False, callbacks=[table])
         trainer = cli.trainer
-        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))]
         rows = [{"input_ids": torch.randint(cli.model.vocab_size, (length,)).tolist()} for length in DOCUMENT_LENGTHS]
         data = PackedDataModule(rows, max_tokens=sum(DOCUMENT_LENGTHS), num_workers=0, num_proc=1, cache_dir=None, show_progress=False)
         trainer.fit(cli.model, datamodule=data)

@@ -140,12 +140,16 @@ class TestResume:
     @pytest.mark.slow
     def test_two_processes_go_on_bit_for_bit_and_share_every_row(self, tmp_path):
         script = Path(__file__).parent / "datamodule_worker.py"
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(tmp_path)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-        for case, *results in zip(TWO_PROCESS_CASES, *ranks):
+        refusals = [results.pop()["refused"] for results in ranks]
+        assert refusals[0] == refusals[1]
+        assert "Rank 0 plans" in refusals[0]
+        for case, *results in zip(TWO_PROCESS_CASES, *ranks, strict=True):
             num_per_epoch = len(results[0]["whole"]) // 3
             after = case["save"].get("micro_batch", 2 * num_per_epoch)
             for result in results:

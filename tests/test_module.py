@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -23,6 +22,7 @@ from lightning_fastft.models.dtypes import check_precision
 from lightning_fastft.module import FineTuner
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
+from tests.host_waits import HostWaits
 from tests.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
 
 register_strategies()
@@ -96,35 +96,22 @@ def test_train_loss_is_the_mean_over_the_labelled_tokens_of_its_batch(tmp_path):
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(truth, rel=1e-5)
 
 
-class WaitCounter(TorchDispatchMode):
-    """Counts operators that wait for the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "item"):
-            self.waits.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("mode", ["full", "lora_bf16"])
 def test_training_step_never_waits_for_the_device(tmp_path, mode):
-    counters = []
+    counts = []
 
     class Counted(FineTuner):
         def training_step(self, batch, batch_idx):
-            with WaitCounter() as counter:
+            with HostWaits() as waits:
                 loss = super().training_step(batch, batch_idx)
-            counters.append(counter.waits)
+            counts.append(waits.total)
             return loss
 
     fit(Counted(CONFIG, init="random", **MODES[mode]), tmp_path)
-    assert counters == [[], [], []]
-    with WaitCounter() as counter:
+    assert counts == [0, 0, 0]
+    with HostWaits() as waits:
         torch.ones(1).item()
-    assert counter.waits
+    assert waits.total == 1
 
 
 @pytest.mark.parametrize("strategy", ["fastft", "auto"])
@@ -238,6 +225,20 @@ def test_model_is_built_once_over_fit_validate_and_test(tmp_path):
     assert model.training
 
 
+def test_base_and_adapters_follow_the_seed_of_the_run():
+    weights = []
+    for seed, draws in ((1, 0), (1, 3), (2, 0)):
+        seed_everything(seed, verbose=False)
+        torch.rand(draws)
+        module = tuner()
+        module.configure_model()
+        weights.append(dict(module.named_parameters()))
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+        # Norms and the B of LoRA start as constants.
+        assert torch.equal(value, weights[2][name]) == ("norm" in name or "lora_B" in name), name
+
+
 def test_transforms_run_in_their_stage_and_what_they_add_is_trained(tmp_path):
     seen = []
 
@@ -291,8 +292,17 @@ def test_optimizer_holds_every_live_trainable_parameter_once(tmp_path, mode, wei
 
 def test_model_given_is_used_as_it_is(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
-    module = FineTuner(model, learning_rate=1e-2)
+    modes = []
+
+    class Watch(FineTuner):
+        def training_step(self, batch, batch_idx):
+            modes.append(self.model.training and self.model.model.layers[0].training)
+            return super().training_step(batch, batch_idx)
+
+    # transformers hands models over in evaluation mode.
+    module = Watch(model.eval(), learning_rate=1e-2)
     fit(module, tmp_path)
+    assert modes == [True] * 3
     assert module.model is model
     assert len(module.state_dict()) > 20
 

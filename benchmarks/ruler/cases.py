@@ -62,8 +62,8 @@ class Case:
 class CaseRecorder:
     """Follow one case step by step.
 
-    Call, in every step: ``batch_arrived`` before the batch is copied to the device, ``backward_done`` before gradients are clipped, ``step_done`` after the
-    optimizer; stop when it returns True. Step 0 is judged on the first pack; the last warm-up step counts host waits and is not timed.
+    Call, in every step: ``batch_arrived`` before the batch is copied to the device, ``backward_done`` before gradients are clipped, ``step_done``
+    after the optimizer; stop when it returns True. Step 0 is judged on the first pack; the last warm-up step counts host waits and is not timed.
 
     Args:
         case: What is measured.

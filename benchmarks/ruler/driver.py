@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -85,13 +86,16 @@ def _run_process(cases: Sequence[Case], *, root: Path, raw: Path, log: Path, dev
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            _end_session(process)
             return f"stopped after {seconds:.0f} s"
+        finally:
+            _end_session(process)
     return "" if code == 0 else f"its process ended with code {code}: {_last_line(log)}"
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
+    """End the process and whatever it started, also where it has ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

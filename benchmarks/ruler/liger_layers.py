@@ -1,4 +1,4 @@
-"""Liger's RMSNorm and SwiGLU in a model of ours: module instances are swapped through the ledger, no class and no module of transformers is patched."""
+"""Liger's RMSNorm and SwiGLU in a model of ours: instances are swapped through the ledger, no class and no module of transformers is patched."""
 
 from __future__ import annotations
 

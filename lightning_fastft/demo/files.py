@@ -13,6 +13,8 @@ from lightning_fastft.checks import check_int
 from lightning_fastft.demo.generator import DemoRows, Row
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# The trainer gives them the first ids, in this order.
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 # The generation marks tell which tokens the assistant speaks: those are trained.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -57,8 +59,8 @@ def write_demo_files(rows: DemoRows, folder: str | Path, *, vocab_size: int = 51
 
     tokenizer = train_tokenizer(rows.train, vocab_size=vocab_size)
     tokenizer.save(str(files.model / "tokenizer.json"))
-    end_id, pad_id = tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)
-    _write_json(files.model / "config.json", model_config(vocab_size=tokenizer.get_vocab_size(), end_id=end_id, pad_id=pad_id))
+    config = model_config(vocab_size=tokenizer.get_vocab_size(), end_id=SPECIAL_TOKENS.index(TURN_END), pad_id=SPECIAL_TOKENS.index(END_OF_TEXT))
+    _write_json(files.model / "config.json", config)
     _write_json(
         files.model / "tokenizer_config.json",
         {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TURN_END, "pad_token": END_OF_TEXT, "clean_up_tokenization_spaces": False},
@@ -76,7 +78,7 @@ def train_tokenizer(rows: Iterable[Row], *, vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

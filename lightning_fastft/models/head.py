@@ -259,7 +259,7 @@ class HeadLink:
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         arguments: dict[str, Any] = {
             "row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows, "bias_V": logits.bias,
-            "scale": logits.scale, "softcap": None,
+            "scale": logits.scale, "softcap": logits.softcap,
         }  # fmt: skip
         if torch.is_grad_enabled():
             return labelled_cross_entropy(hidden_TD, logits.weight, num_items=num_items, **arguments)

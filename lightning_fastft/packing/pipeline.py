@@ -11,7 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
 from itertools import chain, islice
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -319,8 +319,6 @@ class _Worker:
             raise self._death() from None
 
     def receive(self) -> ChunkResult:
-        if self._pipe not in wait([self._pipe, self._process.sentinel]):
-            raise self._death()
         try:
             result = self._pipe.recv()
         except (EOFError, ConnectionResetError):

@@ -83,7 +83,7 @@ def test_skipped_steps(tmp_path):
 
 
 def test_windows_of_accumulation_with_some_micro_batches_empty(tmp_path):
-    batches = [batch for pair in zip(packed_batches(6, has_labels=False), packed_batches(6)) for batch in pair]
+    batches = [batch for pair in zip(packed_batches(6), packed_batches(6, has_labels=False)) for batch in pair]
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     health = fit(tmp_path, PlainModule(tiny_llama()), num_batches=6, loader=loader, accumulate_grad_batches=2)
     assert "moved" in health.status().reason

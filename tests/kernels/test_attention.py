@@ -7,7 +7,7 @@ import torch
 
 from lightning_fastft.errors import BackendError, MissingDependencyError, OptionError, ShapeError
 from lightning_fastft.kernels.attention import flash
-from lightning_fastft.kernels.attention.op import BACKENDS, AttentionNeed, choose_backend, find_obstacle, packed_attention
+from lightning_fastft.kernels.attention.op import BACKENDS, AttentionNeed, _check_forced, choose_backend, find_obstacle, packed_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.packing.context import BatchContext
 
@@ -314,6 +314,13 @@ def test_cudnn_missing_says_what_to_install(monkeypatch):
     context = make_context([4])
     with pytest.raises(MissingDependencyError, match=r"lightning_fastft\[hopper\]"):
         cudnn_backend.cudnn_attention(*make_inputs(context)[:3], context=context, scale=SCALE, window=None)
+
+
+def test_forcing_cudnn_where_only_the_package_is_missing_says_so():
+    with pytest.raises(MissingDependencyError, match=r"lightning_fastft\[hopper\]"):
+        _check_forced("cudnn", H200)
+    with pytest.raises(BackendError, match="has no sinks"):
+        _check_forced("cudnn", H200._replace(has_sinks=True))
 
 
 # The choice

@@ -1,6 +1,7 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
-Modes: "keep" and "recompute" (OffloadCheckpointing), with "+liger" Liger's norms and SwiGLU swapped in per instance until fused layers of our own exist.
+Modes: "keep" and "recompute" (OffloadCheckpointing), with "+liger" Liger's norms and SwiGLU swapped in per instance until fused layers of our own
+exist.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The plain arm: transformers and PEFT as a user has them - fp32 adapters, Hugging Face's varlen attention and loss, 8-bit AdamW, a loop of ten lines.
+"""The plain arm: transformers and PEFT as a user has them - fp32 adapters, Hugging Face's varlen attention and loss, 8-bit AdamW, a short loop.
 
-Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss. Liger patches the modelling module, so its
-modes come last in a process.
+Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss. Liger patches the modelling module,
+so its modes come last in a process.
 """
 
 from __future__ import annotations

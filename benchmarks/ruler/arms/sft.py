@@ -1,7 +1,7 @@
 """What the TRL and the Unsloth arm share: their own SFTTrainer trains on the ruler's packs, in the ruler's order, and a callback measures.
 
-The trainer is built as its documentation says (packing on); its prepared data set is then exchanged for one with the same columns that holds the ruler's packs.
-Model, collator, loss, optimizer and step are the trainer's own.
+The trainer is built as its documentation says (packing on); its prepared data set is then exchanged for one with the same columns that holds the
+ruler's packs. Model, collator, loss, optimizer and step are the trainer's own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
             rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
             trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)
             trainer.optimizer = trainer.lr_scheduler = None
-            driver.expected = [_expected(pack, share=recorder.case.label_share) for pack in rows[:1]][0]
+            driver.expected = _expected(rows[0], share=recorder.case.label_share)
             try:
                 trainer.train()
             finally:

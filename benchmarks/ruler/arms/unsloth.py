@@ -1,6 +1,7 @@
 """The Unsloth arm, through its public functions only: FastLanguageModel and the SFTTrainer it prepares.
 
-Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its default with layers left out by its planner).
+Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its default with layers left out by
+its planner).
 """
 
 from __future__ import annotations

@@ -34,16 +34,17 @@ def cudnn_attention(
         MissingDependencyError: nvidia-cudnn-frontend is not installed.
 
     Cost:
-        Memory linear in T, and B x H x longest document in fp32 in the backward; no host synchronisation once a shape is known.
+        Memory linear in T, and B x H x longest document in fp32 in the backward; a copy of what is not laid out token by token; no host
+        synchronisation once a shape is known.
 
     Source:
         https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch``; its window counts the query itself, as ours does.
     """
     start_B1, max_length = context.once("cudnn_varlen", context.device, lambda: _bucketed_offsets(context))
     is_windowed = window is not None and window < context.max_length
-    # Without the log-sum-exp it refuses to differentiate.
+    # Without the log-sum-exp it refuses to differentiate; with heads outermost in memory (phi3, glm4_moe) its gradients are wrong (seen with 1.32).
     out_THW, _ = _load_attention()(
-        q_THW, k_TGW, v_TGW, scale=scale, is_causal=True, window_left=window if is_windowed else -1,
+        *(x.contiguous() for x in (q_THW, k_TGW, v_TGW)), scale=scale, is_causal=True, window_left=window if is_windowed else -1,
         cu_seqlens_q=start_B1, cu_seqlens_kv=start_B1, max_seqlen_q=max_length, max_seqlen_kv=max_length, return_lse=True,
     )  # fmt: skip
     return out_THW

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from lightning_fastft.packing.context import BatchContext
+
+# Windows, gradients on and off, grouped heads, sizes static and dynamic: one model meets more than torch's default of 8 compiled variants.
+MAX_VARIANTS = 64
 
 
 def flex_attention(
@@ -38,14 +42,15 @@ def flex_attention(
     from torch.nn.attention.flex_attention import AuxRequest
 
     attend = _compiled_flex_attention() if q_THW.is_cuda else _flex_attention()
-    out_1HTW, aux = attend(
-        *(x.transpose(0, 1)[None] for x in (q_THW, k_TGW, v_TGW)),
-        score_mod=None if softcap is None else _softcap_score(softcap),
-        block_mask=context.block_mask(window=window),
-        scale=scale,
-        enable_gqa=q_THW.shape[1] != k_TGW.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
+    with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS) if q_THW.is_cuda else nullcontext():
+        out_1HTW, aux = attend(
+            *(x.transpose(0, 1)[None] for x in (q_THW, k_TGW, v_TGW)),
+            score_mod=None if softcap is None else _softcap_score(softcap),
+            block_mask=context.block_mask(window=window),
+            scale=scale,
+            enable_gqa=q_THW.shape[1] != k_TGW.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
     out_THW = out_1HTW[0].transpose(0, 1)
     if sink_H is None:
         return out_THW

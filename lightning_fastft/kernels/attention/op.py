@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_tensor
-from lightning_fastft.errors import BackendError, ShapeError
+from lightning_fastft.checks import check_choice, check_int, check_tensor
+from lightning_fastft.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
 from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention
@@ -109,7 +109,7 @@ def packed_attention(
         >>> packed_attention(q, q, v, context=context, scale=1.0, window=None, softcap=None, sink_H=None)[:, 0, 0].tolist()
         [1.0, 2.0, 7.0]
     """
-    _check_inputs(q_THW, k_TGW, v_TGW, context=context, sink_H=sink_H)
+    _check_inputs(q_THW, k_TGW, v_TGW, context=context, window=window, sink_H=sink_H)
     need = describe_need(q_THW, k_TGW, v_TGW, context=context, window=window, softcap=softcap, sink_H=sink_H)
     name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
     context.note_read(name)
@@ -214,13 +214,19 @@ def describe_need(
 def _check_forced(backend: str, need: AttentionNeed) -> str:
     check_choice("backend", backend, ("auto", *BACKENDS))
     obstacle = find_obstacle(backend, need)
+    if obstacle and not find_obstacle(backend, need._replace(has_cudnn=True)):
+        raise MissingDependencyError(f"Attention backend {backend!r} {obstacle}.")
     if obstacle:
         able = ", ".join(repr(name) for name in BACKENDS if not find_obstacle(name, need))
         raise BackendError(f"Attention backend {backend!r} {obstacle}. Able to do this: {able}; or leave the choice to 'auto'.")
     return backend
 
 
-def _check_inputs(q_THW: torch.Tensor, k_TGW: torch.Tensor, v_TGW: torch.Tensor, *, context: BatchContext, sink_H: torch.Tensor | None) -> None:
+def _check_inputs(
+    q_THW: torch.Tensor, k_TGW: torch.Tensor, v_TGW: torch.Tensor, *, context: BatchContext, window: int | None, sink_H: torch.Tensor | None
+) -> None:
+    if window is not None:
+        check_int("window", window, low=1)
     for name, tensor in (("q_THW", q_THW), ("k_TGW", k_TGW), ("v_TGW", v_TGW)):
         check_tensor(name, tensor, ndim=3, dtypes=(q_THW.dtype,))
         if tensor.shape[0] != context.num_tokens:

@@ -1,0 +1,142 @@
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "lightning_fastft"
+# (first match wins) place -> its floor and its step inside the floor; imports go to a lower floor, or inside one to the same or an earlier step.
+PLACES = (
+    ("__init__.py", (3, 0)),
+    ("__main__.py", (5, 0)),
+    *((f"{name}.py", (0, 0)) for name in ("errors", "checks", "status")),
+    ("packing/collate.py", (2, 0)),
+    ("packing/", (1, 0)),
+    ("moe/routing.py", (1, 0)),
+    ("offload/plan.py", (1, 0)),
+    ("checkpoint/files.py", (1, 0)),
+    ("kernels/*/op.py", (2, 1)),
+    ("kernels/", (1, 0)),
+    ("offload/", (2, 2)),
+    ("moe/", (2, 3)),
+    ("models/", (2, 4)),
+    ("checkpoint/", (3, 0)),
+    ("strategies/", (3, 1)),
+    *((f"{name}.py", (3, 2)) for name in ("metrics", "optimization", "module", "datamodule")),
+    ("demo/", (3, 2)),
+    ("callbacks/", (3, 3)),
+    ("cli", (4, 0)),
+    ("configs/", (4, 0)),
+)
+# Third-party packages and the only places that may import them, at any depth of a file.
+ONLY_IN = {
+    "lightning": (3, 4),
+    "transformers": ("models/",),
+    "peft": ("models/",),
+    "bitsandbytes": ("models/",),
+    "triton": ("kernels/*/triton.py",),
+    "jsonargparse": ("cli",),
+}
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+
+def is_at(path: Path, place: str) -> bool:
+    text = path.as_posix()
+    return path.match(place) if "*" in place else text.startswith(place)
+
+
+def floor_of(path: Path) -> tuple[int, int]:
+    found = next((floor for place, floor in PLACES if is_at(path, place)), None)
+    assert found is not None, f"{path} has no floor: add it to PLACES, and to DESIGN's list of places"
+    return found
+
+
+def imports_of(source: str) -> set[tuple[str, bool]]:
+    """Return (dotted name, whether it is for types only) of every import in a file, at any depth."""
+    tree = ast.parse(source)
+    for_types = {
+        id(node) for block in ast.walk(tree) if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test) for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, id(node) in for_types) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            # "from package import module" names a module as well as "from package.module import name" does.
+            found |= {(f"{node.module}.{alias.name}", id(node) in for_types) for alias in node.names} | {(str(node.module), id(node) in for_types)}
+    return found
+
+
+def own_file(name: str) -> Path | None:
+    """Return the file of a module of ours; None for foreign modules and for names inside modules."""
+    package, _, rest = name.partition(".")
+    base = ROOT / rest.replace(".", "/") if rest else ROOT
+    if package != ROOT.name:
+        return None
+    if base.with_suffix(".py").is_file():
+        return base.with_suffix(".py").relative_to(ROOT)
+    return (base / "__init__.py").relative_to(ROOT) if rest and (base / "__init__.py").is_file() else None
+
+
+def faults_of(path: Path, source: str) -> list[str]:
+    """Return the imports of a file that break the order of the house."""
+    floor, faults = floor_of(path), []
+    for name, is_for_types in imports_of(source):
+        target = own_file(name)
+        if target is not None and floor_of(target) > floor and not is_for_types:
+            faults.append(f"{path} (floor {floor}) imports {target} (floor {floor_of(target)})")
+        allowed = ONLY_IN.get(name.partition(".")[0])
+        if allowed is None or is_for_types:
+            continue
+        is_allowed = floor[0] >= allowed[0] if isinstance(allowed[0], int) else any(is_at(path, place) for place in allowed)
+        if not is_allowed:
+            faults.append(f"{path} imports {name}")
+    return faults
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_point_down(path):
+    assert faults_of(path, (ROOT / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "fault"),
+    [
+        ("packing/rows.py", "from lightning_fastft.module import FineTuner", "imports module.py"),
+        ("packing/rows.py", "def f():\n    import lightning.pytorch as pl", "imports lightning.pytorch"),
+        ("module.py", "def f():\n    from transformers import AutoModel", "imports transformers"),
+        ("kernels/attention/op.py", "import triton.language as tl", "imports triton.language"),
+        ("offload/checkpointing.py", "from lightning_fastft.models import swap", "imports models/swap.py"),
+        ("strategies/mixin.py", "from lightning_fastft.callbacks.gradient_health import GradientHealth", "imports callbacks/gradient_health.py"),
+        ("errors.py", "from lightning_fastft.checks import check_int\nfrom lightning_fastft.packing import context", "imports packing/context.py"),
+    ],
+)
+def test_planted_import_is_found(path, source, fault):
+    faults = faults_of(Path(path), source)
+    assert faults
+    assert all(fault in found or "from lightning_fastft" in found or ROOT.name not in found for found in faults)
+    assert any(fault in found for found in faults)
+
+
+def test_an_import_for_types_may_point_up():
+    assert faults_of(Path("packing/rows.py"), "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import AutoModel\n") == []
+
+
+def test_no_circle_among_modules():
+    edges = {
+        path: {own_file(name) for name, is_for_types in imports_of((ROOT / path).read_text()) if not is_for_types} - {None, path} for path in FILES
+    }
+    # The package's own __init__ is everybody's parent, and loads its names late.
+    edges[Path("__init__.py")] = set()
+    done: set[Path] = set()
+
+    def visit(path: Path, trail: tuple[Path, ...]) -> None:
+        assert path not in trail, " -> ".join(map(str, (*trail, path)))
+        if path in done:
+            return
+        for target in edges[path]:
+            visit(target, (*trail, path))
+        done.add(path)
+
+    for path in FILES:
+        visit(path, ())
