@@ -53,9 +53,10 @@ peers)
   ;;
 metadata)
   build "$big" $smalls
-  metadata "$big" $((($(left) - 40) * 6 / 10)) --arms varlen/once sdpa/once sdpa/every-layer-loop varlen/every-layer sdpa/every-layer flex/once flex/every-layer
+  # shellcheck disable=SC2086
+  metadata "$big" $((($(left) - 40) * 6 / 10)) --build-tokens ${BUILD_TOKENS:-2048 8192 32768} --arms varlen/once sdpa/once sdpa/every-layer-loop varlen/every-layer sdpa/every-layer flex/once flex/every-layer
   for workload in $smalls; do
-    metadata "$workload" $((($(left) - 30) / 2)) --build-tokens 8192 --arms varlen/once sdpa/once sdpa/every-layer-loop varlen/every-layer \
+    metadata "$workload" $((($(left) - 30) / 2)) --build-tokens ${BUILD_TOKENS:-8192} --arms varlen/once sdpa/once sdpa/every-layer-loop varlen/every-layer \
       sdpa/every-layer-transformers flex/once flex/every-layer flex/every-layer-transformers
   done
   ;;
@@ -74,7 +75,7 @@ small)
 esac
 kill "$sampler" 2>/dev/null
 # At most 8 files come back; the tables last, because the reply carries the end of the output.
-for file in "$out"/driver.log "$out"/build.log; do [ -e "$file" ] && tail -n 25 "$file" | cut -c1-300; done
+for file in "$out"/driver.log "$out"/build.log; do [ -e "$file" ] && grep -aE '^arm:|Error|error:' "$file" | tail -n 20 | cut -c1-300; done
 echo "===== ${call}: $SECONDS s ====="
 "$python" -m benchmarks.train_step table "$out/raw.jsonl" 2>/dev/null
 [ "$call" = metadata ] && cat "$out/table.txt"

@@ -52,7 +52,7 @@ class FineTuner(LightningModule):
         dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
         adapter_dtype: "float32" or "bfloat16".
         optimizer: Called with the parameters; None for AdamW, fused where the device has it.
-        learning_rate: Peak learning rate, above 0; None for the optimizer's own, and 2e-4 where optimizer is None.
+        learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
         weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where optimizer is None.
         scheduler: "cosine", "linear" or "constant" after the warm-up, per optimizer step; or called with the optimizer, then without our warm-up.
         scheduler_interval: "step" or "epoch": how often a scheduler that is called with the optimizer moves.

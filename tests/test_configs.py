@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 import yaml
 
-from lightning_fastft.cli import CONFIG_FOLDER, FastFTCLI, config_names
+from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names
 
 # One tiny model per family that the configs name; the rest of each config is used as it stands.
 SIZES = {
@@ -65,6 +65,7 @@ def test_config_holds_only_values_that_differ_from_the_default(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:GradientHealth judged nothing")
 @pytest.mark.parametrize("name", config_names())
 def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -214,14 +214,25 @@ def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, lo
         record["error"] = f"{type(error).__name__}: {str(error)[:600]}"
         record["traceback"] = traceback.format_exc()[-6000:]
         traceback.print_exc()
-        # The frames of the failed step hold its activations.
-        error.__traceback__ = None
+        drop_frames(error)
     record["reason"] = reason_without_row(record)
     log.write(record)
     median = record.get("summary", {}).get("median")
     state = record["reason"] or f"{median:.1f} ms, {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.1f} GiB"
     print(f"case: {record['workload']} {recorder.case.title}, labels {recorder.case.label_share:.0%}: {state}", flush=True)
     return record
+
+
+def drop_frames(error: BaseException) -> None:
+    """Forget the frames of an exception and of those behind it: they hold the activations of the failed step."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        link = chain.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            chain += [link.__context__, link.__cause__]
 
 
 def case_failures() -> tuple[type[BaseException], ...]:

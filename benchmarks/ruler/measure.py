@@ -43,10 +43,6 @@ class StepClock:
             return [before.elapsed_time(after) for before, after in zip(self._marks, self._marks[1:])]
         return [(after - before) * 1e3 for before, after in zip(self._marks, self._marks[1:])]
 
-    def restart(self) -> None:
-        """Forget all marks but the last, which starts the next step."""
-        self._marks = self._marks[-1:]
-
 
 class HostWaits(AbstractContextManager):
     """Count the operations that made the host wait for the device, by torch's own debug mode; 0 on a CPU.

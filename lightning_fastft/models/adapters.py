@@ -168,7 +168,7 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
         ledger.replace_module(model, name, new)
         ledger.set_attribute(new, _LAYER_ATTRIBUTE, shadows)
         shadows._layers.append(new)
-    
+    ledger.add_undo(shadows._drop)
     return shadows
 
 

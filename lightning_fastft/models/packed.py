@@ -8,8 +8,10 @@ from torch import nn
 
 from lightning_fastft.models.attention import install_attention
 from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models
+from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
 from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.offload.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status
 
@@ -47,7 +49,7 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
         check_servable(model)
     if not models:
         reason = f"{type(root).__name__} holds no transformers model"
-        names = ["packed attention", "labelled-row loss", *(["activations"] if checkpointing is not None else [])]
+        names = ["packed attention", HEAD_STATUS, *([ACTIVATIONS_STATUS] if checkpointing is not None else [])]
         return PackedInstallation([Status(name, "inactive", reason) for name in names], [], [])
 
     statuses: list[Status] = []
@@ -71,6 +73,11 @@ def describe_models(root: nn.Module) -> list[str]:
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """The modules that carry the checkpointing flag and are no decoder layer: the flag there keeps the key/value cache off in training."""
-    known = {id(layer) for layer in layers}
-    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing") and id(module) not in known]
+    """The modules around the decoder layers that carry the checkpointing flag: it keeps the key/value cache off in training."""
+    return [
+        module for module in model.modules() if hasattr(module, "gradient_checkpointing") and module is not layers[0] and _contains(module, layers[0])
+    ]
+
+
+def _contains(module: nn.Module, part: nn.Module) -> bool:
+    return any(child is part for child in module.modules())

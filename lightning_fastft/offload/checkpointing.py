@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,7 +88,9 @@ class OffloadCheckpointing:
                 )
             return Status(STATUS_NAME, "active", self.describe())
 
-        run_again = partial(_run_checkpointed, preserve_rng_state=any(_is_random(module) for layer in layers for module in layer.modules()))
+        is_random = any(_is_random(module) for layer in layers for module in layer.modules())
+        # Plain where no gradients are recorded: torch's checkpoint sees to that.
+        run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=is_random)
         for module in [*layers, *stacks]:
             ledger.set_attribute(module, "_gradient_checkpointing_func", run_again)
             ledger.set_attribute(module, "gradient_checkpointing", True)
@@ -108,13 +109,6 @@ class OffloadCheckpointing:
                 f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where transformers recomputes "
                 "nothing: it loads models in that mode and Lightning keeps it: call .train() on the model once after loading it."
             )
-
-
-def _run_checkpointed(run_layer: Callable[..., Any], *args: Any, preserve_rng_state: bool) -> Any:  # noqa: ANN401 - a layer's inputs and outputs
-    """Run a layer so that its backward runs it again; plainly where no gradients are recorded."""
-    if not torch.is_grad_enabled():
-        return run_layer(*args)
-    return checkpoint(run_layer, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _check_layers(layers: Sequence[nn.Module]) -> None:

@@ -5,15 +5,12 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_fastft.errors import DataError, MissingDependencyError, OptionError
-from lightning_fastft.models.dtypes import resolve_dtype
 from lightning_fastft.models.loading import ModelSource, build_model, check_finite
-from lightning_fastft.models.lora import add_adapters, describe_lora, parse_lora, to_plain
 from tests.models.tiny_models import TINY, build_tiny
 
 CPU = torch.device("cpu")
@@ -223,59 +220,3 @@ def test_configuration_given_is_not_changed():
     before = config.to_dict()
     random_model(config, dtype=torch.bfloat16)
     assert config.to_dict() == before
-
-
-def test_auto_dtype_is_fp32_where_bf16_is_not_computed(monkeypatch):
-    assert resolve_dtype("auto", device=CPU) == torch.float32
-    assert resolve_dtype("bfloat16", device=CPU) == torch.bfloat16
-    for has_bf16, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, answer=has_bf16: answer and not including_emulation)
-        assert resolve_dtype("auto", device=torch.device("cuda", 0)) == expected
-    with pytest.raises(OptionError, match="'auto'"):
-        resolve_dtype("fp8", device=CPU)
-
-
-# Adapters.
-
-
-@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
-def test_adapters_are_on_every_linear_layer_in_the_dtype_asked_for(base_dtype, adapter_dtype):
-    model = random_model(dtype=base_dtype)
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"}
-    adapted = add_adapters(model, lora=LoraConfig(r=4), adapter_dtype=adapter_dtype)
-    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert {name.removeprefix("base_model.model.").split(".lora_")[0] for name in trained} == linear
-    assert {parameter.dtype for parameter in trained.values()} == {adapter_dtype}
-    assert {parameter.dtype for parameter in adapted.parameters() if not parameter.requires_grad} == {base_dtype}
-
-
-def test_adapters_follow_their_seed_and_keep_targets_and_configuration():
-    lora = LoraConfig(r=4, target_modules=["q_proj"])
-    weights = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(len(weights))
-        adapted = add_adapters(random_model(), lora=lora, adapter_dtype=torch.float32, seed=seed)
-        weights.append({name: value for name, value in adapted.named_parameters() if value.requires_grad})
-    assert all("q_proj" in name for name in weights[0])
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
-    assert lora.task_type is None
-    assert adapted.peft_config["default"].task_type == "CAUSAL_LM"
-
-
-def test_lora_that_fits_nothing_or_is_misspelt_is_refused():
-    with pytest.raises(OptionError, match="no_such_layer"):
-        add_adapters(random_model(), lora=LoraConfig(target_modules=["no_such_layer"]), adapter_dtype=torch.float32)
-    with pytest.raises(OptionError, match=r"\['rank'\].*lora_alpha"):
-        parse_lora({"rank": 4})
-    with pytest.raises(OptionError, match="refused by PEFT"):
-        parse_lora({"r": 4, "layers_pattern": "layers"})
-
-
-def test_described_lora_is_plain_and_gives_the_same_configuration():
-    lora = LoraConfig(r=3, target_modules=["v_proj", "q_proj"], rank_pattern={"q_proj": 2}, use_rslora=True)
-    plain = describe_lora(lora)
-    assert json.loads(json.dumps(plain)) == plain
-    assert parse_lora(plain).to_dict() == lora.to_dict()
-    assert to_plain({1: (torch.float32, {3, 2}, None)}) == {"1": ["torch.float32", [2, 3], None]}

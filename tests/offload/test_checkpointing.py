@@ -111,14 +111,14 @@ def test_recompute_takes_over_and_gives_back():
 def test_dropout_is_replayed_and_the_random_state_is_kept_only_for_it(where):
     without = tiny_llama()
     attach(without, "recompute")
-    assert without.model.layers[0]._gradient_checkpointing_func.keywords == {"preserve_rng_state": False}
+    assert without.model.layers[0]._gradient_checkpointing_func.keywords["preserve_rng_state"] is False
 
     with_dropout = tiny_llama(attention_dropout=0.5 if where == "attention" else 0.0)
     if where == "module":
         with_dropout.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
     plain = copy.deepcopy(with_dropout)
     attach(with_dropout, "recompute")
-    assert with_dropout.model.layers[0]._gradient_checkpointing_func.keywords == {"preserve_rng_state": True}
+    assert with_dropout.model.layers[0]._gradient_checkpointing_func.keywords["preserve_rng_state"] is True
     ids = torch.randint(1, 90, (1, 12))
     for model in (plain, with_dropout):
         torch.manual_seed(3)

@@ -173,13 +173,14 @@ def test_fingerprint_follows_rows_options_and_tokenizer(tmp_path):
     first = fingerprint(tokenizer)
     tokenizer("a b c", truncation=True, max_length=2)
     assert fingerprint(tokenizer) == first
-    others = [fingerprint(build_tokenizer(chat_template=MARKED + " ")), fingerprint(tokenizer, loss_on="all"), fingerprint(tokenizer, max_tokens=99)]
+    changed = [build_tokenizer(chat_template=MARKED + " "), build_tokenizer(chat_template=MARKED, eos_token=None)]
+    others = [*map(fingerprint, changed), fingerprint(tokenizer, loss_on="all"), fingerprint(tokenizer, max_tokens=99)]
     text = path.read_text()
     path.write_text(text.replace("plus 7", "plus 8"))
     others.append(fingerprint(tokenizer))
     os.utime(path, ns=(1, 1))
     others.append(fingerprint(tokenizer))
-    assert len({first, *others}) == 6
+    assert len({first, *others}) == 7
 
 
 def test_dataset_in_files_pickles_as_a_path_and_one_in_memory_whole(tmp_path):

@@ -74,7 +74,7 @@ def test_kinds_that_know_their_columns_read_only_those_wanted(tmp_path):
 
 
 def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
-    content = b'\xef\xbb\xbf{"a": 1}\r\n\n{"a": "\xe2\x80\xa8"}\n \n\xef\xbb\xbf{"a": 3}'
+    content = b'\xef\xbb\xbf{"a": 1}\r\n\n{"a": "\xe2\x80\xa8"}\n\xef\xbb\xbf \r\n\xef\xbb\xbf{"a": 3}'
     (source,) = open_sources(write(tmp_path / "a.jsonl", content))
     assert read(source) == [(1, {"a": 1}), (2, None), (3, {"a": "\u2028"}), (4, None), (5, {"a": 3})]
     assert source.count_rows() == 5

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_fastft.errors import ContextError, OptionError, UnsupportedModelError
+from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.strategies.registry import register_strategies
@@ -174,7 +175,7 @@ def test_status_table_is_logged_and_names_the_backend_that_ran(tmp_path):
         trainer.fit(PlainModule(tiny_llama()), packed_loader())
     table, backend = (call.args[0] for call in log.call_args_list)
     assert re.search(r"packed attention +active", table)
-    assert re.search(r"labelled-row loss +active", table)
+    assert re.search(rf"{HEAD_STATUS} +active", table)
     assert backend == "packed attention ran on: sdpa"
     by_name = {status.name: status for status in trainer.strategy.statuses()}
     assert by_name["packed attention"].reason.endswith("ran: sdpa")

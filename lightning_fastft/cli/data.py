@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fastft.cli import FastFTCLI, take_option
+from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import MissingDependencyError, OptionError
 from lightning_fastft.packing.describe import describe_data, save_length_histogram

@@ -46,7 +46,7 @@ HOSTILE = {
     "command as optimizer": TUNER % "optimizer: {class_path: subprocess.Popen, init_args: {args: [touch, canary]}}",
     "command as scheduler": TUNER % "scheduler: {class_path: os.system, init_args: {command: touch canary}}",
     "command as data": PACKED % "paths: {class_path: subprocess.Popen, init_args: {args: [touch, canary]}}",
-    "command by another name": TUNER % "optimizer: {class_path: lightning_fastft.cli_demo.subprocess.Popen, init_args: {args: [touch, canary]}}",
+    "command by another name": TUNER % "optimizer: {class_path: lightning_fastft.cli.demo.subprocess.Popen, init_args: {args: [touch, canary]}}",
     # Functions of allowed packages that load pickles.
     "pickle as optimizer": TUNER % "optimizer: {class_path: torch.load, init_args: {f: poison.ckpt, weights_only: false}}",
     "pickle by a helper of lightning": TUNER

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_fastft.cli import CONFIG_FOLDER, FastFTCLI
-from lightning_fastft.cli_doctor import LastTable
+from lightning_fastft.cli.doctor import LastTable
+from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI
 from lightning_fastft.demo.files import DemoFiles, write_demo_files
 from lightning_fastft.demo.generator import DemoRows, Row, final_answer, generate_rows
 from lightning_fastft.errors import FastFTError

@@ -1,0 +1,62 @@
+"""The ``fastft`` command: its subcommands, and how it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lightning_fastft.cli.lightning_cli import FastFTCLI, config_names
+from lightning_fastft.errors import FastFTError, OptionError
+
+USAGE = """\
+fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
+
+  fastft fit      --config NAME|FILE [--key value ...]   train
+  fastft validate --config NAME|FILE [--key value ...]   loss, perplexity and token accuracy on the validation data
+  fastft test     --config NAME|FILE [--key value ...]   the same on the test data
+  fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
+  fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
+  fastft demo                                            the whole job on data that it makes itself
+
+Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
+Values that name classes may come from lightning, torch, torchmetrics, peft, transformers' schedulers and lightning_fastft;
+--allow-import my_package adds a package of yours, found from the current folder too.
+All options: fastft fit --help.  Shipped configs: {configs}
+"""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the ``fastft`` command and return its exit status.
+
+    Args:
+        args: Words of the command line without the name of the program; None for those of this process.
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
+        return 0
+    try:
+        return _run(words[0], words[1:])
+    except FastFTError as error:
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        return 1
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command in FastFTCLI.subcommands():
+        FastFTCLI([command, *words])
+        return 0
+    # Imported on use: each brings parts along that the others do not need.
+    if command == "data":
+        from lightning_fastft.cli.data import run_data
+
+        return run_data(words)
+    if command == "doctor":
+        from lightning_fastft.cli.doctor import run_doctor
+
+        return run_doctor(words)
+    if command == "demo":
+        from lightning_fastft.cli.demo import run_demo
+
+        return run_demo(words)
+    raise OptionError(f"Unknown command {command!r}; there are fit, validate, test, data, doctor and demo.")

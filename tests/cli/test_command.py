@@ -1,0 +1,151 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lightning_fastft.cli import main
+from lightning_fastft.cli.doctor import shrink_config
+from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names, find_configs, take_option
+from lightning_fastft.errors import OptionError
+from tests.cli.hostile_configs import BORING
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "hint"),
+    [
+        (["--trainer.max_stps", "2"], "unrecognized arguments: --trainer.max_stps 2", "trainer.max_steps"),
+        (["--model.lerning_rate", "2"], "model: Option 'lerning_rate' is not accepted by lightning_fastft", "learning_rate"),
+        (["--trainer.max_steps", "many"], "trainer.max_steps: Expected a <class 'int'>. Got value: many", ""),
+        (
+            ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpth", "x"],
+            "trainer.callbacks: Option 'dirpth'",
+            "dirpath",
+        ),
+        (["--config", "wrong.yaml"], "Subcommand 'fit' does not accept option 'trainer.max_stps'", "trainer.max_steps"),
+        (["--data.class_path", "nowhere.Data"], "data: a config may not import 'nowhere.Data'", ""),
+    ],
+)
+def test_wrong_argument_answers_with_the_reason_first(words, reason, hint, folder, answer):
+    (folder / "wrong.yaml").write_text("trainer: {max_stps: 2}\n")
+    status, text = answer(["fit", "--model.model", "x", "--data.paths", "y", *words])
+    lines = text.splitlines()
+    assert status == 2
+    assert lines[0].startswith(f"error: {reason}")
+    assert len(lines) <= 3
+    assert not hint or f"did you mean {hint}?" in lines[1]
+
+
+def test_refused_value_answers_with_the_reason(folder, answer):
+    status, text = answer(["fit", "--model.model", "x", "--data.paths", "y", "--data.max_tokens", "-1"])
+    assert status == 1
+    assert "max_tokens must be" in text
+    assert "Traceback" not in text
+
+
+def test_help_names_every_command_and_config(capsys, answer):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    for word in ("fit", "validate", "test", "data", "doctor", "demo", *config_names()):
+        assert word in text
+    assert answer(["frobnicate"]) == (
+        1,
+        "error: OptionError: Unknown command 'frobnicate'; there are fit, validate, test, data, doctor and demo.\n",
+    )
+
+
+def test_configs_are_found_by_name_and_by_path(folder):
+    (folder / "demo.yaml").write_text("")
+    assert find_configs(["--config", "demo.yaml", "--x", "demo"]) == ["--config", "demo.yaml", "--x", "demo"]
+    assert find_configs(["-c", "demo", "--config=qlora_qwen3_8b"]) == [
+        "-c",
+        str(CONFIG_FOLDER / "demo.yaml"),
+        f"--config={CONFIG_FOLDER / 'qlora_qwen3_8b.yaml'}",
+    ]
+    with pytest.raises(OptionError, match="Did you mean qlora_qwen3_8b"):
+        find_configs(["--config", "qlora_qwen_8b"])
+
+
+def test_own_options_are_taken_from_the_arguments():
+    assert take_option(["--a", "--out=x", "b"], "--out", default="y") == ("x", ["--a", "b"])
+    assert take_option(["--a"], "--out", default="y") == ("y", ["--a"])
+    with pytest.raises(OptionError, match="needs a value"):
+        take_option(["--out"], "--out", default="y")
+
+
+def tiny_words(demo_files) -> list[str]:
+    return [
+        *(
+            "--config",
+            "demo",
+            "--model.model",
+            str(demo_files.model),
+            "--data.paths",
+            str(demo_files.train),
+            "--data.val_paths",
+            str(demo_files.validation),
+        ),
+        *("--data.max_tokens", "1024", "--data.cache_dir", "null", "--data.show_progress", "false", "--data.num_proc", "1"),
+        *("--trainer.max_steps", "3", "--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_model_summary", "false"),
+    ]
+
+
+@pytest.mark.slow
+def test_fit_trains_and_saves_its_config(folder, demo_files):
+    run = FastFTCLI(["fit", *tiny_words(demo_files), "--trainer.default_root_dir", "out"])
+    assert run.trainer.global_step == 3
+    assert type(run.trainer.strategy).__name__ == "FastFTStrategy"
+    assert (folder / "out" / "config.yaml").is_file()
+    assert main(["fit", *tiny_words(demo_files), "--trainer.default_root_dir", "out"]) == 0, "a second run may overwrite the saved config"
+
+
+@pytest.mark.slow
+def test_settings_of_a_checkpoint_do_not_override_the_command_line(folder, demo_files):
+    first = FastFTCLI(["fit", *tiny_words(demo_files)])
+    first.trainer.save_checkpoint("a.ckpt")
+    second = FastFTCLI(["validate", *tiny_words(demo_files), "--model.warmup_share", "0.5", "--ckpt_path", "a.ckpt"])
+    assert second.model.warmup_share == 0.5
+
+
+@pytest.mark.slow
+def test_data_describes_without_training(folder, demo_files, capsys):
+    assert main(["data", *tiny_words(demo_files), "--out", "pictures"]) == 0
+    text = capsys.readouterr().out
+    assert "40 rows, 40 examples" in text
+    assert "fill" in text
+    assert "⟦" in text
+    assert (folder / "pictures" / "lengths.png").is_file()
+
+
+@pytest.mark.slow
+def test_doctor_shows_what_is_active_without_the_data(folder, demo_files, capsys):
+    words = ["--config", "lora_qwen3_0.6b", "--model.model", str(demo_files.model), "--model.dtype", "bfloat16", "--trainer.accelerator", "cpu"]
+    assert main(["doctor", *words]) == 0
+    text = capsys.readouterr().out
+    assert "packed attention" in text
+    assert "ran: " in text
+    assert re.search(r"adapter shadows +active", text)
+    assert list(folder.iterdir()) == []
+
+
+def test_doctor_refuses_modules_that_it_cannot_shrink(folder, answer):
+    (folder / "config.yaml").write_text(BORING)
+    status, text = answer(["doctor", "--config", "config.yaml"])
+    assert status == 1
+    assert "miniature" in text
+
+
+def test_miniature_keeps_every_kind_of_layer():
+    config = {"num_hidden_layers": 12, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6, "num_experts": 64}
+    small = shrink_config(config)
+    assert small["num_hidden_layers"] == len(small["layer_types"]) == 6
+    assert set(small["layer_types"]) == set(config["layer_types"])
+    assert small["num_experts"] == 8
+    assert shrink_config({"text_config": config, "vision_config": {}})["text_config"] == small
+
+
+@pytest.mark.slow
+def test_command_runs_as_a_process(folder):
+    done = subprocess.run([sys.executable, "-m", "lightning_fastft", "fit", "--trainer.max_stps=2"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "did you mean trainer.max_steps?" in done.stderr
