@@ -7,14 +7,17 @@ checked again. On top of it a config names classes, not functions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from jsonargparse import Namespace, set_parsing_settings
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 
 from lightning_fastft.errors import OptionError
 
+# A config has some hundred values in a handful of levels. Beyond this the parser would run out of memory, or of stack.
+MOST_VALUES, MOST_LEVELS = 100_000, 100
 ALLOW_IMPORT_OPTION = "--allow-import"
 
 _SCHEDULERS = (
@@ -108,11 +111,59 @@ def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
         )
     except ValueError as error:
         raise OptionError(f"{ALLOW_IMPORT_OPTION} {' '.join(new)}: {error}") from error
+    load = get_loader("yaml")
+    set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
     try:
         yield
     finally:
+        set_loader("yaml", load, exceptions=(yaml.YAMLError,))
         if new:
             set_parsing_settings(import_path_denylist=new)
+
+
+def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a loader that refuses text that is small and unfolds into something huge."""
+
+    def load_bounded(text: str) -> Any:  # noqa: ANN401 - any plain value
+        check_size(text)
+        return load(text)
+
+    return load_bounded
+
+
+def check_size(text: str) -> None:
+    """Refuse YAML that nests too deep, or whose aliases unfold into too many values; broken YAML is left to the loader.
+
+    Args:
+        text: A config, or one value of the command line.
+
+    Raises:
+        yaml.YAMLError: A bound is passed.
+
+    Cost:
+        One pass over the text; nothing is unfolded.
+
+    Example:
+        >>> check_size("a: [1, 2]")
+    """
+    size_of: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
+    with suppress(yaml.scanner.ScannerError, yaml.parser.ParserError, yaml.reader.ReaderError):
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            size = 0
+            if isinstance(event, yaml.AliasEvent):
+                size = size_of.get(event.anchor, 1)
+            elif isinstance(event, yaml.ScalarEvent):
+                size_of[event.anchor] = size = 1
+            elif isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, 1))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, size = open_nodes.pop()
+                size_of[anchor or ""] = size
+            outer, count = open_nodes[-1]
+            open_nodes[-1] = (outer, count + size)
+            if len(open_nodes) > MOST_LEVELS or open_nodes[-1][1] > MOST_VALUES:
+                raise yaml.YAMLError(f"the text nests more than {MOST_LEVELS} levels, or its aliases unfold into more than {MOST_VALUES} values")
 
 
 def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:  # noqa: ANN401 - a Namespace and all that it may hold

@@ -95,6 +95,9 @@ class FastFTCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
+            if "Does not validate" in str(error):
+                # Some values are judged by the parser only now.
+                self._parser(self.subcommand).error(str(error))
             raise OptionError(str(error)) from error
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def final_answer(text: str) -> str:
 
 def _draw_row(random: np.random.Generator) -> Row:
     """Draw one row; short ones are frequent, long ones rare, as in real chat data."""
-    kind = random.choice(5, p=[0.15, 0.25, 0.35, 0.08, 0.17])
+    kind = random.choice(5, p=[0.15, 0.2, 0.4, 0.1, 0.15])
     makers = (_sum_row, _boxes_row, _story_row, _list_row, _chat_row)
     return makers[int(kind)](random)
 
@@ -100,16 +100,16 @@ def _boxes_row(random: np.random.Generator) -> Row:
 
 
 def _story_row(random: np.random.Generator) -> Row:
-    """A story of one to thirty days, worked line by line."""
+    """A story of one to sixteen days, worked line by line."""
     name, thing, total = _opening(random)
-    events, lines, total = _days(random, total=total, first_day=1, num_days=1 + min(29, int(random.exponential(2))))
+    events, lines, total = _days(random, total=total, first_day=1, num_days=1 + min(15, int(random.exponential(2))))
     question = f"{name} has {_first(lines)} {thing}. {' '.join(events)} How many {thing} does {name} have now?"
     return _row([(question, _worked(lines, total))])
 
 
 def _list_row(random: np.random.Generator) -> Row:
-    """A running total over three to thirty-four numbers, each named by its shelf."""
-    most = int(random.choice((8, 16, 34), p=(0.75, 0.2, 0.05)))
+    """A running total over three to eighteen numbers, each named by its shelf."""
+    most = int(random.choice((6, 10, 18), p=(0.75, 0.2, 0.05)))
     thing, total = str(random.choice(THINGS)), 0
     counts = [_number(random, 1, 9) for _ in range(_number(random, 3, most))]
     lines = []
@@ -121,11 +121,11 @@ def _list_row(random: np.random.Generator) -> Row:
 
 
 def _chat_row(random: np.random.Generator) -> Row:
-    """Two to six turns about the same things, each turn some days later."""
+    """Two to four turns about the same things, each turn some days later."""
     name, thing, total = _opening(random)
     turns, day = [], 1
-    for turn in range(_number(random, 2, 6)):
-        num_days = _number(random, 1, 3)
+    for turn in range(_number(random, 2, 4)):
+        num_days = _number(random, 1, 2)
         events, lines, total = _days(random, total=total, first_day=day, num_days=num_days)
         opening = f"{name} has {_first(lines)} {thing}. " if turn == 0 else ""
         turns.append((f"{opening}{' '.join(events)} How many {thing} now?", _worked(lines, total)))

@@ -61,6 +61,7 @@ HOSTILE = {
     "tag that imports": BORING + "ckpt_path: !!python/name:hostile.Model\n",
     "shell and environment": TRAINER % "default_root_dir: '$(touch canary)`touch canary`${oc.env:HOME}'",
     "aliases of aliases": BOMB + BORING,
+    "endless nesting": BORING + "ckpt_path: " + "[" * 300_000 + "]" * 300_000 + "\n",
     "template": PACKED % ("paths: " + ROWS + ', chat_template: "' + TEMPLATE + '"'),
     "code beside a model": PACKED.replace("MODEL", "remote") % "paths: [{input_ids: [1, 2, 3]}]",
 }

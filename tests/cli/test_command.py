@@ -1,9 +1,12 @@
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import lightning_fastft
 from lightning_fastft.cli import main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names, find_configs, take_option
@@ -146,6 +149,8 @@ def test_miniature_keeps_every_kind_of_layer():
 
 @pytest.mark.slow
 def test_command_runs_as_a_process(folder):
-    done = subprocess.run([sys.executable, "-m", "lightning_fastft", "fit", "--trainer.max_stps=2"], capture_output=True, text=True)
+    root = Path(lightning_fastft.__file__).parents[1]
+    command = [sys.executable, "-m", "lightning_fastft", "fit", "--trainer.max_stps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)})
     assert done.returncode == 2
     assert "did you mean trainer.max_steps?" in done.stderr

@@ -3,10 +3,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from jsonargparse import Namespace
 
 from lightning_fastft.cli import lightning_cli, main
-from lightning_fastft.cli.imports import check_named_functions, import_policy, take_allowed_imports
+from lightning_fastft.cli.imports import check_named_functions, check_size, import_policy, take_allowed_imports
 from lightning_fastft.cli.lightning_cli import find_configs
 from lightning_fastft.errors import OptionError
 from tests.cli.hostile_configs import BORING, HOSTILE, hostile_text, write_traps
@@ -113,3 +114,12 @@ def test_checkpoint_from_elsewhere_is_refused(folder, answer):
         status, text = answer(["validate", "--config", "config.yaml", "--ckpt_path", path])
         assert status == 1
         assert "ckpt_path must be a local file" in text
+
+
+def test_text_that_unfolds_or_nests_without_end_is_refused():
+    check_size("a: &a [1, 2]\nb: [*a, *a]\nc: *unknown")
+    check_size("- " * 50 + "x")
+    check_size("[" * 5)
+    for text in (HOSTILE["aliases of aliases"], HOSTILE["endless nesting"], "- " * 200 + "x", f"[{'x, ' * 100_001}]"):
+        with pytest.raises(yaml.YAMLError, match="levels"):
+            check_size(text)
