@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The measured part of issue 2 on one lent H200, in calls of under 560 s each; run from the repository root after `. .whl/setup.sh`:
+# The published measurements on one H200, in calls of under 560 s each; run from the repository root:
 #   bash benchmarks/gpu_session.sh main      14B: plain and ours on all labels (the bars)                      about 420 s
 #   bash benchmarks/gpu_session.sh peers     14B: Unsloth and TRL; builds again on a fresh machine             about 420 s
 #   bash benchmarks/gpu_session.sh metadata  14B: metadata built in every layer or once; then the small models  about 480 s

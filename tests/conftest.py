@@ -16,6 +16,14 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """Lightning's DDP leaves its process group behind; the next test must not meet it."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def pytest_collection_modifyitems(items):
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:

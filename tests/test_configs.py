@@ -81,5 +81,5 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     run = FastFTCLI(["fit", "--config", name, *words])
     assert run.trainer.global_step == 1
     states = {status.name: status.state for status in run.trainer.strategy.statuses()}
-    assert states["packed attention"] == states["labelled-row loss"] == "active"
+    assert states["packed attention"] == states["loss head"] == "active"
     assert run.model.quantization == ("nf4" if name.startswith(("qlora", "long_context")) else None)

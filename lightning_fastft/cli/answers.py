@@ -25,7 +25,8 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
         program: The command whose ``--help`` lists the options.
 
     Example:
-        >>> print(explain_refusal("unrecognized arguments: --trainer.max_stps 2", options=["trainer.max_steps"], program="fastft fit"))
+        >>> reason = "unrecognized arguments: --trainer.max_stps 2"
+        >>> print(explain_refusal(reason, options=["trainer.max_steps"], program="fastft fit"), end="")
         error: unrecognized arguments: --trainer.max_stps 2
         hint: did you mean trainer.max_steps?
         hint: all options: fastft fit --help
@@ -52,7 +53,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
         hint = f"hint: did you mean {near[0]}?\n" if near else ""
         return f"error: {where}{reason}{f' by {owner}' if owner else ''}\n{hint}{last_line}"
 
-    kept = [line for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
+    kept = [line.removeprefix("- ") for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
     return f"error: {where}{' '.join(kept) or message.strip()}\n{last_line}"
 
 

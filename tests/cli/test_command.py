@@ -41,8 +41,8 @@ def test_wrong_argument_answers_with_the_reason_first(words, reason, hint, folde
 
 def test_refused_value_answers_with_the_reason(folder, answer):
     status, text = answer(["fit", "--model.model", "x", "--data.paths", "y", "--data.max_tokens", "-1"])
-    assert status == 1
-    assert "max_tokens must be" in text
+    assert status == 2
+    assert text.startswith("error: max_tokens must be at least 2, got -1.")
     assert "Traceback" not in text
 
 
