@@ -89,22 +89,22 @@ def train_tokenizer(rows: Iterable[Row], *, vocab_size: int) -> Tokenizer:
 
 
 def model_config(*, vocab_size: int, end_id: int, pad_id: int) -> dict[str, object]:
-    """Return the configuration of a Qwen3 model of about a million parameters, which two CPU cores train in minutes."""
+    """Return the configuration of a Qwen3 model of 0.65 million parameters, which two CPU cores train in minutes."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": vocab_size,
         "hidden_size": 128,
         "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "num_hidden_layers": 3,
+        # Many narrow heads and large first weights learn soonest to look numbers up in the question.
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "initializer_range": 0.1,
         "max_position_embeddings": 4096,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        # Narrow layers learn to look things up sooner from larger weights: loss 0.89 against 1.17 after 100 steps with the usual 0.02.
-        "initializer_range": 0.06,
         "bos_token_id": None,
         "eos_token_id": end_id,
         "pad_token_id": pad_id,

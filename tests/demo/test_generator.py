@@ -45,7 +45,7 @@ def test_chats_alternate_and_begin_with_a_question(rows):
     for row in rows.train:
         roles = [message["role"] for message in row["messages"]]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
-    assert max(len(row["messages"]) for row in rows.train) == 12
+    assert max(len(row["messages"]) for row in rows.train) == 8
 
 
 def test_rows_have_very_different_lengths_and_fit_the_packs_of_the_config(rows, tmp_path):
@@ -53,8 +53,8 @@ def test_rows_have_very_different_lengths_and_fit_the_packs_of_the_config(rows, 
     tokenizer = AutoTokenizer.from_pretrained(files.model)
     texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in (*rows.train, *rows.validation)]
     length_N = np.array([len(ids) for ids in tokenizer(texts)["input_ids"]])
-    assert length_N.max() <= 1024
-    assert length_N.max() > 15 * length_N.min()
+    assert length_N.max() <= 512
+    assert length_N.max() > 12 * length_N.min()
     assert np.percentile(length_N, 95) > 4 * np.percentile(length_N, 10)
 
 
