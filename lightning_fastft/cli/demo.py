@@ -89,11 +89,11 @@ def _say(text: str) -> None:
 
 
 def _show_answers(model: Any, rows: DemoRows) -> int:  # noqa: ANN401 - FineTuner, or what a user names in its place
-    """Show the first questions of growing length beside the right answers; return how many of all were answered right."""
+    """Show a short, a middling and a long question beside its right answer; return how many of all were answered right."""
     asked = sorted(rows.validation, key=_answer_length)[:: max(1, len(rows.validation) // NUM_ANSWERED)][:NUM_ANSWERED]
     written = model.generate([row["messages"][:1] for row in asked], max_new_tokens=300, do_sample=False)
     right = [final_answer(text) == final_answer(row["messages"][1]["content"]) for text, row in zip(written, asked)]
-    for number in range(0, NUM_ANSWERED * 3 // 4, NUM_ANSWERED // 4)[:NUM_SHOWN]:
+    for number in range(NUM_ANSWERED // (2 * NUM_SHOWN), NUM_ANSWERED, NUM_ANSWERED // NUM_SHOWN):
         question, answer = asked[number]["messages"][0]["content"], asked[number]["messages"][1]["content"]
         _say(f"\nQ: {question}\nModel: {written[number]}\nRight: {answer}".replace("\n", "\n  ").strip())
     return sum(right)

@@ -103,8 +103,8 @@ def build_model(
         MissingDependencyError: quantization needs bitsandbytes and it is not installed.
 
     Cost:
-        One read of the weights, one reduction over them on the device and one host wait. A random model is made block by block: peak memory is the
-        finished model plus one block.
+        One read of the weights (two where they are quantised), one reduction over them on the device and one host wait. A random model is made block
+        by block: peak memory is the finished model plus one block.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314, through bitsandbytes.
@@ -115,6 +115,8 @@ def build_model(
         if source.init == "random":
             model = _initialise(source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed)
         else:
+            if quantization is not None:
+                _check_files_finite(source, device=device)
             model = _read(source, device=device, dtype=dtype, quantization_config=quantization_config)
     if quantization is not None:
         _check_nf4_layers(model, name=source.name)
@@ -125,7 +127,7 @@ def build_model(
 def check_finite(model: nn.Module, *, name: str) -> None:
     """Refuse weights that hold NaN or infinity.
 
-    Quantised weights are judged by their scales: infinity always shows there, NaN where the quantisation kernel carries it along.
+    Quantised weights are judged by their scales, which show infinity but on CUDA no NaN: files are judged before they are quantised.
 
     Raises:
         DataError: A weight is not finite; the message names the tensors.
@@ -139,12 +141,53 @@ def check_finite(model: nn.Module, *, name: str) -> None:
             if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
                 names.append(parameter_name)
                 tensors.append(tensor.detach())
-    if not tensors:
-        return
     # The largest magnitude carries NaN and infinity along and needs no copy of the weights.
-    largest = torch.stack([torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) for tensor in tensors])
-    is_finite = torch.isfinite(largest).tolist()
-    broken = list(dict.fromkeys(name for name, finite in zip(names, is_finite) if not finite))
+    _refuse_not_finite(names, [_largest(tensor) for tensor in tensors], name=name)
+
+
+def _check_files_finite(source: ModelSource, *, device: torch.device) -> None:
+    """Refuse NaN and infinity in the files of a checkpoint: once quantised on CUDA, a NaN leaves no trace."""
+    from safetensors import safe_open
+
+    names, largest = [], []
+    for path in _weight_files(source):
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                tensor = file.get_tensor(key)
+                if tensor.is_floating_point() and tensor.numel():
+                    names.append(key)
+                    largest.append(_largest(tensor))
+    _refuse_not_finite(names, largest, name=source.name)
+
+
+def _weight_files(source: ModelSource) -> list[str]:
+    """Return the safetensors files of a folder or hub id under their standard names; none where it has others, which loading itself refuses."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    options = {"revision": source.revision or "main"}
+    silent = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    single = cached_file(source.model, SAFE_WEIGHTS_NAME, **options, **silent)
+    if single is not None:
+        return [single]
+    index = cached_file(source.model, SAFE_WEIGHTS_INDEX_NAME, **options, **silent)
+    return [] if index is None else get_checkpoint_shard_files(source.model, index, **options)[0]
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
+
+
+def _refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: str) -> None:
+    """Raise for those names whose largest magnitude is not finite; one host wait."""
+    if not largest:
+        return
+    is_finite = torch.isfinite(torch.stack(largest)).tolist()
+    broken = list(dict.fromkeys(tensor_name for tensor_name, finite in zip(names, is_finite) if not finite))
     if broken:
         raise DataError(f"Weights of {name} hold NaN or infinity in {_list_names(broken)}. Fetch the files again or check the checkpoint.")
 
