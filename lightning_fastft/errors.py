@@ -32,6 +32,10 @@ class UnsupportedModelError(FastFTError, RuntimeError):
     """A model family cannot be served exactly; the message names the reason and the alternative."""
 
 
+class HostMemoryError(FastFTError, RuntimeError):
+    """The host cannot give or pin the memory that offloaded tensors need."""
+
+
 class BackendError(FastFTError, RuntimeError):
     """An attention or kernel backend cannot do what was asked; the message names those that can."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from lightning_fastft.errors import OptionError
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.models.swap import SwapLedger, share_state
+from lightning_fastft.models.values import find_session, unneeded, value_name
 from lightning_fastft.status import Status
 
 STATUS_NAME = "adapter shadows"
@@ -116,17 +118,26 @@ class _ShadowForward:
         name = None if args or kwargs else _plain_adapter(self, x, dtype=shadows.compute_dtype)  # type: ignore[arg-type]
         if name is None:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        base = self.base_layer(x)  # type: ignore[attr-defined]
         lora_A, lora_B = self.lora_A[name], self.lora_B[name]  # type: ignore[attr-defined]
-        return lora_addmm(
-            base,
-            self.lora_dropout[name](x),  # type: ignore[attr-defined]
-            lora_A.weight,
-            lora_B.weight,
-            scale=self.scaling[name],  # type: ignore[attr-defined]
-            shadow_a_RD=shadows.read(lora_A),
-            shadow_b_NR=shadows.read(lora_B),
-        )
+        add_low_rank = functools.partial(
+            lora_addmm, a_RD=lora_A.weight, b_NR=lora_B.weight, scale=self.scaling[name],  # type: ignore[attr-defined]
+            shadow_a_RD=shadows.read(lora_A), shadow_b_NR=shadows.read(lora_B),
+        )  # fmt: skip
+        session = find_session(self)  # type: ignore[arg-type]
+        if session is None or not session.is_replay:
+            return add_low_rank(self.base_layer(x), self.lora_dropout[name](x))  # type: ignore[attr-defined]
+        point = value_name(self)  # type: ignore[arg-type]
+        # A trained base saves tensors of its own, so it has to run.
+        is_unneeded = session.is_last(point) and not any(parameter.requires_grad for parameter in self.base_layer.parameters())  # type: ignore[attr-defined]
+        base = unneeded(x, lora_B.weight.shape[0]) if is_unneeded else self.base_layer(x)  # type: ignore[attr-defined]
+        dropped = self.lora_dropout[name](x)  # type: ignore[attr-defined]
+        with session.watch_end(point):
+            out = add_low_rank(base, dropped)
+        if is_unneeded:
+            # The second run went on, so somebody may read the output after all.
+            with torch.no_grad():
+                out.data = add_low_rank(self.base_layer(x), dropped)  # type: ignore[attr-defined]
+        return out
 
 
 class LoraLinear(_ShadowForward, PeftLinear):

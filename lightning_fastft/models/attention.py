@@ -18,6 +18,7 @@ from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.models.families import FAMILIES, check_servable, decoder_layers, text_config_key
 from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.models.values import ATTENTION_VALUE, find_session
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.status import Status
 
@@ -175,15 +176,13 @@ def attend(
 
     _check_packable(module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context)
     if torch.is_autocast_enabled(query.device.type):
-        # As scaled_dot_product_attention does: rotary angles leave queries and keys wider than values.
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if torch.is_autocast_enabled(query.device.type):
         # As autocast does for scaled_dot_product_attention: normalised queries and keys arrive in float32, values do not.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    session = find_session(module)
     out_THW = packed_attention(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
         context=context, scale=scale, window=sliding_window, softcap=softcap, sink_H=s_aux, backend=context.attention_backend,
+        remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
     )  # fmt: skip
     return out_THW[None], None
 

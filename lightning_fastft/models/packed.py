@@ -11,6 +11,7 @@ from lightning_fastft.models.families import check_servable, decoder_layers, fin
 from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
 from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.models.values import install_value_points
 from lightning_fastft.offload.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status
@@ -59,6 +60,7 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
         found = [install_attention(model, ledger), install_head(model, ledger)]
         if checkpointing is not None:
             found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
+            install_value_points(model, layers, checkpointing.segments_of(), ledger)
         # With several models in one module the table says whose status it is.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers

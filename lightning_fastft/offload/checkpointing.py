@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_fastft.checks import check_choice
+from lightning_fastft.checks import check_choice, check_float, check_int
 from lightning_fastft.errors import OptionError, SwapError
+from lightning_fastft.offload.segments import Segment
+from lightning_fastft.offload.stack import SegmentStack, StackOptions
+from lightning_fastft.offload.step import Plan
 from lightning_fastft.status import Status
 
-Policy = Literal["keep", "recompute"]
-_POLICIES = ("keep", "recompute")
-_LATER_POLICIES = ("offload", "auto")
+Policy = Literal["auto", "keep", "offload", "recompute"]
+_POLICIES = ("auto", "keep", "offload", "recompute")
 STATUS_NAME = "activations"
+
+logger = logging.getLogger(__name__)
 
 
 class Ledger(Protocol):
@@ -25,58 +29,91 @@ class Ledger(Protocol):
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:  # noqa: ANN401 - any attribute of any instance
         """Set an attribute of one instance and remember the old value."""
 
+    def add_undo(self, undo: Callable[[], None]) -> None:
+        """Record how to take back a change made by other means."""
+
 
 class OffloadCheckpointing:
-    """Decide per decoder layer whether its activations are kept or recomputed in the backward.
+    """Decide per decoder layer whether its activations are kept, held in part, sent to pinned host memory, or recomputed.
 
-    Works through the layer's own checkpointing attributes (``gradient_checkpointing`` and ``_gradient_checkpointing_func``, as the decoder layers of
-    transformers have them), so no class and no source is touched. Gradients are bit-equal for every policy when the kernels are deterministic. Inert
-    in evaluation mode and where no gradients are recorded.
+    Owns one pinned slab, fixed staging slots and two copy streams per model; the copies of a layer are under way before its backward begins. Works
+    through the layer's own checkpointing attributes (``gradient_checkpointing`` and ``_gradient_checkpointing_func``, as the decoder layers of
+    transformers have them) or, for any other module, through its instance's ``forward``, so no class and no source is touched. Gradients are
+    bit-equal for every policy when the kernels are deterministic. Inert in evaluation mode and where no gradients are recorded.
 
     Args:
-        policy: "keep" holds every activation; "recompute" holds the input of each decoder layer and runs the layer again in the backward.
+        policy: "keep" holds every activation. "recompute" holds the input of each layer and runs the layer again in the backward. "offload" is the
+            same with the inputs in pinned host memory. "auto" measures the first three steps, in which it recomputes, and then holds on the device
+            what is dearest to recompute, sends to the host what hides under compute, and recomputes the rest; on a CPU it keeps.
+        vram_budget: Device memory for everything, in GiB, that "auto" may fill; "auto" is what the process has plus 90 % of what is free.
+        host_budget: Pinned host memory in GiB; "auto" is half of what the host has available.
+        buffers: Staging slots: 2 fetches one layer ahead, 1 is the serial form (a control), more fetch further ahead.
 
     Raises:
-        OptionError: The policy is unknown, or not available yet ("offload", "auto").
+        OptionError: A value is not allowed.
 
     Example:
         >>> OffloadCheckpointing("recompute").describe()
         'recompute: the input of each decoder layer is held, the layer runs again in the backward'
     """
 
-    def __init__(self, policy: Policy = "keep") -> None:
-        if policy in _LATER_POLICIES:
-            raise OptionError(f"policy={policy!r} is not available yet; this version has 'keep' and 'recompute'.")
+    def __init__(
+        self,
+        policy: Policy = "auto",
+        *,
+        vram_budget: float | Literal["auto"] = "auto",
+        host_budget: float | Literal["auto"] = "auto",
+        buffers: int = 2,
+    ) -> None:
         self.policy = check_choice("policy", policy, _POLICIES)
+        if policy != "auto" and vram_budget != "auto":
+            raise OptionError(f"vram_budget={vram_budget!r} is what policy 'auto' plans for; policy {policy!r} has no use for it.")
+        self.options = StackOptions(
+            policy=policy,
+            vram_budget_bytes=_read_gib("vram_budget", vram_budget),
+            host_budget_bytes=_read_gib("host_budget", host_budget),
+            buffers=check_int("buffers", buffers, low=1, high=8),
+        )
+        self.stacks: list[SegmentStack] = []
+        self._last_description = self.describe()
+        # Set by who owns the plugin: where plans are reported, what will be resident later, and how ranks agree on one plan.
+        self.report: Callable[[str], None] = logger.info
+        self.extra_bytes: Callable[[], int] = _nothing
+        self.agree: Callable[[Plan], Plan] = _own_plan
 
     def __repr__(self) -> str:
         return f"OffloadCheckpointing({self.policy!r})"
 
     def describe(self) -> str:
         """Return in one line what happens to activations."""
-        if self.policy == "keep":
-            return "keep: every activation is held, nothing is recomputed"
-        return "recompute: the input of each decoder layer is held, the layer runs again in the backward"
+        return {
+            "keep": "keep: every activation is held, nothing is recomputed",
+            "recompute": "recompute: the input of each decoder layer is held, the layer runs again in the backward",
+            "offload": "offload: the input of each decoder layer goes to pinned memory, the layer runs again in the backward",
+            "auto": "auto: planned from the first steps; held, on the host or recomputed, layer by layer",
+        }[self.policy]
 
     def attach(self, layers: Sequence[nn.Module], ledger: Ledger, *, stacks: Iterable[nn.Module] = ()) -> Status:
         """Put the policy into effect on these decoder layers, until the ledger is undone.
 
         Args:
-            layers: Decoder layers with the attribute ``gradient_checkpointing``, in order.
+            layers: Decoder layers, in the order in which they run.
             ledger: Where every change is written down.
-            stacks: Modules around the layers that carry the same flag; it keeps them from building a key/value cache in training.
+            stacks: Modules around the layers that carry the checkpointing flag of transformers; it keeps them from building a key/value cache.
 
         Returns:
             What is active.
 
         Raises:
-            SwapError: There is no layer, or one has no checkpointing attributes.
+            SwapError: There is no layer.
             OptionError: Policy "keep" meets a model that recomputes already: this plugin is the only switch.
 
         Cost:
-            "recompute": one more forward of the layers per backward. No host synchronisation.
+            "recompute": one more forward of the layers per backward, without what only their output needs. "offload": that, and copies beside the
+            compute stream. "auto": as planned. No host synchronisation in a step but one, when "auto" reads its measurements.
         """
-        _check_layers(layers)
+        if not layers:
+            raise SwapError("There is no decoder layer to attach activation checkpointing to.")
         stacks = list(stacks)
         checkpointed = [module for module in [*layers, *stacks] if getattr(module, "gradient_checkpointing", False)]
         if self.policy == "keep":
@@ -87,43 +124,84 @@ class OffloadCheckpointing:
                     'activations=OffloadCheckpointing("recompute").'
                 )
             return Status(STATUS_NAME, "active", self.describe())
-
-        is_random = any(_is_random(module) for layer in layers for module in layer.modules())
-        # Plain where no gradients are recorded: torch's checkpoint sees to that.
-        run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=is_random)
-        for module in [*layers, *stacks]:
-            ledger.set_attribute(module, "_gradient_checkpointing_func", run_again)
+        stack = SegmentStack(
+            layers,
+            self.options,
+            report=lambda text: self.report(text),
+            extra_bytes=lambda: self.extra_bytes(),
+            agree=lambda plan: self.agree(plan),
+        )
+        self.stacks.append(stack)
+        ledger.add_undo(functools.partial(self._detach, stack))
+        for layer, segment in zip(layers, stack.segments):
+            _take_over(layer, segment.run, ledger)
+        for module in stacks:
             ledger.set_attribute(module, "gradient_checkpointing", True)
         taken_over = ", taken over from the model's own checkpointing" if checkpointed else ""
         return Status(STATUS_NAME, "active", f"{self.describe()}; {len(layers)} layers{taken_over}")
 
+    def segments_of(self, number: int = -1) -> list[Segment]:
+        """Return the segments of a stack, by default of the one attached last; none under policy "keep"."""
+        return self.stacks[number].segments if self.stacks and self.policy != "keep" else []
+
+    def status(self) -> Status:
+        """Return what is in effect now, plans included."""
+        if self.stacks:
+            self._last_description = f"{self.policy}: " + " | ".join(stack.describe() for stack in self.stacks)
+        return Status(STATUS_NAME, "active", self._last_description)
+
+    def step_down(self) -> bool:
+        """Plan again with less after the device ran out of memory; return whether any stack could."""
+        return any(stack.step_down() for stack in self.stacks)
+
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
-        """Refuse layers in evaluation mode, where their own code never recomputes.
+        """Refuse layers in evaluation mode, where the code of transformers never recomputes.
 
         Raises:
-            OptionError: The policy is "recompute" and a layer is in evaluation mode.
+            OptionError: The policy is not "keep" and a layer is in evaluation mode.
         """
         idle = [layer for layer in layers if not layer.training]
-        if self.policy == "recompute" and idle:
+        if self.policy != "keep" and idle:
             raise OptionError(
                 f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where transformers recomputes "
                 "nothing: it loads models in that mode and Lightning keeps it: call .train() on the model once after loading it."
             )
 
-
-def _check_layers(layers: Sequence[nn.Module]) -> None:
-    if not layers:
-        raise SwapError("There is no decoder layer to attach activation checkpointing to.")
-    for number, layer in enumerate(layers):
-        if not hasattr(layer, "gradient_checkpointing"):
-            raise SwapError(
-                f"Decoder layer {number} ({type(layer).__name__}) has no attribute 'gradient_checkpointing'; layers must have the checkpointing "
-                "attributes of transformers' GradientCheckpointingLayer."
-            )
+    def _detach(self, stack: SegmentStack) -> None:
+        self.status()
+        stack.close_engine()
+        self.stacks.remove(stack)
 
 
-def _is_random(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training: dropout, or router noise, above 0."""
-    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-        return True
-    return any(isinstance(value, float) and value > 0 and ("dropout" in name or "jitter" in name) for name, value in vars(module).items())
+def _take_over(layer: nn.Module, run: Callable[..., Any], ledger: Ledger) -> None:
+    """Have a layer run through its segment."""
+    if hasattr(layer, "gradient_checkpointing"):
+        ledger.set_attribute(layer, "_gradient_checkpointing_func", run)
+        ledger.set_attribute(layer, "gradient_checkpointing", True)
+        return
+    own_forward = layer.forward
+
+    @functools.wraps(own_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the layer's own signature
+        if not layer.training:
+            return own_forward(*args, **kwargs)
+        return run(functools.partial(own_forward, **kwargs), *args)
+
+    ledger.set_attribute(layer, "forward", forward)
+
+
+def _read_gib(name: str, value: float | str) -> int | None:
+    """Return a budget in bytes; None for "auto"."""
+    if value == "auto":
+        return None
+    if isinstance(value, str):
+        raise OptionError(f"{name} must be 'auto' or a number of GiB, got {value!r}.")
+    return int(check_float(name, value, low=0.0) * 2**30)
+
+
+def _nothing() -> int:
+    return 0
+
+
+def _own_plan(plan: Plan) -> Plan:
+    return plan

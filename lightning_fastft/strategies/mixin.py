@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
-from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses
+from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, missing_optimizer_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,7 +28,7 @@ class FastFTStrategyMixin(_Base):
     then.
 
     Args:
-        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("keep")``.
+        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
         **kwargs: What the strategy underneath takes.
 
@@ -38,7 +38,7 @@ class FastFTStrategyMixin(_Base):
 
     def __init__(self, *, activations: OffloadCheckpointing | None = None, attention: str = "auto", **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(**kwargs)
-        self.checkpointing = activations if activations is not None else OffloadCheckpointing()
+        self.checkpointing = activations if activations is not None else OffloadCheckpointing("auto")
         self.packed_steps = PackedSteps(attention=attention, activations=self.checkpointing)
         self._fastft_trainer: pl.Trainer | None = None
         self._has_logged_backends = False
@@ -48,6 +48,10 @@ class FastFTStrategyMixin(_Base):
         self._fastft_trainer = trainer
         self._has_logged_backends = False
         assert self.lightning_module is not None
+        if isinstance(self.checkpointing, OffloadCheckpointing):
+            self.checkpointing.report = rank_zero_info
+            self.checkpointing.extra_bytes = lambda: missing_optimizer_bytes(self.optimizers)
+            self.checkpointing.agree = lambda plan: self.broadcast(plan)
         self.packed_steps.install(self.lightning_module)
         super().setup(trainer)
 

@@ -11,12 +11,14 @@ from torch import nn
 from lightning_fastft.checks import check_choice
 from lightning_fastft.errors import ContextError, OptionError
 from lightning_fastft.kernels.attention.op import BACKENDS
+from lightning_fastft.offload.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.status import Status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from torch.optim import Optimizer
 
     from lightning_fastft.models.swap import SwapLedger
 
@@ -88,15 +90,17 @@ class PackedSteps:
 
     def statuses(self) -> list[Status]:
         """Return what is active, with the attention backends that really ran so far."""
-        if not self.backends_used:
-            return list(self._statuses)
-        ran = ", ".join(sorted(self.backends_used))
-        return [
-            status._replace(reason=f"{status.reason}; ran: {ran}")
-            if status.name.startswith("packed attention") and status.state == "active"
-            else status
-            for status in self._statuses
-        ]
+        return [self._current(status) for status in self._statuses]
+
+    def _current(self, status: Status) -> Status:
+        """A status of the installation as it stands now."""
+        if status.state != "active":
+            return status
+        if status.name.startswith("packed attention") and self.backends_used:
+            return status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")
+        if status.name == ACTIVATIONS_STATUS and self.activations is not None:
+            return self.activations.status()
+        return status
 
 
 class PackedStep:
@@ -158,6 +162,20 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
             status = from_callback()
             found += [status] if isinstance(status, Status) else list(status)
     return found
+
+
+def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Return the bytes of optimizer state that the first step will make: two moments as wide as each trained parameter, unless they are there.
+
+    An estimate: optimizers with one moment or narrow ones (8 bits) take less.
+    """
+    return sum(
+        2 * parameter.numel() * parameter.element_size()
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not optimizer.state.get(parameter)
+    )
 
 
 def _unread_message(module: nn.Module, *, where: str) -> str:

@@ -179,7 +179,7 @@ def test_status_table_is_logged_and_names_the_backend_that_ran(tmp_path):
     assert backend == "packed attention ran on: sdpa"
     by_name = {status.name: status for status in trainer.strategy.statuses()}
     assert by_name["packed attention"].reason.endswith("ran: sdpa")
-    assert by_name["activations"].reason.startswith("keep")
+    assert by_name["activations"].reason.startswith("auto: on a CPU every activation is kept")
 
 
 def test_forced_backend_runs_and_an_unknown_one_is_refused(tmp_path):
@@ -230,7 +230,7 @@ def test_failed_set_up_leaves_the_model_as_it_was():
     module = PlainModule(tiny_llama())
     module.model.gradient_checkpointing_enable()
     head, attention = module.model.lm_head, module.model.config._attn_implementation
-    strategy = FastFTStrategy()
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("keep"))
     with pytest.raises(OptionError, match="one switch"):
         strategy.packed_steps.install(module)
     assert module.model.lm_head is head

@@ -5,6 +5,7 @@ Axes: T tokens of the pack, S1 document borders, H query heads, G key/value head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from lightning_fastft.packing.context import BatchContext
 # The flash kernels of torch read heads in steps of this many elements.
 HEAD_WIDTH_STEP = 8
 MAX_HEAD_WIDTH = 256
+
+Tensors = tuple[torch.Tensor, ...]
+Remember = Callable[[Callable[[], Tensors]], Tensors]
 
 
 def varlen_attention(
@@ -25,6 +29,7 @@ def varlen_attention(
     scale: float,
     window: int | None,
     sink_H: torch.Tensor | None,
+    remember: Remember | None = None,
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value), fp16 or bf16 on CUDA.
 
@@ -40,7 +45,8 @@ def varlen_attention(
     value_width = v_TGW.shape[-1]
     width = -(-max(q_THW.shape[-1], value_width) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
     window_left = -1 if window is None or window >= max_length else window - 1
-    out_THW = _FlashAttention.apply(*(_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW)), sink_H, start_S1, max_length, scale, window_left)
+    ready = (_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW))
+    out_THW = _FlashAttention.apply(*ready, sink_H, start_S1, max_length, scale, window_left, remember)
     return out_THW[..., :value_width]
 
 
@@ -63,11 +69,16 @@ class _FlashAttention(torch.autograd.Function):
         max_length: int,
         scale: float,
         window_left: int,
+        remember: Remember | None,
     ) -> torch.Tensor:
-        out_THW, lse_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q_THW, k_TGW, v_TGW, start_S1, start_S1, max_length, max_length, 0.0, True, False,
-            scale=scale, window_size_left=window_left, window_size_right=0,
-        )  # fmt: skip
+        def compute() -> Tensors:
+            outputs: Tensors = torch.ops.aten._flash_attention_forward(
+                q_THW, k_TGW, v_TGW, start_S1, start_S1, max_length, max_length, 0.0, True, False,
+                scale=scale, window_size_left=window_left, window_size_right=0,
+            )[:4]  # fmt: skip
+            return outputs
+
+        out_THW, lse_HT, rng_state, unused = compute() if remember is None else remember(compute)
         if sink_H is not None:
             total_HT = torch.logaddexp(lse_HT, sink_H.float()[:, None])
             out_THW = (out_THW * torch.exp(lse_HT - total_HT).t()[..., None]).to(q_THW.dtype)
@@ -88,7 +99,7 @@ class _FlashAttention(torch.autograd.Function):
         if sink_H is not None and ctx.needs_input_grad[3]:
             delta_HT = (d_out_THW.float() * out_THW.float()).sum(dim=-1).t()
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
-        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None
+        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None
 
 
 def _kernel_ready(x_THW: torch.Tensor, *, width: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from lightning_fastft.checks import check_choice, check_int, check_tensor
 from lightning_fastft.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
-from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, varlen_attention
+from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Remember, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
@@ -73,6 +73,7 @@ def packed_attention(
     softcap: float | None,
     sink_H: torch.Tensor | None,
     backend: str = "auto",
+    remember: Remember | None = None,
 ) -> torch.Tensor:
     """Return causal attention in which every document of the pack sees only itself, and note in the context which backend ran.
 
@@ -86,6 +87,8 @@ def packed_attention(
         softcap: Scores become softcap * tanh(score / softcap); None for no cap.
         sink_H: One learned logit per query head in the denominator, shape (H,); None for no sinks.
         backend: "auto", or one of BACKENDS.
+        remember: Called with a function that computes the kernel's outputs, and returns them, computed now or remembered from an earlier equal call
+            (activation checkpointing); backend "varlen" asks it, the others always compute.
 
     Returns:
         Shape (T, H, width of a value), dtype of q_THW, differentiable in q_THW, k_TGW, v_TGW and sink_H.
@@ -114,7 +117,7 @@ def packed_attention(
     name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
     context.note_read(name)
     if name == "varlen":
-        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H)
+        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember)
     if name == "cudnn":
         return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     if name == "flex":

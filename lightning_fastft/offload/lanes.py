@@ -1,0 +1,196 @@
+"""Copy lanes: bytes move between device and host beside the compute stream, in an order that marks decide; the host never waits."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in the work of one lane or of the compute stream."""
+
+
+class Lanes(Protocol):
+    """One lane out of the device, one into it, and the compute stream that is current when a method is called."""
+
+    device: torch.device
+
+    def mark_compute(self) -> Mark:
+        """Return the point after everything the compute stream has been given so far."""
+
+    def wait_compute(self, mark: Mark) -> None:
+        """Have the compute stream go on only after mark."""
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Mark]) -> Mark:
+        """Copy device bytes to the host once every mark has passed; return the point after the copy."""
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, *, after: Sequence[Mark]) -> Mark:
+        """Copy host bytes to the device once every mark has passed; return the point after the copy."""
+
+    def synchronize(self) -> None:
+        """Have the host wait until both lanes are empty; for teardown, never in a step."""
+
+
+def make_lanes(device: torch.device, *, is_serial: bool = False) -> Lanes:
+    """Return the lanes of a device: two streams on CUDA, immediate copies elsewhere.
+
+    Args:
+        device: Where compute runs.
+        is_serial: Copy on the compute stream itself, so that nothing overlaps: the control of a measurement.
+    """
+    if device.type == "cuda":
+        return CudaLanes(device, is_serial=is_serial)
+    return ImmediateLanes(device)
+
+
+class CudaLanes:
+    """Two CUDA streams ordered by events.
+
+    Sources and targets are flat, contiguous byte tensors, so every copy is one asynchronous memcpy; host tensors must be pinned. Nothing is told to
+    the caching allocator: who calls keeps a source alive until compute has waited for its copy.
+
+    Args:
+        device: A CUDA device.
+        is_serial: Copy on the compute stream.
+    """
+
+    def __init__(self, device: torch.device, *, is_serial: bool = False) -> None:
+        self.device = device
+        self.is_serial = is_serial
+        self.out_stream = torch.cuda.Stream(device)
+        self.in_stream = torch.cuda.Stream(device)
+
+    def mark_compute(self) -> torch.cuda.Event:
+        """Record an event on the stream that is current now."""
+        return self._record(torch.cuda.current_stream(self.device))
+
+    def wait_compute(self, mark: Any) -> None:  # noqa: ANN401 - an event of this class
+        """Have the stream that is current now wait for the event."""
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Any]) -> torch.cuda.Event:
+        """Copy on the outward stream."""
+        return self._copy(host, device, stream=self.out_stream, after=after)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, *, after: Sequence[Any]) -> torch.cuda.Event:
+        """Copy on the inward stream."""
+        return self._copy(device, host, stream=self.in_stream, after=after)
+
+    def synchronize(self) -> None:
+        """Wait for both streams."""
+        self.out_stream.synchronize()
+        self.in_stream.synchronize()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: torch.cuda.Stream, after: Sequence[Any]) -> torch.cuda.Event:
+        stream = torch.cuda.current_stream(self.device) if self.is_serial else stream
+        for mark in after:
+            stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return self._record(stream)
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+
+class ImmediateLanes:
+    """Lanes of a device whose memory the host shares: every copy is done when the method returns."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+
+    def mark_compute(self) -> None:
+        """Return the present, which has passed."""
+
+    def wait_compute(self, mark: Any) -> None:  # noqa: ANN401 - None
+        """Do nothing: the mark has passed."""
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Any]) -> None:
+        """Copy now."""
+        host.copy_(device)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, *, after: Sequence[Any]) -> None:
+        """Copy now."""
+        device.copy_(host)
+
+    def synchronize(self) -> None:
+        """Do nothing: nothing is under way."""
+
+
+class LateLanes:
+    """Lanes for tests on a CPU: a copy runs as late as the order of marks allows, so a wait that is missing shows as wrong bytes.
+
+    Args:
+        seed: None runs every copy at the last moment; a number lets some copies run early, at random.
+    """
+
+    def __init__(self, *, seed: int | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.num_copies = 0
+        self._random = None if seed is None else random.Random(seed)  # noqa: S311 - an order for tests, no secret
+        self._out: deque[_LateCopy] = deque()
+        self._in: deque[_LateCopy] = deque()
+
+    def mark_compute(self) -> None:
+        """Return the present: compute on a CPU has done what it was given."""
+        self._run_some()
+
+    def wait_compute(self, mark: Any) -> None:  # noqa: ANN401 - a copy or None
+        """Run what the mark stands for."""
+        if mark is not None:
+            mark.run()
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Any]) -> _LateCopy:
+        """Queue the copy."""
+        return self._queue(self._out, host, device, after)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, *, after: Sequence[Any]) -> _LateCopy:
+        """Queue the copy."""
+        return self._queue(self._in, device, host, after)
+
+    def synchronize(self) -> None:
+        """Run everything."""
+        for lane in (self._out, self._in):
+            while lane:
+                lane[-1].run()
+
+    def _queue(self, lane: deque[_LateCopy], target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> _LateCopy:
+        self.num_copies += 1
+        copy = _LateCopy(lane, target, source, [mark for mark in after if mark is not None])
+        lane.append(copy)
+        self._run_some()
+        return copy
+
+    def _run_some(self) -> None:
+        for lane in (self._out, self._in):
+            while self._random is not None and lane and self._random.random() < 0.3:
+                lane[0].run()
+
+
+class _LateCopy:
+    """One queued copy; running it runs what lies before it in its lane and what it waits for."""
+
+    def __init__(self, lane: deque[_LateCopy], target: torch.Tensor, source: torch.Tensor, after: list[_LateCopy]) -> None:
+        self._lane, self._after = lane, after
+        # Let go of once copied, as a real copy would.
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+
+    def run(self) -> None:
+        """Run every earlier copy of the lane, what this one waits for, then itself; once."""
+        while self._tensors is not None:
+            first = self._lane[0]
+            for mark in first._after:
+                mark.run()
+            # Running a mark of the other lane may have run this one already.
+            if self._lane and self._lane[0] is first:
+                self._lane.popleft()
+                assert first._tensors is not None
+                target, source = first._tensors
+                target.copy_(source)
+                first._tensors = None

@@ -1,0 +1,344 @@
+"""The decoder layers of one model under one policy: probe, plan, and the engine that follows the plan."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fastft.errors import HostMemoryError, OptionError
+from lightning_fastft.offload.engine import OffloadEngine
+from lightning_fastft.offload.lanes import Lanes, make_lanes
+from lightning_fastft.offload.picture import render_plan
+from lightning_fastft.offload.plan import make_plan
+from lightning_fastft.offload.probe import Memory, SavedBytesProbe, StepProbe, make_clock, measure_machine
+from lightning_fastft.offload.segments import KEEP, RECOMPUTE, Segment, is_random
+from lightning_fastft.offload.slots import align
+from lightning_fastft.offload.step import Plan, SegmentPlan, StepCost
+
+logger = logging.getLogger(__name__)
+
+# Forwards before the plan: one that warms up (and finds the last value points), one that counts saved bytes, one that is timed.
+_FRESH, _WARM_UP, _COUNT_SAVED, _TIME_STEP, _PLANNED = range(5)
+# Of the memory that is free once model and optimizer are placed; the rest is for fragments and what nobody counts.
+AUTO_VRAM_SHARE = 0.9
+AUTO_HOST_SHARE = 0.5
+_NOTCH = 0.9
+_MAX_NOTCHES = 5
+
+
+class StackOptions(NamedTuple):
+    """How the activations of a stack are treated; the arguments of OffloadCheckpointing."""
+
+    policy: str
+    vram_budget_bytes: int | None
+    host_budget_bytes: int | None
+    buffers: int
+    is_serial: bool = False
+    is_poisoned: bool = False
+
+
+class SegmentStack:
+    """Own the segments of one model, decide their plan, and keep the engine that it needs.
+
+    Args:
+        layers: Decoder layers, in order.
+        options: What was asked for.
+        report: Takes what the user should read.
+        extra_bytes: Returns the bytes that will be resident later and are not yet (optimizer state before the first step).
+        agree: Returns the plan that all ranks follow, from this rank's.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        options: StackOptions,
+        *,
+        report: Callable[[str], None],
+        extra_bytes: Callable[[], int],
+        agree: Callable[[Plan], Plan],
+    ) -> None:
+        self.options = options
+        self.segments = [
+            Segment(index, is_random=any(map(is_random, layer.modules())), has_router=_has_router(layer)) for index, layer in enumerate(layers)
+        ]
+        self.engine: OffloadEngine | None = None
+        self.plan: Plan | None = None
+        self.cost: StepCost | None = None
+        self.note = ""
+        self.make_lanes: Callable[[torch.device], Lanes] = lambda device: make_lanes(device, is_serial=options.is_serial)
+        self.segments[0].on_forward = self.begin_forward
+        self._kinds = _kinds(layers)
+        self._report, self._extra_bytes, self._agree = report, extra_bytes, agree
+        parameter = next(layers[0].parameters(), None)
+        self._is_always_kept = (
+            options.policy == "auto" and options.vram_budget_bytes is None and parameter is not None and parameter.device.type == "cpu"
+        )
+        if self._is_always_kept:
+            for segment in self.segments:
+                segment.plan = KEEP
+        self._phase = _FRESH
+        self._device = torch.device("cpu")
+        self._input_bytes = 0
+        self._saved: SavedBytesProbe | None = None
+        self._step: StepProbe | None = None
+
+    def begin_forward(self, hidden: torch.Tensor) -> None:
+        """Do what is due before a forward: grow the engine, take the next step of the probe, or make the plan."""
+        num_bytes = align(hidden.numel() * hidden.element_size())
+        is_larger = num_bytes > self._input_bytes
+        self._input_bytes = max(num_bytes, self._input_bytes)
+        if self.options.policy == "offload" and is_larger:
+            self._offload_inputs(hidden.device)
+        if self.options.policy == "auto" and not self._is_always_kept:
+            self._advance(hidden.device, is_larger=is_larger)
+
+    def follow(self, plan: Sequence[SegmentPlan], *, device: torch.device, cost: StepCost | None = None) -> None:
+        """Put a plan into effect from the next forward on; the engine is made anew for its sizes.
+
+        Args:
+            plan: One entry per segment.
+            device: Where the segments compute.
+            cost: Sizes of the values in the plan; None where only inputs go to the host.
+
+        Raises:
+            HostMemoryError: The pinned memory cannot be had; the plan in effect stays.
+        """
+        if len(plan) != len(self.segments):
+            raise OptionError(f"The plan has {len(plan)} segments, the model has {len(self.segments)} decoder layers.")
+        sizes = [_host_bytes(entry, index, cost=cost, input_bytes=self._input_bytes) for index, entry in enumerate(plan)]
+        self.close_engine()
+        engine = None
+        if any(sizes):
+            engine = OffloadEngine(
+                self.make_lanes(device),
+                host_bytes=sum(sizes),
+                slot_bytes=max(sizes),
+                buffers=self.options.buffers,
+                is_poisoned=self.options.is_poisoned,
+            )
+        self.engine = engine
+        for segment, entry in zip(self.segments, plan):
+            segment.follow(entry, engine)
+
+    def close_engine(self) -> None:
+        """Give back pinned and staging memory; a second call does nothing."""
+        engine, self.engine = self.engine, None
+        for segment in self.segments:
+            segment.follow(RECOMPUTE, None)
+        if engine is not None:
+            engine.close()
+
+    def step_down(self) -> bool:
+        """Plan again for a tenth less device memory, after the device ran out of it; return whether that is possible."""
+        if self.plan is None or self.cost is None or self.options.policy != "auto":
+            return False
+        lowered = int(self.plan.prediction.peak_bytes * _NOTCH)
+        device = self._device
+        self.close_engine()
+        gc.collect()
+        try:
+            self._make_plan(device, vram_budget=lowered)
+        except OptionError:
+            return False
+        self._report(f"The device ran out of memory: planned again for {lowered / 2**30:.1f} GiB.")
+        return True
+
+    def describe(self) -> str:
+        """Return in one line what is in effect."""
+        num_layers = len(self.segments)
+        kept = sum(segment.plan.is_kept for segment in self.segments)
+        inputs = sum(segment.plan.input_place == "host" for segment in self.segments)
+        on_device = sum(place == "device" for segment in self.segments for place in segment.places.values())
+        on_host = sum(place == "host" for segment in self.segments for place in segment.places.values())
+        if self._is_always_kept:
+            return f"on a CPU every activation is kept; {num_layers} layers"
+        if self.options.policy == "auto" and self._phase < _PLANNED:
+            return f"auto: the first steps recompute and are measured; {num_layers} layers"
+        parts = [f"{kept} of {num_layers} layers kept"]
+        if inputs or on_host:
+            parts.append(f"{inputs} layer inputs and {on_host} values on the host")
+        if on_device:
+            parts.append(f"{on_device} values held")
+        if self.plan is not None:
+            found = self.plan.prediction
+            parts.append(f"predicted {found.step_ms:.0f} ms, {found.peak_bytes / 2**30:.1f} GiB")
+        return "; ".join(parts) + (f" ({self.note})" if self.note else "")
+
+    def _offload_inputs(self, device: torch.device) -> None:
+        """Every input but the last segment's goes to the host, as far as the host has memory."""
+        _check_not_unified(device)
+        budget = self._host_budget()
+        most = len(self.segments) - 1
+        num_hosted = min(most, budget // self._input_bytes)
+        while True:
+            plan = [RECOMPUTE._replace(input_place="host" if index < num_hosted else "device") for index in range(len(self.segments))]
+            try:
+                self.follow(plan, device=device)
+                break
+            except HostMemoryError as error:
+                if num_hosted == 0:
+                    raise
+                self._report(f"{error} Fewer layer inputs go to the host: {num_hosted // 2} instead of {num_hosted}.")
+                num_hosted //= 2
+        if num_hosted < most:
+            self.note = f"host_budget has room for {num_hosted} of {most} inputs"
+            self._report(f"activations: {self.note}; the others stay on the device")
+
+    def _advance(self, device: torch.device, *, is_larger: bool) -> None:
+        """Take the next step of the probe, or plan."""
+        self._device = device
+        if is_larger and self._phase > _FRESH:
+            if self._phase == _PLANNED:
+                self._report(f"activations: packs grew to {self._input_bytes / 2**20:.1f} MiB of hidden states; measuring and planning again")
+            self.close_engine()
+            self._observe(None)
+            self.plan, self._phase = None, _FRESH
+        if self._phase == _FRESH:
+            self._phase = _WARM_UP
+        elif self._phase == _WARM_UP:
+            self._phase = _COUNT_SAVED
+            self._begin_count(device)
+        elif self._phase == _COUNT_SAVED:
+            self._phase = _TIME_STEP
+            self._begin_timing(device)
+        elif self._phase == _TIME_STEP:
+            self._end_timing(device)
+
+    def _begin_timing(self, device: torch.device) -> None:
+        for segment in self.segments:
+            segment.plan = RECOMPUTE
+        self._step = StepProbe(make_clock(device), Memory(device))
+        self._observe(self._step)
+
+    def _end_timing(self, device: torch.device) -> None:
+        assert self._step is not None
+        self._step.step_ends()
+        if not self._step.has_backward:
+            # A forward without a backward tells nothing: measure this one.
+            self._begin_timing(device)
+            return
+        self._observe(None)
+        self._finish_probe(device)
+
+    def _begin_count(self, device: torch.device) -> None:
+        """Run one segment of each kind kept for one forward: the last of its kind, whose backward comes first."""
+        self._saved = SavedBytesProbe(Memory(device))
+        last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}
+        for index in last_of_kind.values():
+            self.segments[index].plan = KEEP
+            self.segments[index].observer = self._saved
+
+    def _finish_probe(self, device: torch.device) -> None:
+        assert self._step is not None
+        assert self._saved is not None
+        counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
+        self.cost = self._step.read(
+            self.segments, input_bytes=self._input_bytes, saved_bytes=lambda index: counted[self._kinds[index]], extra_bytes=self._extra_bytes()
+        )
+        self._step = None
+        self._phase = _PLANNED
+        self._make_plan(device, vram_budget=self._vram_budget(device))
+        assert self.plan is not None
+        self._report("\n" + render_plan(self.cost, self.plan))
+
+    def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:
+        """Plan and follow; a budget that turns out not to be there is lowered, with a word."""
+        assert self.cost is not None
+        host_budget, machine = self._host_budget(), measure_machine(device)
+        for attempt in range(_MAX_NOTCHES):
+            plan = make_plan(
+                self.cost,
+                vram_budget_bytes=vram_budget,
+                host_budget_bytes=host_budget,
+                machine=machine,
+                buffers=self.options.buffers,
+                weights="resident",
+            )
+            # Once: a rank that has to lower its own plan does so alone, and would wait for the others for ever.
+            plan = self._agree(plan) if attempt == 0 else plan
+            try:
+                self.follow(plan.segments, device=device, cost=self.cost)
+            except HostMemoryError as error:
+                host_budget = plan.prediction.host_bytes // 2
+                self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
+                self._report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
+            except torch.OutOfMemoryError:
+                vram_budget = int(vram_budget * _NOTCH)
+                self._report(f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB.")
+            else:
+                self.plan = plan
+                return
+        self.close_engine()
+        raise OptionError("No plan for the activations could be put into effect; give vram_budget and host_budget in GiB, or policy 'recompute'.")
+
+    def _observe(self, observer: Any) -> None:  # noqa: ANN401 - a probe or None
+        for segment in self.segments:
+            segment.observer = observer
+
+    def _vram_budget(self, device: torch.device) -> int:
+        """The budget for everything on the device, in bytes."""
+        assert self.cost is not None
+        if self.options.vram_budget_bytes is not None:
+            return self.options.vram_budget_bytes
+        if device.type != "cuda":
+            return 2**62
+        free, total = torch.cuda.mem_get_info(device)
+        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        available = free + reserved - allocated
+        # A cap on the process counts like a smaller card.
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+        available = min(available, int(share * total) - allocated)
+        return allocated + int(AUTO_VRAM_SHARE * available)
+
+    def _host_budget(self) -> int:
+        if self.options.host_budget_bytes is not None:
+            return self.options.host_budget_bytes
+        return int(AUTO_HOST_SHARE * _available_host_bytes())
+
+
+def _host_bytes(entry: SegmentPlan, index: int, *, cost: StepCost | None, input_bytes: int) -> int:
+    """Bytes of a segment that go to the host under its plan."""
+    num_bytes = input_bytes if entry.input_place == "host" else 0
+    if cost is not None:
+        sizes = {value.name: value.num_bytes for value in cost.segments[index].values}
+        num_bytes += sum(sizes[name] for name, place in entry.values if place == "host")
+    return num_bytes
+
+
+def _kinds(layers: Sequence[nn.Module]) -> list[int]:
+    """Number the layers by what they are made of: equal modules with equal parameters are one kind."""
+    seen: dict[tuple[Any, ...], int] = {}
+    found = []
+    for layer in layers:
+        structure = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        found.append(seen.setdefault((structure, shapes), len(seen)))
+    return found
+
+
+def _has_router(layer: nn.Module) -> bool:
+    """Whether a layer chooses experts: it has a module of experts, or one named a router."""
+    return any("experts" in name.rpartition(".")[2].lower() or "router" in type(module).__name__.lower() for name, module in layer.named_modules())
+
+
+def _check_not_unified(device: torch.device) -> None:
+    if device.type == "cuda" and getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        raise OptionError(
+            f"{torch.cuda.get_device_name(device)} shares its memory with the host, so offloading frees nothing: "
+            "use OffloadCheckpointing('recompute')."
+        )
+
+
+def _available_host_bytes() -> int:
+    """Memory the host could give now, as the kernel estimates it."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 2**62

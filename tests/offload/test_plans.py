@@ -1,0 +1,261 @@
+"""Every plan gives the gradients of the kept model, bit by bit, with copies that run as late as their order allows."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fastft.models.packed import install_packed_training
+from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.offload.lanes import LateLanes
+from lightning_fastft.offload.segments import RECOMPUTE
+from lightning_fastft.offload.step import SegmentPlan
+from tests.models.packs import make_batch
+from tests.models.tiny_models import build_tiny
+from tests.offload.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
+
+CLEAN = {"num_kept": 0, "num_unplanned": 0, "num_replaced": 0, "pinned_used_bytes": 0}
+LENGTHS = (40, 1, 25, 30)
+
+
+def make_model(name, **options):
+    model = build_tiny(name, **options).train()
+    return model, [make_batch(LENGTHS, seed=seed) for seed in range(3)]
+
+
+def late(seed=None):
+    return lambda device: LateLanes(seed=seed)
+
+
+def all_on_host(value_names):
+    return [SegmentPlan(is_kept=False, input_place="host", values=tuple((name, "host") for name in names)) for names in value_names]
+
+
+def is_clean(use):
+    return use is None or {key: use[key] for key in CLEAN} == CLEAN
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_random_plans_are_bit_equal(name):
+    model, batches = make_model(name, **({} if name == "gemma2" else {"num_hidden_layers": 4}))
+    expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
+    for count in (1, 3):
+        assert_equal(kept_gradients(model, batches, count, policy="torch"), expected[count], what=f"{name}: torch's checkpoint")
+    planned = PlannedModel(model, batches, make_lanes=late(seed=1))
+    for seed in range(50):
+        planned.follow(random_plan(planned.value_names, seed=seed))
+        for count in (1, 3):
+            assert_equal(planned.gradients(count), expected[count], what=f"{name}, plan {seed}, accumulation {count}")
+        assert is_clean(planned.use()), planned.use()
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_any_number_of_buffers_and_the_latest_copies(buffers):
+    model, batches = make_model("llama", num_hidden_layers=5)
+    expected = kept_gradients(model, batches, 3)
+    planned = PlannedModel(model, batches, make_lanes=late(), buffers=buffers)
+    planned.follow(all_on_host(planned.value_names))
+    assert len(planned.stack.engine.slots) == buffers
+    assert_equal(planned.gradients(3), expected, what=f"{buffers} buffers")
+    assert is_clean(planned.use())
+
+
+def test_a_wait_that_is_missing_is_seen():
+    class Careless(LateLanes):
+        def wait_compute(self, mark):
+            """Wait for nothing."""
+
+    model, batches = make_model("llama", num_hidden_layers=4)
+    expected = kept_gradients(model, batches, 1)
+    planned = PlannedModel(model, batches, make_lanes=lambda device: Careless())
+    planned.follow(all_on_host(planned.value_names))
+    found = planned.gradients(1)
+    assert any(not torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_two_models_in_one_process_and_interleaved_backwards():
+    """Both forwards, then both backwards in the order of the forwards: the order that an engine of stacks would get wrong."""
+    models = [make_model("llama", num_hidden_layers=3)[0], make_model("qwen3", num_hidden_layers=3)[0]]
+    batch = make_batch(LENGTHS)
+    expected = [kept_gradients(model, [batch], 1) for model in models]
+    planned = [PlannedModel(model, [batch], make_lanes=late(seed=number)) for number, model in enumerate(models)]
+    for plan in planned:
+        plan.follow(all_on_host(plan.value_names))
+        plan.model.zero_grad(set_to_none=True)
+    losses = [plan.model(**batch).loss for plan in planned]
+    for loss in losses:
+        loss.backward()
+    for plan, wanted in zip(planned, expected):
+        assert_equal(read_gradients(plan.model), wanted, what="interleaved")
+
+
+def test_two_forwards_of_one_model_before_their_backwards():
+    model, batches = make_model("llama", num_hidden_layers=3)
+    expected = kept_gradients(model, batches, 2)
+    planned = PlannedModel(model, batches, make_lanes=late(seed=2))
+    planned.follow(all_on_host(planned.value_names))
+    model.zero_grad(set_to_none=True)
+    losses = [model(**batch).loss for batch in batches[:2]]
+    for loss in losses:
+        loss.backward()
+    assert_equal(read_gradients(model), expected, what="two forwards")
+    # The slab holds one forward; what did not fit stayed on the device, and nothing is left behind.
+    assert planned.use()["num_kept"] > 0
+    assert planned.use()["pinned_used_bytes"] == 0
+    assert_equal(planned.gradients(2), expected, what="and then as usual")
+
+
+def test_a_retained_graph_can_be_used_twice():
+    model, batches = make_model("llama", num_hidden_layers=3)
+    expected = kept_gradients(model, batches, 1)
+    planned = PlannedModel(model, batches, make_lanes=late(seed=3))
+    planned.follow(all_on_host(planned.value_names))
+    model.zero_grad(set_to_none=True)
+    loss = model(**batches[0]).loss
+    loss.backward(retain_graph=True)
+    assert_equal(read_gradients(model), expected, what="first")
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    assert_equal(read_gradients(model), expected, what="second")
+    del loss
+    assert planned.use()["pinned_used_bytes"] == 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "dropped graph"])
+def test_an_interrupted_step_leaves_a_clean_next_one(where):
+    model, batches = make_model("llama", num_hidden_layers=4)
+    expected = kept_gradients(model, batches, 1)
+    planned = PlannedModel(model, batches, make_lanes=late(seed=4))
+    planned.follow(all_on_host(planned.value_names))
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    layer = model.model.layers[1].mlp
+    if where == "dropped graph":
+        model(**batches[0])
+    else:
+        handle = layer.register_forward_hook(fail) if where == "forward" else layer.register_full_backward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            planned.gradients(1)
+        handle.remove()
+    assert_equal(planned.gradients(1), expected, what=where)
+    assert is_clean(planned.use())
+
+
+def test_evaluation_and_no_grad_take_no_slot():
+    model, batches = make_model("llama", num_hidden_layers=3)
+    planned = PlannedModel(model, batches, make_lanes=late())
+    planned.follow(all_on_host(planned.value_names))
+    copies = planned.stack.engine.lanes.num_copies
+    with torch.no_grad():
+        model(**batches[0])
+    model.eval()
+    model(**batches[0]).loss.backward()
+    model.train()
+    assert planned.stack.engine.lanes.num_copies == copies
+
+
+def test_writing_to_a_held_value_in_place_is_an_error_not_a_wrong_gradient():
+    class Spoiled(nn.Module):
+        def forward(self, x):
+            return nn.functional.silu(x.add_(1.0))
+
+    model, batches = make_model("llama", num_hidden_layers=2)
+    planned = PlannedModel(model, batches)
+    planned.follow([RECOMPUTE._replace(values=tuple((name, "device") for name in names)) for names in planned.value_names])
+    model.model.layers[0].mlp.act_fn = Spoiled()
+    with pytest.raises(RuntimeError, match=r"gate_proj was kept for the backward and then written to"):
+        planned.gradients(1)
+
+
+def test_writing_to_a_tensor_on_its_way_to_the_host_is_an_error():
+    class Spoiled(nn.Module):
+        def forward(self, x):
+            return nn.functional.silu(x.add_(1.0))
+
+    model, batches = make_model("llama", num_hidden_layers=2)
+    planned = PlannedModel(model, batches)
+    planned.follow(all_on_host(planned.value_names))
+    model.model.layers[0].mlp.act_fn = Spoiled()
+    with pytest.raises(RuntimeError, match="written to in place while it was copied"):
+        planned.gradients(1)
+
+
+def test_gradient_of_the_router_arrives_with_the_auxiliary_loss():
+    model, batches = make_model("qwen3_moe", num_hidden_layers=2)
+    model.config.output_router_logits = True
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
+    expected = kept_gradients(model, batches, 1)
+    planned = PlannedModel(model, batches, make_lanes=late())
+    planned.follow(all_on_host(planned.value_names))
+    found = planned.gradients(1)
+    assert found["model.layers.0.mlp.gate.weight"].abs().sum() > 0
+    assert_equal(found, expected, what="auxiliary loss")
+
+
+def test_the_choice_of_experts_is_kept_not_made_again():
+    """Noise between the two runs, as other kernels would add: the same experts all the same."""
+    model, batches = make_model("qwen3_moe", num_hidden_layers=1)
+    ledger = SwapLedger()
+    install_packed_training(model, ledger, checkpointing=OffloadCheckpointing("recompute"))
+    chosen = []
+    gate = model.model.layers[0].mlp.gate
+    gate.register_forward_hook(lambda module, args, output: chosen.append(output[2] if isinstance(output, tuple) else None))
+    gate.register_forward_pre_hook(lambda module, args: (args[0] + 0.5 * torch.randn_like(args[0]),))
+    model(**batches[0]).loss.backward()
+    first, second = chosen
+    assert torch.equal(first, second)
+
+
+def test_plain_modules_without_transformers_attributes():
+    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)]
+    x = torch.randn(300, 16)
+
+    def gradients():
+        hidden = x
+        for layer in layers:
+            hidden = layer(hidden)
+        hidden.square().mean().backward()
+        found = {f"{number}.{name}": parameter.grad for number, layer in enumerate(layers) for name, parameter in layer.named_parameters()}
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+        return found
+
+    expected = gradients()
+    checkpointing, ledger = OffloadCheckpointing("offload"), SwapLedger()
+    checkpointing.attach(layers, ledger)
+    checkpointing.stacks[0].make_lanes = late()
+    assert_equal(gradients(), expected, what="plain modules")
+    assert checkpointing.stacks[0].engine.lanes.num_copies == 2 * 3
+    ledger.undo()
+    assert all("forward" not in vars(layer) for layer in layers)
+    assert_equal(gradients(), expected, what="undone")
+
+
+def test_packs_that_grow_are_planned_again():
+    model, _ = make_model("llama", num_hidden_layers=3)
+    small, large = make_batch((10, 12)), make_batch(LENGTHS)
+    reports = []
+    expected = kept_gradients(model, [large], 1)
+    planned = PlannedModel(model, [small])
+    planned.checkpointing.report = reports.append
+    planned.batches = [large]
+    for _ in range(4):
+        assert_equal(planned.gradients(1), expected, what="grown")
+    assert any("packs grew" in report for report in reports)
+    assert planned.stack.plan is not None
+
+
+def test_a_slab_too_small_for_all_inputs_takes_some_and_says_so():
+    model, batches = make_model("llama", num_hidden_layers=4)
+    expected = kept_gradients(model, batches, 1)
+    input_bytes = batches[0]["input_ids"].numel() * 32 * 4
+    checkpointing = OffloadCheckpointing("offload", host_budget=1.5 * input_bytes / 2**30)
+    reports = []
+    checkpointing.report = reports.append
+    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    model(**batches[0]).loss.backward()
+    assert_equal(read_gradients(model), expected, what="small slab")
+    assert "1 of 3 inputs" in reports[0]
+    assert "1 of 3 inputs" in checkpointing.status().reason
