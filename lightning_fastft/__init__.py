@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lightning_fastft.packing.collate import Document, PackedBatch, collate
     from lightning_fastft.packing.context import BatchContext
     from lightning_fastft.status import Status
+    from lightning_fastft.strategies.ddp import FastFTDDPStrategy
+    from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
     from lightning_fastft.strategies.single_device import FastFTStrategy
 
 __version__ = "0.1.0"
@@ -30,7 +32,9 @@ __version__ = "0.1.0"
 _PLACES = {
     "BatchContext": "packing.context",
     "Document": "packing.collate",
+    "FastFTDDPStrategy": "strategies.ddp",
     "FastFTError": "errors",
+    "FastFTFSDPStrategy": "strategies.fsdp2",
     "FastFTProgressBar": "callbacks.progress_bar",
     "FastFTStrategy": "strategies.single_device",
     "FineTuner": "module",
@@ -48,7 +52,9 @@ _PLACES = {
 __all__ = [
     "BatchContext",
     "Document",
+    "FastFTDDPStrategy",
     "FastFTError",
+    "FastFTFSDPStrategy",
     "FastFTProgressBar",
     "FastFTStrategy",
     "FineTuner",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -23,8 +25,11 @@ from lightning_fastft.status import Status
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
     from peft import LoraConfig
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightning_fastft.models.sharding import Filler
 
 Transform = Callable[[Any], Any]
 Stage = Literal["before_adapters", "after_adapters"]
@@ -51,6 +56,8 @@ class FineTuner(LightningModule):
         init: "pretrained" reads the weights, "random" initialises them from the configuration.
         dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
         adapter_dtype: "float32" or "bfloat16".
+        master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's averages. "auto": fp32 where the model is sharded (16 bytes per
+            weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere. "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes.
         optimizer: Called with the parameters; None for AdamW, fused where the device has it.
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
         weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where optimizer is None.
@@ -80,6 +87,7 @@ class FineTuner(LightningModule):
         init: Literal["pretrained", "random"] = "pretrained",
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
         adapter_dtype: Literal["float32", "bfloat16"] = "float32",
+        master_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         optimizer: OptimizerCallable | None = None,
         learning_rate: float | None = None,
         weight_decay: float | None = None,
@@ -98,6 +106,7 @@ class FineTuner(LightningModule):
         check_choice("quantization", quantization, (None, "nf4"))
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("adapter_dtype", adapter_dtype, ("float32", "bfloat16"))
+        check_choice("master_dtype", master_dtype, ("auto", "float32", "bfloat16"))
         check_choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
         check_share("warmup_share", warmup_share)
         check_share("min_learning_rate_share", min_learning_rate_share)
@@ -113,11 +122,14 @@ class FineTuner(LightningModule):
             raise OptionError("A model that is loaded already is used as it is: load it quantised yourself, or give its name to FineTuner.")
         if lora is not None and hasattr(model, "peft_config"):
             raise OptionError("The model has PEFT adapters already: leave lora away, or give the base model.")
+        if master_dtype != "auto" and (lora is not None or hasattr(model, "peft_config")):
+            raise OptionError(f"master_dtype={master_dtype!r} is for full fine-tuning; the dtype in which adapters are held is adapter_dtype.")
         self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
         self.lora = None if lora is None else parse_lora(lora)
         self.quantization = quantization
         self.dtype_name = dtype
         self.adapter_dtype = DTYPES[adapter_dtype]
+        self.master_dtype_name = master_dtype
         self.optimizer_factory = optimizer
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -136,11 +148,12 @@ class FineTuner(LightningModule):
         self._seed = 0
         self._compute_dtype = torch.float32
         self._undo_shadows: Any = None
+        self._sharding: Status | None = None
 
         hparams = {
-            "quantization": quantization, "init": init, "dtype": dtype, "adapter_dtype": adapter_dtype, "learning_rate": learning_rate,
-            "weight_decay": weight_decay, "warmup_share": warmup_share, "warmup_steps": warmup_steps, "revision": revision,
-            "min_learning_rate_share": min_learning_rate_share, "scheduler_interval": scheduler_interval,
+            "quantization": quantization, "init": init, "dtype": dtype, "adapter_dtype": adapter_dtype, "master_dtype": master_dtype,
+            "learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_share": warmup_share, "warmup_steps": warmup_steps,
+            "revision": revision, "min_learning_rate_share": min_learning_rate_share, "scheduler_interval": scheduler_interval,
             "lora": None if self.lora is None else describe_lora(self.lora),
         }  # fmt: skip
         # Plain types only, so that torch.load(weights_only=True) reads the checkpoint; objects that are none are left out.
@@ -200,12 +213,13 @@ class FineTuner(LightningModule):
         self._transforms[name] = (transform, stage)
 
     def statuses(self) -> list[Status]:
-        """Return what is active in the model itself: quantisation and adapters."""
+        """Return what is active in the model itself: sharding, quantisation and adapters."""
         if not self._is_built:
             return []
-        found = [Status("NF4 base", "inactive", "not asked for")]
+        found = [] if self._sharding is None else [self._sharding]
+        found += [Status("NF4 base", "inactive", "not asked for")]
         if self.quantization is not None:
-            found = [Status("NF4 base", "active", "bitsandbytes, double quantisation")]
+            found[-1:] = [Status("NF4 base", "active", "bitsandbytes, double quantisation")]
         if self.adapter_shadows is not None:
             found.append(self.adapter_shadows.status)
         return found
@@ -213,36 +227,84 @@ class FineTuner(LightningModule):
     # Building.
 
     def configure_model(self) -> None:
-        """Build the model once: load, transforms before adapters, adapters, transforms after them, training mode.
+        """Build the model once: load, transforms before adapters, adapters, transforms after them, training mode, shards where the strategy has them.
 
         Raises:
-            OptionError: The Trainer's precision does not fit dtype and adapter_dtype.
+            OptionError: The Trainer's precision does not fit dtype and adapter_dtype, or the strategy does not fit the module.
             DataError: Weights are missing, left over or not finite.
         """
-        from lightning_fastft.models.loading import build_model
         from lightning_fastft.models.lora import add_adapters
 
         device = self.device if self._trainer is None else self.trainer.strategy.root_device
+        mesh, filler = self._find_mesh(), None
         if not self._is_built:
             dtype = self._resolve_dtype(device)
             # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
             self._seed = torch.initial_seed() if self._trainer is None else int(self.trainer.strategy.broadcast(torch.initial_seed()))
             model = self.model
             if model is None:
-                assert self.source is not None
-                model = build_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed)
+                model, filler = self._open_model(device=device, dtype=dtype, is_sharded=mesh is not None)
             model = self._transform(model, "before_adapters")
             self._compute_dtype = model.dtype
             if self.lora is not None:
-                model = add_adapters(model, lora=self.lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
+                with nullcontext() if filler is None else filler.placeholders(model):
+                    model = add_adapters(model, lora=self.lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
                 self._warn_of_whole_copies(model)
             self.model = self._transform(model, "after_adapters")
             self.strict_loading = not self.has_adapters
             self._is_built = True
         else:
             self._resolve_dtype(device)
+        if mesh is not None and self._sharding is None:
+            self._shard(mesh, filler=filler)
         self._install_shadows()
         self.model.train()
+
+    def _find_mesh(self) -> DeviceMesh | None:
+        """The data parallel mesh of a strategy that holds models in pieces, None under any other; what does not fit it is refused."""
+        strategy = None if self._trainer is None else self.trainer.strategy
+        if not isinstance(strategy, ModelParallelStrategy):
+            if self._sharding is not None:
+                raise OptionError("The model is in pieces over the ranks of an earlier Trainer: make a new FineTuner, or use strategy='fastft_fsdp'.")
+            if self.master_dtype_name not in ("auto", self.dtype_name):
+                raise OptionError(
+                    f"master_dtype={self.master_dtype_name!r} with dtype={self.dtype_name!r} needs a sharded model: "
+                    "Trainer(strategy='fastft_fsdp'), or leave master_dtype at 'auto'."
+                )
+            return None
+        mesh = strategy.device_mesh
+        if mesh["tensor_parallel"].size() != 1:
+            raise OptionError(
+                f"FineTuner is data parallel only, and {type(strategy).__name__} was given tensor_parallel_size={mesh['tensor_parallel'].size()}: "
+                "use Trainer(strategy='fastft_fsdp')."
+            )
+        return mesh["data_parallel"]
+
+    def _open_model(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> tuple[PreTrainedModel, Filler | None]:
+        """The finished model; or, where it will be in pieces, one that is still to be filled."""
+        from lightning_fastft.models.loading import build_model
+
+        assert self.source is not None
+        if not is_sharded:
+            return build_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed), None
+        from lightning_fastft.models.sharding import open_model, reads_base
+
+        is_read_early = self.lora is not None and reads_base(self.lora)
+        return open_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed, is_read_early=is_read_early)
+
+    def _shard(self, mesh: DeviceMesh, *, filler: Filler | None) -> None:
+        """Cut the model over the ranks; adapters keep their dtype, trained bases get masters."""
+        from lightning_fastft.models.dtypes import DTYPES
+        from lightning_fastft.models.sharding import shard_model
+
+        master_dtype = None
+        if not self.has_adapters:
+            master_dtype = torch.float32 if self.master_dtype_name == "auto" else DTYPES[self.master_dtype_name]
+            if master_dtype.itemsize < self._compute_dtype.itemsize:
+                raise OptionError(
+                    f"master_dtype={self.master_dtype_name!r} is narrower than the {self._compute_dtype} of the arithmetic: set dtype too."
+                )
+        self._sharding = shard_model(self.model, mesh, filler=filler, compute_dtype=self._compute_dtype, master_dtype=master_dtype)
 
     def _warn_of_whole_copies(self, model: Any) -> None:  # noqa: ANN401 - a PEFT model
         """Say that PEFT's copies of whole modules (modules_to_save) compute in their own dtype, so they are no fp32 masters."""
@@ -472,20 +534,25 @@ class FineTuner(LightningModule):
         """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
 
         Args:
-            folder: Made if it is not there. ``PeftModel.from_pretrained`` or ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
+            folder: Made if it is not there, by rank 0; a sharded model is gathered, so every rank makes this call. ``PeftModel.from_pretrained`` or
+                ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
 
         Raises:
             OptionError: There is no model yet.
         """
         if self.model is None:
             raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
+        # "auto" would ask the hub whether the vocabulary was resized; it never is here.
+        options: dict[str, Any] = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
+        if self._sharding is not None:
+            from lightning_fastft.models.sharding import gather_state
+
+            # What leaves is in the dtype of the model, as without masters.
+            dtype = None if self.has_adapters else self._compute_dtype
+            options["state_dict"] = gather_state(self.model, is_trained_only=self.has_adapters, dtype=dtype)
         if self._trainer is not None and not self.trainer.is_global_zero:
             return
-        if hasattr(self.model, "peft_config"):
-            # "auto" would ask the hub whether the vocabulary was resized; it never is here.
-            self.model.save_pretrained(folder, save_embedding_layers=False)
-        else:
-            self.model.save_pretrained(folder)
+        self.model.save_pretrained(folder, **options)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 

@@ -111,7 +111,7 @@ def build_model(
     """
     quantization_config = None if quantization is None else _nf4_config(dtype)
     # Lightning calls configure_model under a default device and dtype of its own; a load names both itself.
-    with torch.device("cpu"), _default_dtype(torch.float32):
+    with torch.device("cpu"), default_dtype(torch.float32):
         if source.init == "random":
             model = _initialise(source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed)
         else:
@@ -142,7 +142,7 @@ def check_finite(model: nn.Module, *, name: str) -> None:
                 names.append(parameter_name)
                 tensors.append(tensor.detach())
     # The largest magnitude carries NaN and infinity along and needs no copy of the weights.
-    _refuse_not_finite(names, [_largest(tensor) for tensor in tensors], name=name)
+    refuse_not_finite(names, [largest_magnitude(tensor) for tensor in tensors], name=name)
 
 
 def _check_files_finite(source: ModelSource, *, device: torch.device) -> None:
@@ -150,17 +150,17 @@ def _check_files_finite(source: ModelSource, *, device: torch.device) -> None:
     from safetensors import safe_open
 
     names, largest = [], []
-    for path in _weight_files(source):
+    for path in weight_files(source):
         with safe_open(path, framework="pt", device=str(device)) as file:
             for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 tensor = file.get_tensor(key)
                 if tensor.is_floating_point() and tensor.numel():
                     names.append(key)
-                    largest.append(_largest(tensor))
-    _refuse_not_finite(names, largest, name=source.name)
+                    largest.append(largest_magnitude(tensor))
+    refuse_not_finite(names, largest, name=source.name)
 
 
-def _weight_files(source: ModelSource) -> list[str]:
+def weight_files(source: ModelSource) -> list[str]:
     """Return the safetensors files of a folder or hub id under their standard names; none where it has others, which loading itself refuses."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -178,18 +178,19 @@ def _weight_files(source: ModelSource) -> list[str]:
     return [] if index is None else get_checkpoint_shard_files(source.model, index, **options)[0]
 
 
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
+def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude, fp32, which carries NaN and infinity along."""
     return torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
 
 
-def _refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: str) -> None:
+def refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: str) -> None:
     """Raise for those names whose largest magnitude is not finite; one host wait."""
     if not largest:
         return
     is_finite = torch.isfinite(torch.stack(largest)).tolist()
     broken = list(dict.fromkeys(tensor_name for tensor_name, finite in zip(names, is_finite) if not finite))
     if broken:
-        raise DataError(f"Weights of {name} hold NaN or infinity in {_list_names(broken)}. Fetch the files again or check the checkpoint.")
+        raise DataError(f"Weights of {name} hold NaN or infinity in {list_names(broken)}. Fetch the files again or check the checkpoint.")
 
 
 def _judged_tensors(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -233,7 +234,7 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
         ],
         "unreadable": [str(message) for message in report.get("error_msgs", ())],
     }
-    faults = [f"{_list_names(names)} {kind}" for kind, names in wrong.items() if names]
+    faults = [f"{list_names(names)} {kind}" for kind, names in wrong.items() if names]
     if faults:
         raise DataError(
             f"The weights of {source.model} do not fit {type(model).__name__}: {'; '.join(faults)}. "
@@ -261,7 +262,7 @@ def _initialise(
 
         quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
         # The layers that replace nn.Linear take the default dtype.
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
     tied = set(model.all_tied_weights_keys)
     with seeded(seed, device=device), torch.no_grad():
@@ -272,7 +273,7 @@ def _initialise(
         model.hf_quantizer = quantizer
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type != device.type]
     if left:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be initialised at random: nothing fills {_list_names(left)}.")
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be initialised at random: nothing fills {list_names(left)}.")
     return model
 
 
@@ -324,7 +325,7 @@ def _check_nf4_layers(model: nn.Module, *, name: str) -> None:
             if found != expected:
                 wrong.append(f"{layer_name}.weight ({found} in the files, {expected} in the model)")
     if wrong:
-        raise DataError(f"The weights of {name} do not fit the model: {_list_names(wrong)} of another shape. Check the files and the configuration.")
+        raise DataError(f"The weights of {name} do not fit the model: {list_names(wrong)} of another shape. Check the files and the configuration.")
 
 
 def _nf4_config(dtype: torch.dtype) -> Any:  # noqa: ANN401 - BitsAndBytesConfig, of a package that is imported late
@@ -340,7 +341,7 @@ def _nf4_config(dtype: torch.dtype) -> Any:  # noqa: ANN401 - BitsAndBytesConfig
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Have new floating tensors made in dtype for a while."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -355,7 +356,7 @@ def _describe(model: object) -> str:
     return repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
 
 
-def _list_names(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     """Return the first names and how many more there are."""
     more = len(names) - MAX_NAMES_IN_MESSAGE
     return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from lightning_fastft.models.attention import install_attention
 from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models
 from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
+from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.models.values import install_value_points
 from lightning_fastft.offload.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.offload.lanes import Lanes
+from lightning_fastft.offload.slots import PinnedSlab
+from lightning_fastft.offload.stack import StreamedWeights
 from lightning_fastft.status import Status
 
 
@@ -61,6 +68,8 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
         if checkpointing is not None:
             found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
             install_value_points(model, layers, checkpointing.segments_of(), ledger)
+            if checkpointing.segments_of():
+                checkpointing.stacks[-1].stream_weights = functools.partial(_stream_weights, model, ledger)
         # With several models in one module the table says whose status it is.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
@@ -72,6 +81,22 @@ def describe_models(root: nn.Module) -> list[str]:
     return [
         f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}" for name, model in find_causal_models(root)
     ]
+
+
+def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) -> StreamedWeights:
+    """Move the frozen weights of the decoder layers and the input embedding to pinned memory, until the ledger is undone."""
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        slab = PinnedSlab(num_bytes, device=lanes.device)
+        ledger.add_undo(slab.close)
+        region = slab.reserve(num_bytes)
+        assert region is not None
+        return region.tensor
+
+    _, streamer = install_weight_streaming(model, ledger, lanes=lanes, allocate_host=allocate)
+    install_host_embedding(model, ledger, lanes=lanes, allocate_host=allocate)
+    streamer.use(0, direction=1)
+    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes)
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

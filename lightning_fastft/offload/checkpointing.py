@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import nn
 
 from lightning_fastft.checks import check_choice, check_float, check_int
@@ -48,6 +49,8 @@ class OffloadCheckpointing:
         vram_budget: Device memory for everything, in GiB, that "auto" may fill; "auto" is what the process has plus 90 % of what is free.
         host_budget: Pinned host memory in GiB; "auto" is half of what the host has available.
         buffers: Staging slots: 2 fetches one layer ahead, 1 is the serial form (a control), more fetch further ahead.
+        weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory and brings each layer in before
+            its use; "auto" does so under policy "auto" when no plan fits otherwise; "resident" never.
 
     Raises:
         OptionError: A value is not allowed.
@@ -64,15 +67,20 @@ class OffloadCheckpointing:
         vram_budget: float | Literal["auto"] = "auto",
         host_budget: float | Literal["auto"] = "auto",
         buffers: int = 2,
+        weights: Literal["auto", "resident", "stream"] = "auto",
     ) -> None:
         self.policy = check_choice("policy", policy, _POLICIES)
         if policy != "auto" and vram_budget != "auto":
             raise OptionError(f"vram_budget={vram_budget!r} is what policy 'auto' plans for; policy {policy!r} has no use for it.")
+        check_choice("weights", weights, ("auto", "resident", "stream"))
+        if policy == "keep" and weights == "stream":
+            raise OptionError("weights='stream' saves device memory that policy 'keep' spends on activations: use policy 'auto', with vram_budget.")
         self.options = StackOptions(
             policy=policy,
             vram_budget_bytes=_read_gib("vram_budget", vram_budget),
             host_budget_bytes=_read_gib("host_budget", host_budget),
             buffers=check_int("buffers", buffers, low=1, high=8),
+            weights=weights,
         )
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
@@ -149,6 +157,11 @@ class OffloadCheckpointing:
         if self.stacks:
             self._last_description = f"{self.policy}: " + " | ".join(stack.describe() for stack in self.stacks)
         return Status(STATUS_NAME, "active", self._last_description)
+
+    def place(self, device: torch.device) -> None:
+        """Move frozen weights to the host where that was asked for; called when the model stands on its device, else the first forward does it."""
+        for stack in self.stacks:
+            stack.place(device)
 
     def step_down(self) -> bool:
         """Plan again with less after the device ran out of memory; return whether any stack could."""

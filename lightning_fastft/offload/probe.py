@@ -121,10 +121,12 @@ class StepProbe(SegmentObserver):
     Args:
         clock: Of the device.
         memory: Of the device.
+        previous: When the forward before this one began; None where nobody noted it.
     """
 
-    def __init__(self, clock: Clock, memory: Memory) -> None:
+    def __init__(self, clock: Clock, memory: Memory, *, previous: Any = None) -> None:  # noqa: ANN401 - a moment of the clock
         self._clock, self._memory = clock, memory
+        self._previous = previous
         self._moments: dict[tuple[str, int], Any] = {}
         self._values: dict[int, dict[str, list[Any]]] = defaultdict(dict)
         self._forward_peak: dict[int, int] = {}
@@ -184,7 +186,15 @@ class StepProbe(SegmentObserver):
         if self._backward_segment is not None:
             self._end_backward()
 
-    def read(self, segments: Sequence[Segment], *, input_bytes: int, saved_bytes: Callable[[int], int], extra_bytes: int) -> StepCost:
+    def read(
+        self,
+        segments: Sequence[Segment],
+        *,
+        input_bytes: int,
+        saved_bytes: Callable[[int], int],
+        extra_bytes: int,
+        weight_bytes: Sequence[int],
+    ) -> StepCost:
         """Return the costs of the step.
 
         Args:
@@ -192,15 +202,22 @@ class StepProbe(SegmentObserver):
             input_bytes: Hidden states between two segments.
             saved_bytes: Of a segment by index, when it is kept, its output included.
             extra_bytes: What will be resident later and is not yet.
+            weight_bytes: Frozen weights of each segment.
 
         Cost:
             One wait for the device.
         """
         backward = self._backward_times(len(segments))
-        costs = [self._segment_cost(segment, backward_ms=backward[segment.index], input_bytes=input_bytes, saved=saved_bytes) for segment in segments]
+        costs = [
+            self._segment_cost(segment, backward_ms=backward[segment.index], input_bytes=input_bytes, saved=saved_bytes)._replace(weight_bytes=weight)
+            for segment, weight in zip(segments, weight_bytes)
+        ]
         last = segments[-1].index
         head_ms = self._between(("forward end", last), ("backward", last))
         total = self._between(("forward", 0), ("step end", 0))
+        if self._previous is not None:
+            # What others do between two steps (a validation, a save) is no part of a step: the shorter of two counts.
+            total = min(total, self._clock.ms_between(self._previous, self._moments["forward", 0]))
         known = head_ms + sum(cost.forward_ms + cost.backward_ms + cost.recompute_ms for cost in costs)
         return StepCost(
             segments=tuple(costs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
 import time
 import weakref
@@ -68,7 +69,7 @@ class PinnedSlab:
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         self.num_bytes = align(num_bytes)
-        self._is_registered = False
+        self._unregister: weakref.finalize[..., Any] | None = None
         # Free stretches as (start, length), by start.
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)] if num_bytes else []
         # Marks of the last use, by start of the region that was given back.
@@ -78,7 +79,7 @@ class PinnedSlab:
         except RuntimeError as error:
             raise HostMemoryError(f"The host has no {self.num_bytes / 2**30:.1f} GiB for offloaded tensors: lower host_budget. ({error})") from error
         if device.type == "cuda" and num_bytes:
-            self._register()
+            self._register(device)
 
     @property
     def used_bytes(self) -> int:
@@ -115,9 +116,8 @@ class PinnedSlab:
 
     def close(self) -> None:
         """Unpin and free the memory; a second call does nothing. Copies must be over."""
-        if self._is_registered:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())))
-            self._is_registered = False
+        if self._unregister is not None:
+            self._unregister()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._free, self.num_bytes = [], 0
 
@@ -135,7 +135,7 @@ class PinnedSlab:
                     self._pending[end] = (other_end, other_marks)
         return marks
 
-    def _register(self) -> None:
+    def _register(self, device: torch.device) -> None:
         is_slow = self.num_bytes >= SLOW_PINNING_BYTES
         gib = self.num_bytes / 2**30
         if is_slow:
@@ -143,13 +143,21 @@ class PinnedSlab:
         begin = time.perf_counter()
         status = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, _CUDA_HOST_REGISTER_PORTABLE))
         if status:
+            # The next launch would report the failed call once more, in the name of something innocent.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
             raise HostMemoryError(
                 f"The host refuses to pin {gib:.1f} GiB (CUDA error {status}): lower host_budget, or raise the limit on locked memory. Under WSL "
                 "pinned memory is limited to a share of the host's memory."
             )
-        self._is_registered = True
+        # Also where nobody closes the slab: memory that is freed while it is pinned cannot be pinned again.
+        self._unregister = weakref.finalize(self, _unregister, self._bytes)
         if is_slow:
             logger.info("pinned %.1f GiB in %.1f s", gib, time.perf_counter() - begin)
+
+
+def _unregister(pinned: torch.Tensor) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr())))
 
 
 class StagingSlot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from lightning_fastft.offload.plan import make_plan
 from lightning_fastft.offload.probe import Memory, SavedBytesProbe, StepProbe, make_clock, measure_machine
 from lightning_fastft.offload.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.offload.slots import align
-from lightning_fastft.offload.step import Plan, SegmentPlan, StepCost
+from lightning_fastft.offload.step import Machine, Plan, SegmentPlan, StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,16 @@ class StackOptions(NamedTuple):
     vram_budget_bytes: int | None
     host_budget_bytes: int | None
     buffers: int
+    weights: str = "auto"
     is_serial: bool = False
     is_poisoned: bool = False
+
+
+class StreamedWeights(NamedTuple):
+    """What became of frozen weights that were moved to the host: bytes there, and bytes of the device slots that serve them."""
+
+    num_host_bytes: int
+    num_slot_bytes: int
 
 
 class SegmentStack:
@@ -70,7 +79,12 @@ class SegmentStack:
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         self.note = ""
+        # Moves the frozen weights of the layers to the host; set by who knows the model.
+        self.stream_weights: Callable[[Lanes], StreamedWeights] | None = None
+        self.streamed: StreamedWeights | None = None
         self.make_lanes: Callable[[torch.device], Lanes] = lambda device: make_lanes(device, is_serial=options.is_serial)
+        self._lanes: Lanes | None = None
+        self._weight_bytes = [_frozen_bytes(layer) for layer in layers]
         self.segments[0].on_forward = self.begin_forward
         self._kinds = _kinds(layers)
         self._report, self._extra_bytes, self._agree = report, extra_bytes, agree
@@ -86,16 +100,28 @@ class SegmentStack:
         self._input_bytes = 0
         self._saved: SavedBytesProbe | None = None
         self._step: StepProbe | None = None
+        self._previous: Any = None
 
     def begin_forward(self, hidden: torch.Tensor) -> None:
         """Do what is due before a forward: grow the engine, take the next step of the probe, or make the plan."""
         num_bytes = align(hidden.numel() * hidden.element_size())
+        self.place(hidden.device)
         is_larger = num_bytes > self._input_bytes
         self._input_bytes = max(num_bytes, self._input_bytes)
         if self.options.policy == "offload" and is_larger:
             self._offload_inputs(hidden.device)
         if self.options.policy == "auto" and not self._is_always_kept:
             self._advance(hidden.device, is_larger=is_larger)
+
+    def place(self, device: torch.device) -> None:
+        """Move frozen weights to the host if that was asked for and not done; the model stands on its device.
+
+        Raises:
+            OptionError: Nobody knows how to stream the weights of these layers, or none is frozen.
+            HostMemoryError: The host has no room for them.
+        """
+        if self.options.weights == "stream" and self.streamed is None:
+            self._stream(device)
 
     def follow(self, plan: Sequence[SegmentPlan], *, device: torch.device, cost: StepCost | None = None) -> None:
         """Put a plan into effect from the next forward on; the engine is made anew for its sizes.
@@ -115,7 +141,7 @@ class SegmentStack:
         engine = None
         if any(sizes):
             engine = OffloadEngine(
-                self.make_lanes(device),
+                self._lanes_of(device),
                 host_bytes=sum(sizes),
                 slot_bytes=max(sizes),
                 buffers=self.options.buffers,
@@ -160,6 +186,8 @@ class SegmentStack:
         if self.options.policy == "auto" and self._phase < _PLANNED:
             return f"auto: the first steps recompute and are measured; {num_layers} layers"
         parts = [f"{kept} of {num_layers} layers kept"]
+        if self.streamed is not None:
+            parts.append(f"{self.streamed.num_host_bytes / 2**30:.1f} GiB of frozen weights streamed")
         if inputs or on_host:
             parts.append(f"{inputs} layer inputs and {on_host} values on the host")
         if on_device:
@@ -202,6 +230,7 @@ class SegmentStack:
             self._phase = _WARM_UP
         elif self._phase == _WARM_UP:
             self._phase = _COUNT_SAVED
+            self._previous = make_clock(device).now()
             self._begin_count(device)
         elif self._phase == _COUNT_SAVED:
             self._phase = _TIME_STEP
@@ -212,7 +241,7 @@ class SegmentStack:
     def _begin_timing(self, device: torch.device) -> None:
         for segment in self.segments:
             segment.plan = RECOMPUTE
-        self._step = StepProbe(make_clock(device), Memory(device))
+        self._step = StepProbe(make_clock(device), Memory(device), previous=self._previous)
         self._observe(self._step)
 
     def _end_timing(self, device: torch.device) -> None:
@@ -238,7 +267,12 @@ class SegmentStack:
         assert self._saved is not None
         counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
         self.cost = self._step.read(
-            self.segments, input_bytes=self._input_bytes, saved_bytes=lambda index: counted[self._kinds[index]], extra_bytes=self._extra_bytes()
+            self.segments,
+            input_bytes=self._input_bytes,
+            saved_bytes=lambda index: counted[self._kinds[index]],
+            # Streamed weights are counted as if resident: the plan takes them off again.
+            extra_bytes=self._extra_bytes() + (0 if self.streamed is None else sum(self._weight_bytes) - self.streamed.num_slot_bytes),
+            weight_bytes=self._weight_bytes,
         )
         self._step = None
         self._phase = _PLANNED
@@ -248,17 +282,9 @@ class SegmentStack:
 
     def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:
         """Plan and follow; a budget that turns out not to be there is lowered, with a word."""
-        assert self.cost is not None
         host_budget, machine = self._host_budget(), measure_machine(device)
         for attempt in range(_MAX_NOTCHES):
-            plan = make_plan(
-                self.cost,
-                vram_budget_bytes=vram_budget,
-                host_budget_bytes=host_budget,
-                machine=machine,
-                buffers=self.options.buffers,
-                weights="resident",
-            )
+            plan = self._best_plan(device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             # Once: a rank that has to lower its own plan does so alone, and would wait for the others for ever.
             plan = self._agree(plan) if attempt == 0 else plan
             try:
@@ -275,6 +301,33 @@ class SegmentStack:
                 return
         self.close_engine()
         raise OptionError("No plan for the activations could be put into effect; give vram_budget and host_budget in GiB, or policy 'recompute'.")
+
+    def _best_plan(self, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
+        """The fastest plan with resident weights where one fits, else with streamed ones."""
+        assert self.cost is not None
+        plan = functools.partial(
+            make_plan, self.cost, vram_budget_bytes=vram_budget, host_budget_bytes=host_budget, machine=machine, buffers=self.options.buffers
+        )
+        if self.streamed is not None:
+            return plan(weights="stream")
+        if self.options.weights == "resident" or self.stream_weights is None or machine.is_unified:
+            return plan(weights="resident")
+        found = plan(weights="auto")
+        if any(segment.is_streamed for segment in found.segments):
+            self._stream(device)
+            self._report("activations: no plan fits with all weights on the device, so frozen weights are streamed from the host")
+        return found
+
+    def _stream(self, device: torch.device) -> None:
+        if self.stream_weights is None:
+            raise OptionError("weights='stream' is for models of transformers; for other layers use lightning_fastft.offload.weights.WeightStreamer.")
+        self.streamed = self.stream_weights(self._lanes_of(device))
+
+    def _lanes_of(self, device: torch.device) -> Lanes:
+        """The copy lanes of the stack, shared by activations and weights."""
+        if self._lanes is None or self._lanes.device != device:
+            self._lanes = self.make_lanes(device)
+        return self._lanes
 
     def _observe(self, observer: Any) -> None:  # noqa: ANN401 - a probe or None
         for segment in self.segments:
@@ -319,6 +372,10 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         found.append(seen.setdefault((structure, shapes), len(seen)))
     return found
+
+
+def _frozen_bytes(layer: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters() if not parameter.requires_grad)
 
 
 def _has_router(layer: nn.Module) -> bool:

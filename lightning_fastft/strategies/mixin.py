@@ -54,6 +54,7 @@ class FastFTStrategyMixin(_Base):
             self.checkpointing.agree = lambda plan: self.broadcast(plan)
         self.packed_steps.install(self.lightning_module)
         super().setup(trainer)
+        self.packed_steps.place(self.root_device)
 
     def teardown(self) -> None:
         """Take every swap back, also after an exception, then tear down the strategy underneath."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lightning_fastft.checks import check_choice
@@ -72,6 +73,11 @@ class PackedSteps:
             if not is_done:
                 self.undo()
         self._statuses, self._layers = installation.statuses, installation.layers
+
+    def place(self, device: torch.device) -> None:
+        """Do what waits for the model to stand on its device: frozen weights that are streamed leave it."""
+        if self.activations is not None:
+            self.activations.place(device)
 
     def undo(self) -> None:
         """Take every swap back; a second call does nothing."""

@@ -2,7 +2,15 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fastft.strategies.ddp import FastFTDDPStrategy
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
+
+_DESCRIPTIONS = (
+    (FastFTStrategy, "Packed fine-tuning on one device"),
+    (FastFTDDPStrategy, "Packed fine-tuning with a whole model on every device (DDP)"),
+    (FastFTFSDPStrategy, "Packed fine-tuning with one model in pieces over all devices (FSDP2)"),
+)
 
 
 def register_strategies() -> None:
@@ -10,8 +18,9 @@ def register_strategies() -> None:
 
     Example:
         >>> register_strategies()
-        >>> "fastft" in StrategyRegistry.available_strategies()
+        >>> {"fastft", "fastft_ddp", "fastft_fsdp"} <= set(StrategyRegistry.available_strategies())
         True
     """
-    if FastFTStrategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(FastFTStrategy.strategy_name, FastFTStrategy, description="Packed fine-tuning on one device")
+    for strategy, description in _DESCRIPTIONS:
+        if strategy.strategy_name not in StrategyRegistry:
+            StrategyRegistry.register(strategy.strategy_name, strategy, description=description)

@@ -24,7 +24,7 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     The device is the Trainer's: ``Trainer(strategy="fastft")`` lands on the first GPU where there is one, ``devices=[1]`` on the second.
 
     Args:
-        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("keep")``.
+        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
         accelerator: As in Lightning.
         checkpoint_io: As in Lightning.
@@ -67,7 +67,7 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
         if devices and len(devices) > 1:
             raise OptionError(
                 f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} ({', '.join(map(str, devices))}). Set devices=1, "
-                'or use Trainer(strategy="ddp", callbacks=[PackedTraining()]) for several.'
+                'or use Trainer(strategy="fastft_ddp") for a whole model on each, Trainer(strategy="fastft_fsdp") for one model in pieces over all.'
             )
         self._parallel_devices = devices
         if devices:

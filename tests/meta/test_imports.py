@@ -34,7 +34,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 before = set(sys.modules)
 import lightning_fastft
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([sorted(added), "fastft" in StrategyRegistry.available_strategies(), torch.cuda.is_initialized()]))
+is_registered = {"fastft", "fastft_ddp", "fastft_fsdp"} <= set(StrategyRegistry.available_strategies())
+print(json.dumps([sorted(added), is_registered, torch.cuda.is_initialized()]))
 """
     added, is_registered, touched_device = json.loads(run(script))
     assert not set(added) & set(HEAVY)

@@ -129,6 +129,14 @@ def test_at_the_least_peak_there_is_a_plan():
     assert plan.prediction.peak_bytes <= least.peak_bytes
 
 
+@pytest.mark.parametrize("seed", range(20, 30))
+def test_where_all_inputs_fit_the_host_there_is_a_plan(seed):
+    cost = random_step(make_rng(seed), num_segments=3, num_values=2)
+    machine = Machine("any", 1e5, 1e5)
+    vram = predict(cost, [plan._replace(input_place="host") for plan in uniform_plan(3, "recompute")], machine=machine).peak_bytes
+    assert plan_for(cost, vram, machine=machine, weights="resident").prediction.peak_bytes <= vram
+
+
 def test_no_host_budget_means_no_host():
     cost = qwen3_14b()
     recompute, _ = ends(cost, H200)

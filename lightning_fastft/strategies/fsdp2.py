@@ -1,0 +1,192 @@
+"""FastFTFSDPStrategy: packed training with one model in pieces over all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_fastft.checks import check_choice
+from lightning_fastft.errors import OptionError
+from lightning_fastft.status import Status
+from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+
+# What Lightning's ModelParallelStrategy serves; it checks this for an instance, not for a strategy given by name (2.6.6).
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
+    """Train with FSDP2: weights, gradients and optimizer state in pieces over all devices, one decoder layer gathered at a time.
+
+    Distribution is torch's and Lightning's own. Every device is a data parallel rank unless sizes say otherwise. A FineTuner is built in pieces, so
+    that no device ever holds the whole. A module of your own builds its model in ``configure_model`` (Lightning's rule for this kind of strategy) and
+    may shard it there with ``fully_shard`` over ``self.device_mesh["data_parallel"]``; a transformers model that it leaves whole is sharded here
+    before the optimizer is made, each tensor in its own dtype.
+
+    Args:
+        activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
+        attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+        data_parallel_size: Devices over which the model is cut and the batches are spread; "auto" is all that tensor parallelism leaves.
+        tensor_parallel_size: Devices that share each matrix product; "auto" is what data_parallel_size leaves, and 1 if that is "auto" too. Above 1
+            only for a module that applies tensor parallelism itself.
+        gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device holds the gradients of all
+            trained weights whole. "batch" reduces them after each micro-batch and holds pieces only.
+        save_distributed_checkpoint: True writes a folder with one file per rank, False one file with the whole state.
+        process_group_backend: As in Lightning.
+        timeout: As in Lightning.
+
+    Raises:
+        OptionError: A choice is unknown, the sizes do not fit the number of devices or the module, or the Trainer's precision is not served.
+
+    Cost:
+        Per step each layer is gathered in the forward and again in the backward; "window" adds the bytes of the unsharded gradients.
+
+    Source:
+        Zero redundancy, stage 3: arXiv 1910.02054, through torch's ``fully_shard``.
+
+    Example:
+        >>> FastFTFSDPStrategy(save_distributed_checkpoint=False).statuses()
+        []
+    """
+
+    strategy_name = "fastft_fsdp"
+
+    def __init__(
+        self,
+        *,
+        activations: OffloadCheckpointing | None = None,
+        attention: str = "auto",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        gradient_sync: Literal["window", "batch"] = "window",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            activations=activations,
+            attention=attention,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.gradient_sync = check_choice("gradient_sync", gradient_sync, ("window", "batch"))
+        self._sharding: Status | None = None
+
+    def setup_environment(self) -> None:
+        """Check the precision, choose the sizes of the mesh, then start the process group and the mesh.
+
+        Raises:
+            OptionError: Sizes or precision are not served.
+        """
+        precision = str(self.precision_plugin.precision)
+        if precision not in _PRECISIONS:
+            raise OptionError(
+                f"precision={precision!r} is not served by {type(self).__name__}, which has {', '.join(_PRECISIONS)}. Set "
+                "Trainer(precision='32-true') and choose FineTuner(dtype=...)."
+            )
+        self._choose_sizes(self.num_nodes * self.num_processes)
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard what configure_model left whole, then install packed training and make the optimizer.
+
+        Raises:
+            OptionError: The module cannot be sharded from outside; the message has the line to add.
+        """
+        self._shard_module()
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Tear down as the strategies underneath, and end a checkpoint that is still being written."""
+        super().teardown()
+        self.checkpoint_io.teardown()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients unreduced in the backwards of an accumulation window that are not its last."""
+        from lightning_fastft.models.sharding import sharded_roots
+
+        assert self.model is not None
+        roots = sharded_roots(self.model) if self.gradient_sync == "window" else []
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collect the state of the model, from pieces also right after an evaluation."""
+        self._reshard()
+        return super().lightning_module_state_dict()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - as Lightning's
+        """Load into the pieces of the model."""
+        self._reshard()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def statuses(self) -> list[Status]:
+        """Return what is active and why not, with how the model is sharded."""
+        own = super().statuses()
+        return own if self._sharding is None else [self._sharding, *own]
+
+    def _choose_sizes(self, world_size: int) -> None:
+        data, tensor = self._data_parallel_size, self._tensor_parallel_size
+        if tensor == "auto":
+            tensor = 1 if data == "auto" else world_size // data
+        if data == "auto":
+            data = world_size // tensor
+        if data * tensor != world_size:
+            raise OptionError(
+                f"data_parallel_size={self._data_parallel_size} and tensor_parallel_size={self._tensor_parallel_size} do not fit {world_size} "
+                "devices: their product must be the number of devices. Leave both at 'auto' for data parallelism over all of them."
+            )
+        self._data_parallel_size, self._tensor_parallel_size = data, tensor
+
+    def _shard_module(self) -> None:
+        """Shard a module that configure_model left whole, and refuse one that would train without an exchange between the ranks."""
+        from lightning_fastft.models.sharding import is_sharded, shard_model, unsharded_trained_names
+
+        module = self.lightning_module
+        assert module is not None
+        name = type(module).__name__
+        if not is_overridden("configure_model", module):
+            raise OptionError(
+                f"{name} builds its model before the devices are known. Under strategy='fastft_fsdp' build it in a hook of its own: "
+                "def configure_model(self): self.model = self.model or AutoModelForCausalLM.from_pretrained(...)"
+            )
+        self._reshard()
+        if not is_sharded(module):
+            if self._tensor_parallel_size != 1:
+                raise OptionError(
+                    f"tensor_parallel_size={self._tensor_parallel_size}, and {name} applies no tensor parallelism in configure_model. Leave the "
+                    "sizes at 'auto' for data parallelism over all devices, or parallelise the model there over self.device_mesh['tensor_parallel']."
+                )
+            self._sharding = shard_model(module, self.device_mesh["data_parallel"])
+        whole = unsharded_trained_names(module)
+        if whole:
+            raise OptionError(
+                f"{len(whole)} trained tensors of {name} stand outside its sharded model, so their gradients would differ between the ranks: "
+                f"{', '.join(whole[:3])}. Shard their module at the end of configure_model: fully_shard(self.{whole[0].rpartition('.')[0]}, "
+                "mesh=self.device_mesh['data_parallel']), and the model itself as well."
+            )
+
+    def _reshard(self) -> None:
+        from lightning_fastft.models.sharding import reshard
+
+        assert self.model is not None
+        reshard(self.model)

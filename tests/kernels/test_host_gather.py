@@ -1,0 +1,92 @@
+"""Rows of a table in host memory: equal to an embedding's, on a CPU by the plain twin; the kernel itself in the interpreter and by the compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.host_gather.op import host_gather
+from tests.kernels.truth import Watch
+
+ROOT = Path(__file__).parents[2]
+
+COMPILE_SCRIPT = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.host_gather import triton as host_gather
+
+for capability, dtype, index in ((86, "fp32", "i32"), (86, "fp16", "i64"), (90, "bf16", "i64")):
+    signature = {
+        "weight_ptr": "*" + dtype, "token_ptr": "*" + index, "out_ptr": "*" + dtype, "weight_stride": "i32", "num_rows": "i32",
+        "num_columns": "i32", "BLOCK": "constexpr",
+    }
+    source = ASTSource(host_gather._gather_rows_kernel, signature, constexprs={"BLOCK": host_gather.MAX_BLOCK})
+    triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": host_gather.NUM_WARPS})
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_equals_an_embedding(dtype, index_dtype):
+    weight_VD = torch.randn(11, 13).to(dtype)
+    token_T = torch.randint(0, 11, (29,), dtype=index_dtype)
+    assert torch.equal(host_gather(weight_VD, token_T), torch.nn.functional.embedding(token_T, weight_VD))
+
+
+def test_rows_of_a_strided_table_and_no_rows():
+    weight_VD = torch.randn(11, 20)[:, 3:16]
+    assert torch.equal(host_gather(weight_VD, torch.tensor([10, 0])), weight_VD[[10, 0]])
+    assert host_gather(weight_VD, torch.tensor([], dtype=torch.int64)).shape == (0, 13)
+
+
+def test_a_token_outside_the_table_is_an_error_on_a_cpu():
+    with pytest.raises(IndexError):
+        host_gather(torch.randn(3, 2), torch.tensor([3]))
+
+
+def test_never_waits():
+    with Watch() as watch:
+        host_gather(torch.randn(3, 2), torch.tensor([2, 1]))
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize(
+    ("weight_VD", "token_T", "message"),
+    [
+        (torch.randn(3), torch.tensor([1]), "2 axes"),
+        (torch.randn(3, 2).double(), torch.tensor([1]), "dtype"),
+        (torch.randn(3, 2), torch.tensor([[1]]), "1 axes"),
+        (torch.randn(3, 2), torch.tensor([1.0]), "dtype"),
+        (torch.randn(2, 3).T, torch.tensor([1]), "strides"),
+        (torch.randn(3, 2), torch.tensor([1, 0, 2])[::2], "strides"),
+        (torch.randn(3, 2, requires_grad=True), torch.tensor([1]), "frozen"),
+        (torch.empty(3, 2, device="meta"), torch.tensor([1]), "meta"),
+    ],
+)
+def test_what_the_kernel_would_read_wrongly_is_refused(weight_VD, token_T, message):
+    with pytest.raises(ShapeError, match=message):
+        host_gather(weight_VD, token_T)
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_host_gather.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_compiles():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,358 @@
+"""Train tiny models under the strategies of several devices; run by torchrun on two ranks: ``-m tests.strategies.strategy_worker <part> <folder>``.
+
+Each part is a list of cases that run one after the other in the same two processes; rank 0 writes what they found to ``<folder>/<part>.pt``.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from lightning_fastft.errors import OptionError
+from lightning_fastft.models.sharding import gather_state, is_sharded
+from lightning_fastft.module import FineTuner
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.strategies.ddp import FastFTDDPStrategy
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.token_weighting_worker import CONFIG, micro_batches
+from tests.training_parts import PlainModule, tiny_llama
+
+NUM_RANKS, NUM_WINDOWS, ACCUMULATE = 2, 2, 2
+LORA = {"r": 4, "lora_alpha": 4, "init_lora_weights": False}
+# Sums of fp32 gradients in another order, two steps of plain SGD: the order alone gives 1e-8.
+BOUND = 1e-6
+# Small enough that every step is clipped.
+CLIP_NORM = 0.5
+KINDS = {
+    "full": {},
+    "full, head of its own": {"tie_word_embeddings": False},
+    "lora": {"lora": LORA},
+    "lora, trained copies": {"lora": {**LORA, "modules_to_save": ["lm_head"]}, "tie_word_embeddings": False},
+    "nf4": {"lora": LORA, "quantization": "nf4"},
+}
+STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy, "one": FastFTStrategy}
+EQUALITY = [("full", "keep"), ("full", "recompute"), ("lora", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
+FSDP_EQUALITY = [*EQUALITY, ("full, head of its own", "keep"), ("lora, trained copies", "recompute")]
+
+
+def difference(found, truth):
+    """Relative distance of two states, over all tensors."""
+    assert found.keys() == truth.keys()
+    distance = sum(float((found[name].double() - truth[name].double()).square().sum()) for name in truth) ** 0.5
+    return distance / sum(float(value.double().square().sum()) for value in truth.values()) ** 0.5
+
+
+def run_on_two_ranks(part, folder):
+    """What the worker found."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.strategies.strategy_worker", part]
+    done = subprocess.run([*command, str(folder)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(folder / f"{part}.pt", weights_only=True)
+
+
+class Watch(Callback):
+    """Counts what is sent in the backwards, and keeps what the parts are at the end."""
+
+    def __init__(self):
+        self.num_reductions = []
+        self.head = None
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._counter = CollectiveCounter().__enter__()
+        self.head = type(pl_module.model.get_output_embeddings()).__name__ if hasattr(pl_module.model, "get_output_embeddings") else None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._counter.__exit__(None, None, None)
+        self.num_reductions.append(self._counter.num_reductions)
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts gradient reductions: the reduce-scatters of FSDP2."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_reductions = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_reductions += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class CountBuckets(Callback):
+    """Counts the buckets that DDP's reducer sends, per micro-batch."""
+
+    def __init__(self):
+        self.by_batch = Counter()
+        self._batch_idx = 0
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.model.register_comm_hook(None, self._send)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._batch_idx = batch_idx
+
+    def _send(self, state, bucket):
+        self.by_batch[self._batch_idx] += 1
+        buffer = bucket.buffer().div_(NUM_RANKS)
+        return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def make_tuner(kind, *, dtype="float32", optimizer=None, **options):
+    settings = {**KINDS[kind], **options}
+    tie = {"tie_word_embeddings": settings.pop("tie_word_embeddings", CONFIG["tie_word_embeddings"])}
+    # Plain SGD: a step is linear in the gradient, so that a bound on sums is a bound on weights.
+    optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.5))
+    return FineTuner({**CONFIG, **tie}, init="random", dtype=dtype, optimizer=optimizer, scheduler="constant", warmup_share=0.0, **settings)
+
+
+def batches_of(rank, *, world_size, num_windows=NUM_WINDOWS):
+    """The micro-batches of one rank; one process with all of them has the same windows."""
+    windows = [micro_batches(accumulate=ACCUMULATE, world_size=NUM_RANKS, rank=number) for number in range(NUM_RANKS)]
+    if world_size == NUM_RANKS:
+        return windows[rank] * num_windows
+    return [batch for pair in zip(*windows) for batch in pair] * num_windows
+
+
+def fit(module, *, strategy, rank=0, folder=None, max_steps=NUM_WINDOWS, ckpt_path=None, **options):
+    """Train for some windows; the number of devices is the strategy's."""
+    world_size = 1 if isinstance(strategy, FastFTStrategy) else NUM_RANKS
+    settings = {
+        "gradient_clip_val": CLIP_NORM,
+        "enable_checkpointing": False,
+        "accumulate_grad_batches": ACCUMULATE * NUM_RANKS // world_size,
+        **options,
+    }
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=max_steps, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **settings,
+    )  # fmt: skip
+    batches = batches_of(rank, world_size=world_size, num_windows=max_steps)
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    return trainer
+
+
+def trained_state(module):
+    """The trained weights of a finished run, whole, by name."""
+    model = module.model
+    if is_sharded(model):
+        return gather_state(model, is_trained_only=True)
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+
+
+def train(kind, policy, strategy_name, *, rank=0, folder=None):
+    """The trained weights of one case, and its callbacks."""
+    seed_everything(5, verbose=False)
+    module = make_tuner(kind)
+    strategy = STRATEGIES[strategy_name](activations=OffloadCheckpointing(policy))
+    callbacks = [CountBuckets()] if strategy_name == "ddp" else [Watch()]
+    fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=callbacks)
+    return trained_state(module), callbacks[0]
+
+
+def run_ddp(rank, folder):
+    found = {}
+    for kind, policy in EQUALITY:
+        state, buckets = train(kind, policy, "ddp", rank=rank, folder=folder)
+        found[kind, policy] = state
+        found[kind, policy, "batches with a reduction"] = sorted(buckets.by_batch)
+    found["options"] = options_of_ddp(rank, folder)
+    for form in ("uninterrupted", "resumed"):
+        found["checkpoint", form] = checkpointed("lora", form, rank, folder, strategy=FastFTDDPStrategy())
+    return found
+
+
+def options_of_ddp(rank, folder):
+    """The options of DistributedDataParallel arrive, and train to the same weights."""
+    found = {}
+    for options in ({"static_graph": True}, {"find_unused_parameters": True}):
+        seed_everything(5, verbose=False)
+        module = make_tuner("lora")
+        strategy = FastFTDDPStrategy(activations=OffloadCheckpointing("recompute"), **options)
+        trainer = fit(module, strategy=strategy, rank=rank, folder=folder)
+        found |= {name: (trainer.strategy._ddp_kwargs.get(name), trained_state(module)) for name in options}
+    return found
+
+
+def run_fsdp(rank, folder):
+    found = {}
+    for kind, policy in FSDP_EQUALITY:
+        state, watch = train(kind, policy, "fsdp", rank=rank, folder=folder)
+        found[kind, policy] = state
+        found[kind, policy, "head"] = watch.head
+        found[kind, policy, "reductions"] = watch.num_reductions
+    found["every batch"] = reductions_of_every_batch(rank, folder)
+    found["by name"] = by_name(rank, folder)
+    for kind in ("lora", "full"):
+        for is_folder in (True, False):
+            for form in ("uninterrupted", "resumed"):
+                strategy = FastFTFSDPStrategy(save_distributed_checkpoint=is_folder)
+                found["checkpoint", kind, is_folder, form] = checkpointed(kind, form, rank, folder, strategy=strategy)
+    found["bf16"] = masters(rank, folder)
+    found["foreign"] = foreign(rank, folder)
+    found["validation"] = validation(rank, folder)
+    found["refused"] = refused(rank, folder)
+    return found
+
+
+def reductions_of_every_batch(rank, folder):
+    watch = Watch()
+    seed_everything(5, verbose=False)
+    module = make_tuner("full")
+    fit(module, strategy=FastFTFSDPStrategy(gradient_sync="batch"), rank=rank, folder=folder, callbacks=[watch])
+    return {"reductions": watch.num_reductions, "state": trained_state(module)}
+
+
+def by_name(rank, folder):
+    """What Trainer(strategy="fastft_fsdp") makes of two processes, with the default optimizer."""
+    module = make_tuner("lora", optimizer=None)
+    module.optimizer_factory = None
+    trainer = fit(module, strategy="fastft_fsdp", rank=rank, folder=folder)
+    mesh = trainer.strategy.device_mesh
+    return {
+        "sizes": [mesh["data_parallel"].size(), mesh["tensor_parallel"].size()],
+        "strategy": type(trainer.strategy).__name__,
+        "is_fused": bool(trainer.optimizers[0].defaults["fused"]),
+        "statuses": [tuple(status)[:2] for status in trainer.strategy.statuses()],
+        "reasons": " | ".join(status.reason for status in trainer.strategy.statuses()),
+        "num_units": sum(isinstance(part, FSDPModule) for part in module.modules()),
+    }
+
+
+def checkpointed(kind, form, rank, folder, *, strategy):
+    """Four steps at once, or two from the checkpoint that those four left behind; AdamW, so that its state counts."""
+    strategy_name = type(strategy).__name__
+    place = Path(folder) / f"{strategy_name}-{kind}-{getattr(strategy, '_save_distributed_checkpoint', '')}"
+    seed_everything(5, verbose=False)
+    module = make_tuner(kind, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    saved = ModelCheckpoint(dirpath=place, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    path = place / "step=2.ckpt"
+    options = {"callbacks": [saved], "enable_checkpointing": True} if form == "uninterrupted" else {"ckpt_path": path}
+    trainer = fit(module, strategy=strategy, rank=rank, folder=folder, max_steps=4, **options)
+    assert trainer.global_step == 4
+    found = {"state": trained_state(module), "is_folder": path.is_dir()}
+    if path.is_file():
+        found["keys"] = sorted(torch.load(path, weights_only=True, map_location="cpu")["state_dict"])
+    module.save_pretrained(str(place / "export"))
+    torch.distributed.barrier()
+    return found
+
+
+def masters(rank, folder):
+    """Dtypes of full fine-tuning in bf16, and what the state of the optimizer is."""
+    found = {}
+    for name in ("auto", "bfloat16"):
+        module = make_tuner("full", dtype="bfloat16", master_dtype=name, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+        seen = {}
+        layer_dtypes = seen.setdefault("layer", set())
+
+        class Look(Callback):
+            def on_train_start(self, trainer, pl_module, seen=layer_dtypes):
+                norm = pl_module.model.model.layers[0].input_layernorm
+                norm.register_forward_hook(lambda part, inputs, output: seen.add((str(part.weight.dtype), str(output.dtype))))
+
+            def on_before_optimizer_step(self, trainer, pl_module, optimizer, seen=seen):
+                seen["gradient"] = {str(parameter.grad.dtype) for parameter in pl_module.parameters()}
+
+        trainer = fit(module, strategy=FastFTFSDPStrategy(), rank=rank, folder=folder, callbacks=[Look()])
+        seen["parameter"] = {str(parameter.dtype) for parameter in module.parameters()}
+        seen["average"] = {str(state["exp_avg"].dtype) for state in trainer.optimizers[0].state.values()}
+        export = Path(folder) / f"export-{name}"
+        module.save_pretrained(str(export))
+        torch.distributed.barrier()
+        found[name] = {key: sorted(value) for key, value in seen.items()}
+    return found
+
+
+class Lazy(PlainModule):
+    """A user's own module that builds its model where Lightning wants it, and shards nothing."""
+
+    def __init__(self, *, has_extra_head=False):
+        super().__init__(None)
+        self.extra = torch.nn.Linear(3, 3) if has_extra_head else None
+
+    def configure_model(self):
+        if self.model is None:
+            torch.manual_seed(11)
+            self.model = tiny_llama()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class ShardsItself(Lazy):
+    """The same with the sharding in it."""
+
+    def configure_model(self):
+        super().configure_model()
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+def foreign(rank, folder):
+    found = {}
+    for kind in (Lazy, ShardsItself):
+        module = kind()
+        trainer = fit(module, strategy=FastFTFSDPStrategy(), rank=rank, folder=folder)
+        found[kind.__name__] = {"state": trained_state(module), "sharding": [status.name for status in trainer.strategy.statuses()]}
+    return found
+
+
+def validation(rank, folder):
+    """Validate before, between and after training: the root holds its weights whole after each of them."""
+    seed_everything(5, verbose=False)
+    module = make_tuner("full")
+    batches = batches_of(rank, world_size=NUM_RANKS)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=FastFTFSDPStrategy(save_distributed_checkpoint=False), max_steps=2, default_root_dir=folder,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=1,
+        accumulate_grad_batches=ACCUMULATE, val_check_interval=2, gradient_clip_val=CLIP_NORM, enable_checkpointing=False,
+    )  # fmt: skip
+    before = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)[0]["val_loss"]
+    trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))
+    keys = sorted(trainer.strategy.lightning_module_state_dict())
+    after = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)[0]["val_loss"]
+    return {"before": before, "after": after, "state": trained_state(module), "num_keys": len(keys)}
+
+
+def refused(rank, folder):
+    """The messages of what cannot be served."""
+    cases = {
+        "sizes": lambda: fit(make_tuner("lora"), strategy=FastFTFSDPStrategy(data_parallel_size=3), rank=rank, folder=folder),
+        "tensor parallel FineTuner": lambda: fit(make_tuner("lora"), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder),
+        "tensor parallel foreign": lambda: fit(Lazy(), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder),
+        "precision by name": lambda: fit(make_tuner("lora"), strategy="fastft_fsdp", rank=rank, folder=folder, precision="64-true"),
+        "eager": lambda: fit(PlainModule(tiny_llama()), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder),
+        "outside": lambda: fit(Lazy(has_extra_head=True), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder),
+    }
+    found = {}
+    for name, run in cases.items():
+        try:
+            run()
+        except OptionError as error:
+            found[name] = str(error)
+    return found
+
+
+def main(part, folder):
+    register_strategies()
+    rank = int(os.environ["RANK"])
+    found = {"ddp": run_ddp, "fsdp": run_fsdp}[part](rank, folder)
+    if rank == 0:
+        torch.save(found, Path(folder) / f"{part}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

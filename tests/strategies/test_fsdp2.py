@@ -1,0 +1,222 @@
+"""FastFTFSDPStrategy: two ranks with half a model each give the weights of one process; what cannot be served is refused by name."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lightning_fastft.errors import OptionError
+from lightning_fastft.status import Status
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.strategies.strategy_worker import (
+    BOUND,
+    FSDP_EQUALITY,
+    NUM_WINDOWS,
+    Lazy,
+    difference,
+    fit,
+    make_tuner,
+    run_on_two_ranks,
+    train,
+    trained_state,
+)  # fmt: skip
+
+NUM_UNITS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    return run_on_two_ranks("fsdp", folder)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """The trained weights of one process, each case trained once."""
+    found = {}
+
+    def look_up(case):
+        if case not in found:
+            found[case] = train(*case, "one")[0]
+        return found[case]
+
+    return look_up
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FSDP_EQUALITY, ids=str)
+def test_two_ranks_equal_one_process_with_twice_the_accumulation(two_ranks, one_process, case):
+    assert difference(two_ranks[case], one_process(case)) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FSDP_EQUALITY, ids=str)
+def test_gradients_are_reduced_once_per_window(two_ranks, case):
+    # One reduction per unit that trains something.
+    has_trained_root = "full" in case[0] or "copies" in case[0]
+    per_window = NUM_UNITS if has_trained_root else NUM_UNITS - 1
+    assert two_ranks[(*case, "reductions")] == [0, per_window] * NUM_WINDOWS
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_every_batch_where_asked(two_ranks, one_process):
+    assert two_ranks["every batch"]["reductions"] == [NUM_UNITS, NUM_UNITS] * NUM_WINDOWS
+    assert difference(two_ranks["every batch"]["state"], one_process(("full", "keep"))) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in FSDP_EQUALITY if "copies" not in case[0]], ids=str)
+def test_lazy_head_serves_a_sharded_model(two_ranks, case):
+    assert two_ranks[(*case, "head")] == "LazyHead"
+
+
+@pytest.mark.slow
+def test_name_gives_data_parallelism_over_all_ranks(two_ranks):
+    found = two_ranks["by name"]
+    assert found["strategy"] == "FastFTFSDPStrategy"
+    assert found["sizes"] == [2, 1]
+    assert found["num_units"] == NUM_UNITS
+    assert found["is_fused"]
+
+
+@pytest.mark.slow
+def test_status_says_what_is_sharded(two_ranks):
+    assert ("sharding", "active") in two_ranks["by name"]["statuses"]
+    assert f"FSDP2 over 2 devices, {NUM_UNITS} units" in two_ranks["by name"]["reasons"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_resumed_run_equals_the_uninterrupted_one(two_ranks, kind, is_folder):
+    whole, resumed = (two_ranks["checkpoint", kind, is_folder, form] for form in ("uninterrupted", "resumed"))
+    assert whole["is_folder"] is is_folder
+    assert whole["state"].keys() == resumed["state"].keys()
+    assert all(torch.equal(value, resumed["state"][name]) for name, value in whole["state"].items())
+
+
+@pytest.mark.slow
+def test_single_file_holds_adapters_only(two_ranks):
+    keys = two_ranks["checkpoint", "lora", False, "uninterrupted"]["keys"]
+    assert keys
+    assert all("lora_" in key for key in keys)
+
+
+@pytest.mark.slow
+def test_checkpoint_of_two_ranks_is_resumed_by_one(two_ranks, folder):
+    path = folder / "FastFTFSDPStrategy-lora-False" / "step=2.ckpt"
+    module = make_tuner("lora", optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    torch.manual_seed(5)
+    fit(module, strategy=FastFTStrategy(), max_steps=4, ckpt_path=path)
+    assert difference(trained_state(module), two_ranks["checkpoint", "lora", False, "resumed"]["state"]) <= 1e-4
+
+
+@pytest.mark.slow
+def test_adapters_are_written_as_a_plain_peft_adapter(two_ranks, folder):
+    tuner = make_tuner("lora")
+    torch.manual_seed(5)
+    tuner.configure_model()
+    base = tuner.model.unload()
+    loaded = PeftModel.from_pretrained(base, folder / "FastFTFSDPStrategy-lora-True" / "export")
+    state = two_ranks["checkpoint", "lora", True, "resumed"]["state"]
+    found = {name: value for name, value in loaded.named_parameters() if name in state}
+    assert difference(found, state) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masters", ["auto", "bfloat16"])
+def test_whole_model_is_written_in_the_dtype_of_the_model(two_ranks, folder, masters):
+    path = folder / f"export-{masters}"
+    assert {str(tensor.dtype) for tensor in load_file(path / "model.safetensors").values()} == {"torch.bfloat16"}
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    _, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
+@pytest.mark.slow
+def test_bf16_is_trained_from_fp32_masters_unless_asked_otherwise(two_ranks):
+    wide, narrow = two_ranks["bf16"]["auto"], two_ranks["bf16"]["bfloat16"]
+    assert wide["layer"] == narrow["layer"] == [("torch.bfloat16", "torch.bfloat16")]
+    assert [wide[key] for key in ("parameter", "gradient", "average")] == [["torch.float32"]] * 3
+    assert [narrow[key] for key in ("parameter", "gradient", "average")] == [["torch.bfloat16"]] * 3
+
+
+@pytest.mark.slow
+def test_module_that_shards_nothing_is_sharded_by_the_strategy(two_ranks, tmp_path):
+    lazy, own = two_ranks["foreign"]["Lazy"], two_ranks["foreign"]["ShardsItself"]
+    assert lazy["sharding"][0] == "sharding"
+    assert "sharding" not in own["sharding"]
+    module = Lazy()
+    fit(module, strategy=FastFTStrategy(), folder=tmp_path)
+    truth = trained_state(module)
+    assert difference(lazy["state"], truth) <= BOUND
+    assert difference(own["state"], truth) <= BOUND
+
+
+@pytest.mark.slow
+def test_validation_before_within_and_after_training_changes_nothing(two_ranks, one_process):
+    found = two_ranks["validation"]
+    assert found["after"] < found["before"]
+    assert found["num_keys"] == len(found["state"])
+    assert difference(found["state"], one_process(("full", "keep"))) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("sizes", "data_parallel_size=3"),
+        ("tensor parallel FineTuner", "tensor_parallel_size=2"),
+        ("tensor parallel foreign", "Lazy applies no tensor parallelism"),
+        ("precision by name", "precision='64-true' is not served by FastFTFSDPStrategy"),
+        ("eager", "def configure_model"),
+        ("outside", "fully_shard(self.extra"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(two_ranks, case, message):
+    assert message in two_ranks["refused"][case]
+
+
+def test_strategy_pickles_before_setup():
+    strategy = pickle.loads(pickle.dumps(FastFTFSDPStrategy(gradient_sync="batch", save_distributed_checkpoint=False)))
+    assert strategy.gradient_sync == "batch"
+    assert not strategy._save_distributed_checkpoint
+
+
+def test_masters_are_refused_where_they_cannot_be():
+    with pytest.raises(OptionError, match="adapter_dtype"):
+        make_tuner("lora", master_dtype="float32")
+    with pytest.raises(OptionError, match="fastft_fsdp"):
+        fit(make_tuner("full", dtype="bfloat16", master_dtype="float32"), strategy=FastFTStrategy())
+
+
+def test_model_in_pieces_is_refused_by_another_strategy():
+    tuner = make_tuner("full")
+    tuner._sharding = Status("sharding", "active", "FSDP2 over 2 devices")
+    with pytest.raises(OptionError, match="in pieces"):
+        fit(tuner, strategy=FastFTStrategy())
+
+
+def test_unknown_gradient_sync_is_refused():
+    with pytest.raises(OptionError, match="window"):
+        FastFTFSDPStrategy(gradient_sync="never")
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "expected"),
+    [("auto", "auto", (8, 1)), (4, "auto", (4, 2)), ("auto", 2, (4, 2)), (8, 1, (8, 1)), (2, 4, (2, 4))],
+)
+def test_sizes_given_are_kept_and_the_rest_is_data_parallel(data, tensor, expected):
+    strategy = FastFTFSDPStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
+    strategy._choose_sizes(8)
+    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == expected
