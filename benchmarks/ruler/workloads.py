@@ -44,6 +44,7 @@ class Workload:
         max_tokens: Tokens of a pack.
         length_divisor: Document lengths of the list are divided by this (1 except in CPU tests).
         num_packs: Packs in the token file; a run that needs more starts again.
+        weights_of: Workload whose model and adapters this one trains, on packs of its own; None for its own.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Workload:
     num_packs: int = 48
     lora_rank: int = 16
     lora_alpha: int = 16
+    weights_of: str | None = None
 
 
 def _qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, Any]:
@@ -66,6 +68,8 @@ def _qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, t
 
 
 _QWEN3_14B = _qwen3(hidden=5120, inner=17_408, layers=40, heads=40, kv_heads=8, tied=False)
+_QWEN3_8B = _qwen3(hidden=4096, inner=12_288, layers=36, heads=32, kv_heads=8, tied=False)
+_QWEN3_32B = _qwen3(hidden=5120, inner=25_600, layers=64, heads=64, kv_heads=8, tied=False)
 _QWEN3_06B = _qwen3(hidden=1024, inner=3072, layers=28, heads=16, kv_heads=8, tied=True)
 _LLAMA_1B = {
     "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -77,13 +81,30 @@ _TINY = {
     "head_dim": 16, "max_position_embeddings": 1024, "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 
+# Packs of other lengths on the same weights: name of the suffix, tokens, packs that the stored list of documents fills.
+_LONGER = (("16k", 16_384, 24), ("32k", 32_768, 12), ("48k", 49_152, 8))
+
+
+def _with_longer(name: str, config: dict[str, Any], quantization: str | None) -> list[Workload]:
+    """The workload at 8,192 tokens, and those with longer packs that share its weights."""
+    longer = [
+        Workload(f"{name}-{suffix}", "qwen3", config, quantization, max_tokens=max_tokens, num_packs=num_packs, weights_of=name)
+        for suffix, max_tokens, num_packs in _LONGER
+    ]
+    return [Workload(name, "qwen3", config, quantization), *longer]
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("qwen3-14b-qlora", "qwen3", _QWEN3_14B, "nf4"),
+        *_with_longer("qwen3-14b-qlora", _QWEN3_14B, "nf4"),
+        *_with_longer("qwen3-8b-qlora", _QWEN3_8B, "nf4"),
+        *_with_longer("qwen3-32b-qlora", _QWEN3_32B, "nf4"),
+        Workload("qwen3-8b-lora", "qwen3", _QWEN3_8B, None),
         Workload("qwen3-0.6b-lora", "qwen3", _QWEN3_06B, None),
         Workload("llama-3.2-1b-lora", "llama", _LLAMA_1B, None),
         Workload("tiny", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
+        Workload("tiny-long", "qwen3", _TINY, None, max_tokens=512, length_divisor=16, num_packs=6, lora_rank=4, lora_alpha=4, weights_of="tiny"),
         Workload("tiny-qlora", "qwen3", _TINY, "nf4", max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
     )
 }
@@ -185,8 +206,9 @@ class WorkloadFiles:
     def __init__(self, root: Path, workload: Workload) -> None:
         self.workload = workload
         self.folder = root / workload.name
-        self.model = self.folder / "model"
-        self.adapter = self.folder / "adapter"
+        weights = root / (workload.weights_of or workload.name)
+        self.model = weights / "model"
+        self.adapter = weights / "adapter"
         self.tokens = self.folder / "tokens.safetensors"
         self.done = self.folder / "done.json"
 
@@ -195,8 +217,9 @@ class WorkloadFiles:
         return self.folder / f"reference_gradients_{share:g}.safetensors"
 
     def is_built(self) -> bool:
-        """Whether build has finished here, with this very workload."""
-        return self.done.exists() and json.loads(self.done.read_text()) == _fingerprint(self.workload)
+        """Whether build has finished here, with this very workload and the weights it shares."""
+        is_done = self.done.exists() and json.loads(self.done.read_text()) == _fingerprint(self.workload)
+        return is_done and self.model.exists()
 
     def read_packs(self) -> list[Pack]:
         """Return the packs of the token file."""
@@ -227,6 +250,11 @@ def build(workload: Workload, *, root: Path, device: str, dtype: torch.dtype) ->
         return {"seconds": 0.0}
     files.folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
+    if workload.weights_of is not None:
+        seconds = build(WORKLOADS[workload.weights_of], root=root, device=device, dtype=dtype)
+        _write_tokens(files)
+        files.done.write_text(json.dumps(_fingerprint(workload)))
+        return {**seconds, "seconds": time.perf_counter() - start}
     shapes = _write_model(files, device=device, dtype=dtype)
     model_seconds = time.perf_counter() - start
     _write_tokenizer(files)

@@ -56,7 +56,13 @@ class ModelSource:
         from transformers import AutoConfig
 
         if isinstance(self.model, str):
-            return AutoConfig.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+            try:
+                return AutoConfig.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+            except (OSError, ValueError) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise OptionError(
+                    f"The configuration of {self.model!r} cannot be read: {reason} Check the name and the connection, or give a local folder."
+                ) from error
         if isinstance(self.model, Mapping):
             content = dict(self.model)
             if "model_type" not in content:

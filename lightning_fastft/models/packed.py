@@ -15,6 +15,7 @@ from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
 from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming
 from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.models.tiles import install_tiles
 from lightning_fastft.models.values import install_value_points
 from lightning_fastft.offload.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
@@ -69,6 +70,8 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
             found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
             install_value_points(model, layers, checkpointing.segments_of(), ledger)
             if checkpointing.segments_of():
+                if checkpointing.mlp_tiles > 1:
+                    install_tiles(layers, checkpointing.segments_of(), ledger, num_tiles=checkpointing.mlp_tiles)
                 checkpointing.stacks[-1].stream_weights = functools.partial(_stream_weights, model, ledger)
         # With several models in one module the table says whose status it is.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]

@@ -58,10 +58,12 @@ def install_value_points(root: nn.Module, layers: Sequence[nn.Module], segments:
 
 def find_session(module: nn.Module) -> Session | None:
     """Return the open session of the segment that a module belongs to; None outside one and while torch.compile traces."""
-    segment: Segment | None = vars(module).get(SEGMENT_ATTRIBUTE)
-    if segment is None or segment.session is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    return segment.session
+    segment: Segment | None = vars(module).get(SEGMENT_ATTRIBUTE)
+    if segment is None or segment.session is not None or not module.training:
+        return None if segment is None else segment.session
+    return segment.inner_session()
 
 
 def value_name(module: nn.Module) -> str:

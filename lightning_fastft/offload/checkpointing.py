@@ -40,7 +40,8 @@ class OffloadCheckpointing:
     Owns one pinned slab, fixed staging slots and two copy streams per model; the copies of a layer are under way before its backward begins. Works
     through the layer's own checkpointing attributes (``gradient_checkpointing`` and ``_gradient_checkpointing_func``, as the decoder layers of
     transformers have them) or, for any other module, through its instance's ``forward``, so no class and no source is touched. Gradients are
-    bit-equal for every policy when the kernels are deterministic. Inert in evaluation mode and where no gradients are recorded.
+    bit-equal for every policy when the kernels are deterministic. Inert in evaluation mode and where no gradients are recorded. Of a decoder layer
+    compiled as a whole nothing is captured by transformers 5.23 (it runs as it is); compile its parts (``layer.mlp.compile()``).
 
     Args:
         policy: "keep" holds every activation. "recompute" holds the input of each layer and runs the layer again in the backward. "offload" is the
@@ -51,6 +52,8 @@ class OffloadCheckpointing:
         buffers: Staging slots: 2 fetches one layer ahead, 1 is the serial form (a control), more fetch further ahead.
         weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory and brings each layer in before
             its use; "auto" does so under policy "auto" when no plan fits otherwise; "resident" never.
+        mlp_tiles: Run dense feed-forward blocks in this many tiles of tokens, so that only one tile's intermediates exist at a time: the least memory
+            for long packs. 1 for none. Products of fewer rows round differently, so gradients are equal to rounding, not to the bit.
 
     Raises:
         OptionError: A value is not allowed.
@@ -68,6 +71,7 @@ class OffloadCheckpointing:
         host_budget: float | Literal["auto"] = "auto",
         buffers: int = 2,
         weights: Literal["auto", "resident", "stream"] = "auto",
+        mlp_tiles: int = 1,
     ) -> None:
         self.policy = check_choice("policy", policy, _POLICIES)
         if policy != "auto" and vram_budget != "auto":
@@ -82,6 +86,9 @@ class OffloadCheckpointing:
             buffers=check_int("buffers", buffers, low=1, high=8),
             weights=weights,
         )
+        self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
+        if policy == "keep" and mlp_tiles > 1:
+            raise OptionError(f"mlp_tiles={mlp_tiles} computes blocks again in the backward, which policy 'keep' forbids: use 'auto' or 'recompute'.")
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
         # Set by who owns the plugin: where plans are reported, what will be resident later, and how ranks agree on one plan.
@@ -166,6 +173,11 @@ class OffloadCheckpointing:
     def step_down(self) -> bool:
         """Plan again with less after the device ran out of memory; return whether any stack could."""
         return any(stack.step_down() for stack in self.stacks)
+
+    def smaller_budget(self) -> float | None:
+        """Return a tenth less than what the plans in effect were to need, in GiB; None where nothing is planned."""
+        peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
+        return 0.9 * max(peaks) / 2**30 if peaks else None
 
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
         """Refuse layers in evaluation mode, where the code of transformers never recomputes.

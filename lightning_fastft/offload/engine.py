@@ -139,7 +139,7 @@ class OffloadEngine:
         if flat is None or region is None:
             self.num_kept += 1
             return None
-        done = self.lanes.copy_out(region.tensor[: flat.numel()], flat, after=[self.lanes.mark_compute(), *region.marks])
+        done = self._copy_out(region, flat)
         region.marks = []
         lease = HostLease(self, group=group, region=region, tensor=tensor, done=done)
         group.add(lease)
@@ -237,6 +237,17 @@ class OffloadEngine:
             start += align(lease.num_bytes)
             after = []
         slot.note_copy(leases[-1].arrived)  # type: ignore[arg-type]
+
+    def _copy_out(self, region: HostRegion, flat: torch.Tensor) -> Mark:
+        """Start the copy; a region whose copy is refused goes back to the slab."""
+        is_queued = False
+        try:
+            done = self.lanes.copy_out(region.tensor[: flat.numel()], flat, after=[self.lanes.mark_compute(), *region.marks])
+            is_queued = True
+        finally:
+            if not is_queued:
+                self.slab.release(region, marks=region.marks)
+        return done
 
     def _retire_oldest(self) -> None:
         """Have compute wait for the oldest copy out, and let go of its source."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -102,10 +103,11 @@ class SavedBytesProbe(SegmentObserver):
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, torch.nn.Parameter):
+            if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            # An operator that holds its own output would never be freed if no backward came.
+            return tensor.detach()
 
         before = self._memory.allocated()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -136,7 +138,13 @@ class StepProbe(SegmentObserver):
         self.base_bytes = 0
         self._head_bytes = 0
         self.head_peak_bytes = 0
-        self.has_backward = False
+        self._awaited: set[int] = set()
+        self._reached: set[int] = set()
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backward has reached every segment that it goes through; false after an exception in the middle."""
+        return bool(self._awaited) and self._awaited == self._reached
 
     def forward_begins(self, segment: Segment) -> None:
         """Note the start of a forward."""
@@ -151,6 +159,10 @@ class StepProbe(SegmentObserver):
         self._forward_peak[segment.index] = self._memory.peak() - self._entry_bytes
         self._head_bytes = self._memory.start_peak()
 
+    def backward_awaited(self, segment: Segment) -> None:
+        """Note that the backward will go through a segment."""
+        self._awaited.add(segment.index)
+
     def backward_begins(self, segment: Segment) -> None:
         """Note that the backward has reached a segment, and what the one after it took."""
         self._note("backward", segment)
@@ -160,7 +172,7 @@ class StepProbe(SegmentObserver):
             self._end_backward()
         self._entry_bytes = self._memory.start_peak()
         self._backward_segment = segment.index
-        self.has_backward = True
+        self._reached.add(segment.index)
 
     def replay_begins(self, segment: Segment) -> None:
         """Note the start of a second run."""
@@ -269,6 +281,33 @@ class StepProbe(SegmentObserver):
 
     def _note(self, what: str, segment: Segment) -> None:
         self._moments[what, segment.index] = self._clock.now()
+
+
+def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
+    """Return what the step costs for packs of another length: times, activations and transients grow with it, weights and the rest do not.
+
+    Args:
+        cost: What was measured.
+        factor: The other length over the length that was measured.
+        input_bytes: Hidden states of the other length.
+    """
+    if factor == 1:
+        return cost
+    segments = tuple(
+        SegmentCost(
+            input_bytes=input_bytes,
+            saved_bytes=round(segment.saved_bytes * factor),
+            forward_ms=segment.forward_ms * factor,
+            backward_ms=segment.backward_ms * factor,
+            recompute_ms=segment.recompute_ms * factor,
+            values=tuple(ValueCost(value.name, align(math.ceil(value.num_bytes * factor)), value.rebuild_ms * factor) for value in segment.values),
+            forward_peak_bytes=round(segment.forward_peak_bytes * factor),
+            backward_peak_bytes=round(segment.backward_peak_bytes * factor),
+            weight_bytes=segment.weight_bytes,
+        )
+        for segment in cost.segments
+    )
+    return StepCost(segments, cost.base_bytes, round(cost.head_peak_bytes * factor), cost.head_ms * factor, cost.other_ms)
 
 
 def make_clock(device: torch.device) -> Clock:

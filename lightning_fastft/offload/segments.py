@@ -39,6 +39,9 @@ class SegmentObserver:
     def forward_ends(self, segment: Segment) -> None:
         """Called after it."""
 
+    def backward_awaited(self, segment: Segment) -> None:
+        """Called after a forward whose output has a gradient to wait for."""
+
     def backward_begins(self, segment: Segment) -> None:
         """Called when the gradient of a segment's output is known."""
 
@@ -85,6 +88,14 @@ class Segment:
         alone = Segment(self.index, is_random=self.is_random, has_router=self.has_router)
         return vars(alone)
 
+    def inner_session(self) -> Session | None:
+        """Return a session for a part of the layer that runs in a backward outside of the layer's own second run; else None.
+
+        A checkpoint inside the layer does so, and its part has to save the tensors that it saved in the first run, under a session.
+        """
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        return InnerSession(self, engine=None, group=None) if is_in_backward and not self.plan.is_kept else None
+
     def follow(self, plan: SegmentPlan, engine: OffloadEngine | None) -> None:
         """Run under this plan from the next forward on."""
         self.plan, self.engine = plan, engine
@@ -99,7 +110,7 @@ class Segment:
         if not torch.is_grad_enabled():
             return function(*args)
         if self.on_forward is not None:
-            self.on_forward(args[0])
+            self.on_forward(_hidden_states(function, args))
         observer = self.observer
         if observer is not None:
             observer.forward_begins(self)
@@ -110,8 +121,10 @@ class Segment:
                 output = function(*args)
         else:
             session = Session(self, engine=self.engine, group=group)
-            # Only what the layer is given passes these hooks: what it saves inside goes to the checkpoint's own.
-            with torch.autograd.graph.saved_tensors_hooks(session.pack_input, session.unpack_input):
+            # Only what the layer is given passes these hooks: what it saves inside goes to the checkpoint's own. Where nothing is to be sent there
+            # are none: the input of a checkpoint inside another one belongs to that one's hooks.
+            is_sent = self.plan.input_place == "host" and self.engine is not None
+            with torch.autograd.graph.saved_tensors_hooks(session.pack_input, session.unpack_input) if is_sent else nullcontext():
                 output = checkpoint(partial(session.run, function), *args, use_reentrant=False, preserve_rng_state=self.is_random)
         if observer is not None:
             observer.forward_ends(self)
@@ -132,7 +145,18 @@ class Segment:
             if observer is not None:
                 observer.backward_begins(self)
 
+        if observer is not None:
+            observer.backward_awaited(self)
         tensor.register_hook(reached)
+
+
+def _hidden_states(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor:
+    """The first tensor that a layer is given, also where it is given by name."""
+    given = (*args, *getattr(function, "keywords", {}).values())
+    hidden = next((value for value in given if torch.is_tensor(value) and value.is_floating_point()), None)
+    if hidden is None:
+        raise SwapError("A decoder layer was called without a tensor of hidden states; activation policies need layers that take and return them.")
+    return hidden
 
 
 class Session:
@@ -241,6 +265,14 @@ class Session:
         return _HeldOnDevice(tensor, name=name)
 
 
+class InnerSession(Session):
+    """The second run of a checkpoint inside a layer: everything is computed."""
+
+    def value(self, name: str, compute: Callable[[], Tensors], *, is_always_held: bool = False) -> Tensors:
+        """Return what compute returns."""
+        return compute()
+
+
 class _Held(Protocol):
     def get(self) -> torch.Tensor:
         """Return the tensor."""
@@ -312,4 +344,4 @@ def is_random(module: nn.Module) -> bool:
 
     if isinstance(module, _DropoutNd) and module.p > 0:
         return True
-    return any(isinstance(value, float) and value > 0 and ("dropout" in name or "jitter" in name) for name, value in vars(module).items())
+    return any(isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name) for name, value in vars(module).items())

@@ -12,22 +12,20 @@ import torch
 from torch import nn
 
 from lightning_fastft.errors import HostMemoryError, OptionError
+from lightning_fastft.offload.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified
 from lightning_fastft.offload.engine import OffloadEngine
 from lightning_fastft.offload.lanes import Lanes, make_lanes
 from lightning_fastft.offload.picture import render_plan
 from lightning_fastft.offload.plan import make_plan
-from lightning_fastft.offload.probe import Memory, SavedBytesProbe, StepProbe, make_clock, measure_machine
+from lightning_fastft.offload.probe import Memory, SavedBytesProbe, StepProbe, make_clock, measure_machine, scale_cost
 from lightning_fastft.offload.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.offload.slots import align
 from lightning_fastft.offload.step import Machine, Plan, SegmentPlan, StepCost
 
 logger = logging.getLogger(__name__)
 
-# Forwards before the plan: one that warms up (and finds the last value points), one that counts saved bytes, one that is timed.
-_FRESH, _WARM_UP, _COUNT_SAVED, _TIME_STEP, _PLANNED = range(5)
-# Of the memory that is free once model and optimizer are placed; the rest is for fragments and what nobody counts.
-AUTO_VRAM_SHARE = 0.9
-AUTO_HOST_SHARE = 0.5
+# Forwards before the plan: one that counts saved bytes, one that warms up (and finds the last value points), one that is timed.
+_FRESH, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _PLANNED = range(5)
 _NOTCH = 0.9
 _MAX_NOTCHES = 5
 
@@ -88,38 +86,43 @@ class SegmentStack:
         self.segments[0].on_forward = self.begin_forward
         self._kinds = _kinds(layers)
         self._report, self._extra_bytes, self._agree = report, extra_bytes, agree
-        parameter = next(layers[0].parameters(), None)
-        self._is_always_kept = (
-            options.policy == "auto" and options.vram_budget_bytes is None and parameter is not None and parameter.device.type == "cpu"
-        )
-        if self._is_always_kept:
-            for segment in self.segments:
-                segment.plan = KEEP
+        # Known once the model stands on its device.
+        self._is_always_kept = False
+        # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the others for ever.
+        self._has_agreed = False
         self._phase = _FRESH
         self._device = torch.device("cpu")
         self._input_bytes = 0
+        # Hidden states of the longest pack, and of the packs whose bytes were counted and whose times were taken.
+        self._most_bytes = self._counted_bytes = self._timed_bytes = 0
         self._saved: SavedBytesProbe | None = None
         self._step: StepProbe | None = None
         self._previous: Any = None
 
     def begin_forward(self, hidden: torch.Tensor) -> None:
         """Do what is due before a forward: grow the engine, take the next step of the probe, or make the plan."""
-        num_bytes = align(hidden.numel() * hidden.element_size())
+        num_bytes = hidden.numel() * hidden.element_size()
         self.place(hidden.device)
-        is_larger = num_bytes > self._input_bytes
-        self._input_bytes = max(num_bytes, self._input_bytes)
+        is_larger = num_bytes > self._most_bytes
+        self._most_bytes = max(num_bytes, self._most_bytes)
+        self._input_bytes = align(self._most_bytes)
         if self.options.policy == "offload" and is_larger:
             self._offload_inputs(hidden.device)
         if self.options.policy == "auto" and not self._is_always_kept:
-            self._advance(hidden.device, is_larger=is_larger)
+            self._advance(hidden.device, num_bytes=num_bytes, is_larger=is_larger)
 
     def place(self, device: torch.device) -> None:
-        """Move frozen weights to the host if that was asked for and not done; the model stands on its device.
+        """Take note of the device the model stands on, and move frozen weights to the host if that was asked for and not done.
 
         Raises:
             OptionError: Nobody knows how to stream the weights of these layers, or none is frozen.
             HostMemoryError: The host has no room for them.
         """
+        is_always_kept = self.options.policy == "auto" and self.options.vram_budget_bytes is None and device.type == "cpu"
+        if is_always_kept != self._is_always_kept:
+            self._is_always_kept = is_always_kept
+            for segment in self.segments:
+                segment.plan = KEEP if is_always_kept else RECOMPUTE
         if self.options.weights == "stream" and self.streamed is None:
             self._stream(device)
 
@@ -132,7 +135,7 @@ class SegmentStack:
             cost: Sizes of the values in the plan; None where only inputs go to the host.
 
         Raises:
-            HostMemoryError: The pinned memory cannot be had; the plan in effect stays.
+            HostMemoryError: The pinned memory cannot be had; every segment is recomputed then.
         """
         if len(plan) != len(self.segments):
             raise OptionError(f"The plan has {len(plan)} segments, the model has {len(self.segments)} decoder layers.")
@@ -170,6 +173,7 @@ class SegmentStack:
         try:
             self._make_plan(device, vram_budget=lowered)
         except OptionError:
+            self.plan = None
             return False
         self._report(f"The device ran out of memory: planned again for {lowered / 2**30:.1f} GiB.")
         return True
@@ -184,7 +188,7 @@ class SegmentStack:
         if self._is_always_kept:
             return f"on a CPU every activation is kept; {num_layers} layers"
         if self.options.policy == "auto" and self._phase < _PLANNED:
-            return f"auto: the first steps recompute and are measured; {num_layers} layers"
+            return f"the first steps recompute and are measured; {num_layers} layers"
         parts = [f"{kept} of {num_layers} layers kept"]
         if self.streamed is not None:
             parts.append(f"{self.streamed.num_host_bytes / 2**30:.1f} GiB of frozen weights streamed")
@@ -199,7 +203,7 @@ class SegmentStack:
 
     def _offload_inputs(self, device: torch.device) -> None:
         """Every input but the last segment's goes to the host, as far as the host has memory."""
-        _check_not_unified(device)
+        check_not_unified(device)
         budget = self._host_budget()
         most = len(self.segments) - 1
         num_hosted = min(most, budget // self._input_bytes)
@@ -217,63 +221,78 @@ class SegmentStack:
             self.note = f"host_budget has room for {num_hosted} of {most} inputs"
             self._report(f"activations: {self.note}; the others stay on the device")
 
-    def _advance(self, device: torch.device, *, is_larger: bool) -> None:
-        """Take the next step of the probe, or plan."""
+    def _advance(self, device: torch.device, *, num_bytes: int, is_larger: bool) -> None:
+        """Take the next step of the probe, or plan.
+
+        A pack that grows while the probe runs changes no phase, so that all ranks plan at the same forward: what was measured is scaled.
+        """
         self._device = device
-        if is_larger and self._phase > _FRESH:
-            if self._phase == _PLANNED:
-                self._report(f"activations: packs grew to {self._input_bytes / 2**20:.1f} MiB of hidden states; measuring and planning again")
+        if is_larger and self._phase == _PLANNED:
+            self._report(f"activations: packs grew to {self._input_bytes / 2**20:.1f} MiB of hidden states; measuring and planning again")
             self.close_engine()
             self._observe(None)
             self.plan, self._phase = None, _FRESH
-        if self._phase == _FRESH:
-            self._phase = _WARM_UP
-        elif self._phase == _WARM_UP:
+        if self._phase == _FRESH or (self._phase == _COUNT_SAVED and not self._is_counted()):
+            # Again where a forward that was left in the middle counted nothing.
             self._phase = _COUNT_SAVED
-            self._previous = make_clock(device).now()
-            self._begin_count(device)
+            self._begin_count(device, num_bytes=num_bytes)
         elif self._phase == _COUNT_SAVED:
+            # What is timed next has then run once as it is timed: kernels are built, and the allocator has its blocks.
+            self._phase = _WARM_UP
+            self._begin_warm_up(device)
+        elif self._phase == _WARM_UP:
             self._phase = _TIME_STEP
-            self._begin_timing(device)
+            self._begin_timing(device, num_bytes=num_bytes)
         elif self._phase == _TIME_STEP:
-            self._end_timing(device)
+            self._end_timing(device, num_bytes=num_bytes)
 
-    def _begin_timing(self, device: torch.device) -> None:
+    def _begin_warm_up(self, device: torch.device) -> None:
+        self._observe(None)
         for segment in self.segments:
             segment.plan = RECOMPUTE
+        self._previous = make_clock(device).now()
+
+    def _begin_timing(self, device: torch.device, *, num_bytes: int) -> None:
+        self._timed_bytes = num_bytes
         self._step = StepProbe(make_clock(device), Memory(device), previous=self._previous)
         self._observe(self._step)
 
-    def _end_timing(self, device: torch.device) -> None:
+    def _end_timing(self, device: torch.device, *, num_bytes: int) -> None:
         assert self._step is not None
         self._step.step_ends()
         if not self._step.has_backward:
-            # A forward without a backward tells nothing: measure this one.
-            self._begin_timing(device)
+            # A forward without a whole backward tells nothing: measure this one.
+            self._begin_timing(device, num_bytes=num_bytes)
             return
         self._observe(None)
         self._finish_probe(device)
 
-    def _begin_count(self, device: torch.device) -> None:
+    def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
         """Run one segment of each kind kept for one forward: the last of its kind, whose backward comes first."""
+        self._counted_bytes = num_bytes
         self._saved = SavedBytesProbe(Memory(device))
         last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}
         for index in last_of_kind.values():
             self.segments[index].plan = KEEP
             self.segments[index].observer = self._saved
 
+    def _is_counted(self) -> bool:
+        assert self._saved is not None
+        return len(self._saved.saved_bytes) == len(set(self._kinds))
+
     def _finish_probe(self, device: torch.device) -> None:
         assert self._step is not None
         assert self._saved is not None
         counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
-        self.cost = self._step.read(
+        cost = self._step.read(
             self.segments,
-            input_bytes=self._input_bytes,
-            saved_bytes=lambda index: counted[self._kinds[index]],
+            input_bytes=align(self._timed_bytes),
+            saved_bytes=lambda index: counted[self._kinds[index]] * self._timed_bytes // self._counted_bytes,
             # Streamed weights are counted as if resident: the plan takes them off again.
             extra_bytes=self._extra_bytes() + (0 if self.streamed is None else sum(self._weight_bytes) - self.streamed.num_slot_bytes),
             weight_bytes=self._weight_bytes,
         )
+        self.cost = scale_cost(cost, self._most_bytes / self._timed_bytes, input_bytes=self._input_bytes)
         self._step = None
         self._phase = _PLANNED
         self._make_plan(device, vram_budget=self._vram_budget(device))
@@ -285,12 +304,13 @@ class SegmentStack:
         host_budget, machine = self._host_budget(), measure_machine(device)
         for attempt in range(_MAX_NOTCHES):
             plan = self._best_plan(device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
-            # Once: a rank that has to lower its own plan does so alone, and would wait for the others for ever.
-            plan = self._agree(plan) if attempt == 0 else plan
+            if not self._has_agreed:
+                self._has_agreed, plan = True, self._agree(plan)
             try:
                 self.follow(plan.segments, device=device, cost=self.cost)
             except HostMemoryError as error:
-                host_budget = plan.prediction.host_bytes // 2
+                # The last attempt is made without a host that refuses again and again.
+                host_budget = plan.prediction.host_bytes // 2 if attempt < _MAX_NOTCHES - 2 else 0
                 self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
                 self._report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
             except torch.OutOfMemoryError:
@@ -338,20 +358,10 @@ class SegmentStack:
         assert self.cost is not None
         if self.options.vram_budget_bytes is not None:
             return self.options.vram_budget_bytes
-        if device.type != "cuda":
-            return 2**62
-        free, total = torch.cuda.mem_get_info(device)
-        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        available = free + reserved - allocated
-        # A cap on the process counts like a smaller card.
-        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-        available = min(available, int(share * total) - allocated)
-        return allocated + int(AUTO_VRAM_SHARE * available)
+        return auto_vram_bytes(device)
 
     def _host_budget(self) -> int:
-        if self.options.host_budget_bytes is not None:
-            return self.options.host_budget_bytes
-        return int(AUTO_HOST_SHARE * _available_host_bytes())
+        return auto_host_bytes() if self.options.host_budget_bytes is None else self.options.host_budget_bytes
 
 
 def _host_bytes(entry: SegmentPlan, index: int, *, cost: StepCost | None, input_bytes: int) -> int:
@@ -375,27 +385,14 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _frozen_bytes(layer: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters() if not parameter.requires_grad)
+    """Weights that could be streamed: frozen ones that are whole on this device."""
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in layer.parameters()
+        if not parameter.requires_grad and not hasattr(parameter, "device_mesh")
+    )
 
 
 def _has_router(layer: nn.Module) -> bool:
     """Whether a layer chooses experts: it has a module of experts, or one named a router."""
     return any("experts" in name.rpartition(".")[2].lower() or "router" in type(module).__name__.lower() for name, module in layer.named_modules())
-
-
-def _check_not_unified(device: torch.device) -> None:
-    if device.type == "cuda" and getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        raise OptionError(
-            f"{torch.cuda.get_device_name(device)} shares its memory with the host, so offloading frees nothing: "
-            "use OffloadCheckpointing('recompute')."
-        )
-
-
-def _available_host_bytes() -> int:
-    """Memory the host could give now, as the kernel estimates it."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 2**62

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
@@ -74,7 +76,7 @@ class FastFTStrategyMixin(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401 - as Lightning's
         """Run the step, and refuse it before the backward if no attention layer read the packed batch."""
-        output = self._judged_step(super().training_step, "training_step", *args, **kwargs)
+        output = self._run_or_step_down(super().training_step, *args, **kwargs)
         if not self._has_logged_backends and self.packed_steps.backends_used:
             self._has_logged_backends = True
             rank_zero_info("packed attention ran on: " + ", ".join(sorted(self.packed_steps.backends_used)))
@@ -91,6 +93,34 @@ class FastFTStrategyMixin(_Base):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
         """Run the step, and refuse it if no attention layer read the packed batch."""
         return self._judged_step(super().predict_step, "predict_step", *args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - as Lightning's
+        """Run the backward; say what to do where a plan turns out to need more memory than there is.
+
+        Raises:
+            OutOfMemoryError: With the plan's own figure and the next smaller budget in its message.
+        """
+        try:
+            return super().backward(closure_loss, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            advice = self.checkpointing.smaller_budget()
+            if advice is None:
+                raise
+            raise torch.OutOfMemoryError(
+                f"The backward ran out of memory under the plan of OffloadCheckpointing. Gradients may be half done, so the step cannot be repeated: "
+                f"start again with OffloadCheckpointing('auto', vram_budget={advice:.1f}). ({error})"
+            ) from error
+
+    def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401
+        """Run the step; where its forward runs out of memory under a plan, plan for a tenth less and run it once more."""
+        try:
+            return self._judged_step(run_step, "training_step", *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            # Ranks that wait for each other inside a forward cannot repeat theirs alone.
+            if not isinstance(self, SingleDeviceStrategy) or not self.checkpointing.step_down():
+                raise
+            rank_zero_warn(f"The forward ran out of memory and is repeated under a smaller plan: {str(error).splitlines()[0]}")
+        return self._judged_step(run_step, "training_step", *args, **kwargs)
 
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
         batch = args[0] if args else next(iter(kwargs.values()), None)

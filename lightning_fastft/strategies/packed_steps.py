@@ -176,7 +176,8 @@ def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
     An estimate: optimizers with one moment or narrow ones (8 bits) take less.
     """
     return sum(
-        2 * parameter.numel() * parameter.element_size()
+        # Of a sharded parameter, the piece of this rank.
+        2 * getattr(parameter, "to_local", lambda parameter=parameter: parameter)().numel() * parameter.element_size()
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]

@@ -220,3 +220,10 @@ def test_configuration_given_is_not_changed():
     before = config.to_dict()
     random_model(config, dtype=torch.bfloat16)
     assert config.to_dict() == before
+
+
+def test_a_configuration_that_cannot_be_read_is_an_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OptionError, match=r"cannot be read: .* give a local folder"):
+        _ = ModelSource(str(tmp_path / "empty")).config

@@ -236,3 +236,42 @@ def test_failed_set_up_leaves_the_model_as_it_was():
     assert module.model.lm_head is head
     assert module.model.config._attn_implementation == attention
     assert len(SwapLedger()) == 0
+
+
+class RunsOutOfMemory(PlainModule):
+    """Fails once in a given step, as a device does that has less memory than the plan thought."""
+
+    def __init__(self, model, *, where):
+        super().__init__(model)
+        self.where, self.num_steps = where, 0
+
+    def training_step(self, batch, batch_idx):
+        self.num_steps += 1
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == 5 and self.num_steps == 6:
+            if self.where == "forward":
+                raise torch.OutOfMemoryError("planted")
+            loss.register_hook(self.fail)
+        return loss
+
+    def fail(self, gradient):
+        raise torch.OutOfMemoryError("planted")
+
+
+def test_a_forward_that_runs_out_of_memory_is_repeated_under_a_smaller_plan(tmp_path):
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
+    module = RunsOutOfMemory(tiny_llama(), where="forward")
+    plans = []
+    with (
+        mock.patch("lightning_fastft.strategies.mixin.rank_zero_info", plans.append),
+        pytest.warns(UserWarning, match="repeated under a smaller plan"),
+    ):
+        quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
+    assert module.num_steps == 9
+    assert any("planned again" in text for text in plans)
+
+
+def test_a_backward_that_runs_out_of_memory_says_which_budget_to_take(tmp_path):
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
+    with pytest.raises(torch.OutOfMemoryError, match=r"vram_budget=0\.0\)"):
+        quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(RunsOutOfMemory(tiny_llama(), where="backward"), packed_loader(8))

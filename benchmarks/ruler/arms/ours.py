@@ -1,20 +1,25 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
-Modes: "keep" and "recompute" (OffloadCheckpointing), with "+liger" Liger's norms and SwiGLU swapped in per instance until fused layers of our own
-exist.
+Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in GiB; ":32" behind it is the
+host's), each with "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles; benchmarks/ruler/plans.py) and "+liger": Liger's
+norms and SwiGLU swapped in per instance until fused layers of our own exist. Under "auto" the judge's step is one that is measured, so gradients are
+compared again when the plan stands: with those of recompute on the same weights.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from benchmarks.ruler.cases import LEARNING_RATE, MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, run_case
+from benchmarks.ruler.copies import StepProfile
 from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.liger_layers import install_liger_layers
+from benchmarks.ruler.plans import CHECKED_STEP, check_plan, describe_plan, has_host_tensors, least_warmup, parse_mode
 from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.module import FineTuner
@@ -22,8 +27,6 @@ from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.status import render_status_table
 from lightning_fastft.strategies.single_device import FastFTStrategy
-
-MODES = ("recompute", "keep", "recompute+liger", "keep+liger")
 
 
 def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
@@ -35,6 +38,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         log: Where records go.
         device: "cuda" or "cpu".
     """
+    cases = [replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode))) for case in cases]
     for optimizer in dict.fromkeys(case.optimizer for case in cases):
         _run_group([case for case in cases if case.optimizer == optimizer], files=files, log=log, is_cuda=device == "cuda")
 
@@ -64,7 +68,7 @@ def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTu
         quantization=files.workload.quantization,
         lora=lora_config(files.workload),
         dtype="bfloat16" if is_cuda else "float32",
-        optimizer=_optimizer_class(optimizer, is_cuda=is_cuda),
+        optimizer=optimizer_factory(optimizer, is_cuda=is_cuda),
         learning_rate=LEARNING_RATE,
     )
     # Lightning moves the module to the host when a fit ends; the next case wants it where it is.
@@ -77,7 +81,8 @@ def make_batch(documents: list[tuple[Any, Any]]) -> PackedBatch:
     return collate([Document(ids, labels) for ids, labels in documents])
 
 
-def _optimizer_class(name: str, *, is_cuda: bool) -> Any:
+def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
+    """Return what FineTuner makes its optimizer with; None for its own."""
     if name == "adamw_fused" or not is_cuda:
         return None
     from bitsandbytes.optim import AdamW8bit
@@ -87,25 +92,13 @@ def _optimizer_class(name: str, *, is_cuda: bool) -> Any:
 
 def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
     case = recorder.case
-    policy, _, layers = case.mode.partition("+")
-    measure = MeasuringCallback(recorder, adapter=adapter, wants_liger=layers == "liger")
-    strategy = FastFTStrategy(activations=OffloadCheckpointing(policy))
-    trainer = Trainer(
-        accelerator="gpu" if is_cuda else "cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=recorder.num_total,
-        gradient_clip_val=MAX_GRADIENT_NORM,
-        callbacks=[measure],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
+    checkpointing, wants_liger = parse_mode(case.mode)
+    measure = MeasuringCallback(recorder, adapter=adapter, wants_liger=wants_liger, checkpointing=checkpointing, is_cuda=is_cuda)
+    strategy = FastFTStrategy(activations=checkpointing)
+    trainer = make_trainer(strategy, measure, max_steps=recorder.num_total + measure.num_extra_steps, is_cuda=is_cuda)
+    rows = [recorder.pack_at(step) for step in range(recorder.num_total + measure.num_extra_steps)]
     loader = torch.utils.data.DataLoader(
-        rows, batch_size=None, collate_fn=functools.partial(_collate_pack, share=case.label_share), pin_memory=is_cuda
+        rows, batch_size=None, collate_fn=functools.partial(collate_pack, share=case.label_share), pin_memory=is_cuda
     )
     try:
         trainer.fit(tuner, train_dataloaders=loader)
@@ -115,19 +108,55 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch
     recorder.record["backends"] = dict(strategy.packed_steps.backends_used)
 
 
-def _collate_pack(pack: Pack, *, share: float) -> PackedBatch:
+def make_trainer(strategy: Any, callback: Callback, *, max_steps: int, is_cuda: bool, **options: Any) -> Trainer:
+    """Return a Trainer that only trains."""
+    return Trainer(
+        accelerator="gpu" if is_cuda else "cpu",
+        strategy=strategy,
+        max_steps=max_steps,
+        gradient_clip_val=MAX_GRADIENT_NORM,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **{"devices": 1, **options},
+    )
+
+
+def collate_pack(pack: Pack, *, share: float = 1.0) -> PackedBatch:
+    """Collate one pack of the token file."""
     return make_batch(pack.documents(share))
 
 
 class MeasuringCallback(Callback):
-    """Load the ruler's adapters, tell the recorder what happens, stop the Trainer when it says so."""
+    """Load the ruler's adapters, tell the recorder what happens, stop the Trainer when it says so.
 
-    def __init__(self, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], wants_liger: bool) -> None:
+    After the last timed step, one more is profiled where tensors go to the host.
+
+    Args:
+        recorder: Of the case.
+        adapter: The ruler's adapter values.
+        wants_liger: Whether Liger's layers are swapped in.
+        checkpointing: Of the strategy.
+        is_cuda: Whether steps run on a GPU.
+    """
+
+    num_extra_steps = 1
+
+    def __init__(
+        self, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], wants_liger: bool, checkpointing: OffloadCheckpointing, is_cuda: bool
+    ) -> None:
         self.ledger = SwapLedger()
         self.status_table = ""
         self._recorder = recorder
         self._adapter = adapter
         self._wants_liger = wants_liger
+        self._checkpointing = checkpointing
+        self._is_cuda = is_cuda
+        self._profile = StepProfile(is_cuda=is_cuda)
+        self._is_over = False
         self._loss: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
@@ -140,7 +169,12 @@ class MeasuringCallback(Callback):
         self.status_table = render_status_table(trainer.strategy.statuses())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: FineTuner, batch: Any, batch_idx: int) -> None:
-        """Note the arrival of a batch."""
+        """Compare gradients as soon as a plan stands; note the arrival of a batch."""
+        if self._is_over:
+            return
+        stacks = self._checkpointing.stacks
+        if self._recorder.step == CHECKED_STEP and stacks and stacks[-1].plan is not None:
+            self._recorder.record["plan_check"] = check_plan(pl_module, batch, self._checkpointing, is_cuda=self._is_cuda)
         self._recorder.batch_arrived()
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
@@ -149,9 +183,19 @@ class MeasuringCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: FineTuner, optimizer: Any) -> None:
         """Show the gradients, before they are clipped."""
-        self._recorder.backward_done(pl_module.model, loss=self._loss)
+        if not self._is_over:
+            self._recorder.backward_done(pl_module.model, loss=self._loss)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note the end of a step."""
-        if self._recorder.step_done():
+        if self._is_over:
+            use = self._profile.stop()
+            self._recorder.record["copies"] = None if use is None else use.to_dict()
             trainer.should_stop = True
+        elif self._recorder.step_done():
+            self._is_over = True
+            self._recorder.record["plan"] = describe_plan(self._checkpointing)
+            if "ms" in self._recorder.record and has_host_tensors(self._checkpointing):
+                self._profile.start()
+            else:
+                trainer.should_stop = True

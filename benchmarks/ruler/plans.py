@@ -1,0 +1,197 @@
+"""Activation policies by the names of their modes, what a plan says about itself, and the proof that a step under a plan has the right gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.ruler import judge as judging
+from lightning_fastft.module import FineTuner
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.offload.engine import describe_use
+from lightning_fastft.offload.segments import RECOMPUTE
+from lightning_fastft.offload.stack import SegmentStack
+from lightning_fastft.packing.collate import PackedBatch
+
+# A machine that grows its memory as it is touched tells little about what it could give, so modes name their host budget.
+DEFAULT_HOST_GIB = 48.0
+POLICIES: dict[str, dict[str, Any]] = {
+    "keep": {"policy": "keep"},
+    "recompute": {"policy": "recompute"},
+    "offload": {"policy": "offload", "buffers": 2},
+    "offload1": {"policy": "offload", "buffers": 1},
+    "auto": {"policy": "auto"},
+}
+# The first forward that follows the plan of "auto" is that of this step, counted from 0; what it does to memory is over two steps later.
+FIRST_PLANNED_STEP = 3
+CHECKED_STEP = FIRST_PLANNED_STEP + 1
+LEAST_AUTO_WARMUP = CHECKED_STEP + 3
+_GIB = 2**30
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def parse_mode(mode: str) -> tuple[OffloadCheckpointing, bool]:
+    """Return the policy of a mode, and whether Liger's layers are asked for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+stream][+tilesN].
+
+    "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N tiles.
+
+    Raises:
+        ValueError: There is no such mode.
+
+    Example:
+        >>> parse_mode("auto=14.5:32+liger")[0].options.vram_budget_bytes / 2**30
+        14.5
+    """
+    rest, *added = mode.split("+")
+    rest, _, host = rest.partition(":")
+    name, _, vram = rest.partition("=")
+    tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
+    if name not in POLICIES or len(tiles) + sum(part in ("liger", "stream") for part in added) != len(added):
+        raise ValueError(f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}.")
+    options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
+    if "stream" in added:
+        options["weights"] = "stream"
+    if options["policy"] in ("offload", "auto") or "stream" in added:
+        options["host_budget"] = float(host or DEFAULT_HOST_GIB)
+    if vram:
+        options["vram_budget"] = float(vram)
+    return OffloadCheckpointing(**options), "liger" in added
+
+
+def least_warmup(mode: str) -> int:
+    """Return how many steps come before the first that may be timed."""
+    return LEAST_AUTO_WARMUP if mode.startswith("auto") else 1
+
+
+def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
+    """Return what is in effect in plain numbers: the prediction where there is one, the costs it was made from, what the engine holds."""
+    if not checkpointing.stacks:
+        return {"text": checkpointing.describe()}
+    stack = checkpointing.stacks[-1]
+    segments = stack.segments
+    found: dict[str, Any] = {
+        "text": stack.describe(),
+        "num_layers": len(segments),
+        "num_kept": sum(segment.plan.is_kept for segment in segments),
+        "num_host_inputs": sum(segment.plan.input_place == "host" for segment in segments),
+        "num_host_values": sum(place == "host" for segment in segments for place in segment.places.values()),
+        "num_device_values": sum(place == "device" for segment in segments for place in segment.places.values()),
+    }
+    if stack.engine is not None:
+        found["engine"] = describe_use(stack.engine)
+    if stack.streamed is not None:
+        found["streamed"] = stack.streamed._asdict()
+    if stack.plan is not None:
+        prediction = stack.plan.prediction
+        found["predicted"] = {
+            "peak_gib": prediction.peak_bytes / _GIB,
+            "step_ms": prediction.step_ms,
+            "exposed_ms": prediction.exposed_ms,
+            "host_gib": prediction.host_bytes / _GIB,
+            "staging_gib": prediction.staging_bytes / _GIB,
+        }
+        found["notes"] = list(stack.plan.notes)
+    if stack.cost is not None:
+        middle = stack.cost.segments[len(segments) // 2]
+        found["cost"] = {
+            "base_gib": stack.cost.base_bytes / _GIB,
+            "head_peak_gib": stack.cost.head_peak_bytes / _GIB,
+            "head_ms": stack.cost.head_ms,
+            "other_ms": stack.cost.other_ms,
+            "middle_segment": {**middle._asdict(), "values": [value._asdict() for value in middle.values]},
+        }
+    return found
+
+
+def has_host_tensors(checkpointing: OffloadCheckpointing) -> bool:
+    """Whether anything goes to the host now."""
+    return any((stack.engine is not None and stack.engine.slab.num_bytes) or stack.streamed is not None for stack in checkpointing.stacks)
+
+
+def check_plan(tuner: FineTuner, batch: PackedBatch, checkpointing: OffloadCheckpointing, *, is_cuda: bool) -> dict[str, Any]:
+    """Compare the gradients of one batch under the plan in effect with those of plain recompute, on the same weights, without an optimizer step.
+
+    Both runs use deterministic kernels where the device has them, so that equal means equal bits.
+
+    Args:
+        tuner: Between two steps.
+        batch: On the device.
+        checkpointing: Of the strategy.
+        is_cuda: Whether this is a GPU.
+
+    Returns:
+        Whether the bits are equal, and the judge's verdict.
+
+    Raises:
+        ValueError: The gradients differ by more than the judge allows.
+    """
+    (stack,) = checkpointing.stacks
+    try:
+        with deterministic():
+            planned, plain = _both(tuner, batch, stack)
+        told = {"is_deterministic": True}
+    except RuntimeError as error:
+        # A kernel without a deterministic form, or no memory for it.
+        told = {"is_deterministic": False, "why": str(error)[:300]}
+        error.__traceback__ = None
+    if not told["is_deterministic"]:
+        planned, plain = _both(tuner, batch, stack)
+    num_equal = sum(torch.equal(planned[name], plain[name]) for name in plain if name in planned)
+    verdict = judging.judge(planned, plain, device="cuda" if is_cuda else "cpu")
+    if is_cuda:
+        # What the comparison took is no part of the system's memory.
+        torch.cuda.empty_cache()
+    if not verdict.passed:
+        raise ValueError(f"The gradients under the plan are not those of recompute: {verdict.reason}")
+    return {**told, "num_equal": num_equal, "num_tensors": len(plain), "is_bitwise": num_equal == len(plain), "worst_cosine": verdict.worst_cosine}
+
+
+def _both(tuner: FineTuner, batch: PackedBatch, stack: SegmentStack) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    planned = _gradients(tuner, batch)
+    with recomputed(stack):
+        return planned, _gradients(tuner, batch)
+
+
+def _gradients(tuner: FineTuner, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    tuner.zero_grad(set_to_none=True)
+    try:
+        tuner.model(**batch).loss.backward()
+        return judging.read_gradients(tuner.model)
+    finally:
+        tuner.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def recomputed(stack: SegmentStack) -> Iterator[None]:
+    """Have every segment recompute from inputs on the device for a while; the plan and its engine come back."""
+    plans, engine = [segment.plan for segment in stack.segments], stack.engine
+    for segment in stack.segments:
+        segment.follow(RECOMPUTE, None)
+    try:
+        yield
+    finally:
+        for segment, plan in zip(stack.segments, plans):
+            segment.follow(plan, engine)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Ask every kernel for the same bits in every run; a warning alone would leave the flash kernels as they are."""
+    workspace, was_filling = os.environ.get(_WORKSPACE), torch.utils.deterministic.fill_uninitialized_memory
+    # Read by torch at each product; cuBLAS itself has read it long ago, so its kernels stay.
+    os.environ[_WORKSPACE] = ":4096:8"
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling
+        if workspace is None:
+            del os.environ[_WORKSPACE]
+        else:
+            os.environ[_WORKSPACE] = workspace

@@ -1,0 +1,144 @@
+"""``fastft plan``: show what would become of the activations of a config on a GPU, without weights, without data and without training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lightning_fastft.checks import check_float, check_int
+from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
+from lightning_fastft.datamodule import PackedDataModule
+from lightning_fastft.errors import OptionError
+from lightning_fastft.module import FineTuner
+from lightning_fastft.offload.budgets import AUTO_VRAM_SHARE
+from lightning_fastft.offload.machines import GPUS, Gpu, find_gpu
+from lightning_fastft.offload.picture import render_plan
+from lightning_fastft.offload.plan import StepCost, make_plan, predict, uniform_plan
+
+# The document that a token stands in, where nobody says how long the documents of the data are.
+DEFAULT_DOCUMENT_TOKENS = 1024
+DEFAULT_HOST_GIB = 64.0
+_GIB = 2**30
+
+
+class _Question(NamedTuple):
+    """Options of our own, read from the command line."""
+
+    gpu: Gpu
+    is_here: bool
+    vram_gib: float | None
+    host_gib: float
+    document_tokens: int
+
+
+def run_plan(words: Sequence[str]) -> int:
+    """Print the plan of a config for a GPU, its picture, and the two ends it lies between; return 0.
+
+    Args:
+        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (the one here), ``--vram-gib N`` (model, optimizer and nine tenths of what they leave),
+            ``--host-gib N`` (64) and ``--document-tokens N`` (length of the document that a token stands in, on average; 1,024).
+
+    Raises:
+        OptionError: There is no GPU here and none is named, or the config's model is no FineTuner's.
+    """
+    question, words = _read_question(words)
+    cli = FastFTCLI(words, run=False)
+    model, data = cli.model, cli.datamodule
+    if not isinstance(model, FineTuner) or model.source is None or not isinstance(data, PackedDataModule):
+        raise OptionError(
+            "fastft plan needs a FineTuner and a PackedDataModule, which say what is trained on how many tokens; for a module of your own the plan "
+            "is made from its first steps and logged."
+        )
+    document_tokens = min(question.document_tokens, data.max_tokens)
+    cost = _cost_of(model, gpu=question.gpu, num_tokens=data.max_tokens, document_tokens=document_tokens)
+    vram_bytes = _vram_bytes(question, cost)
+    plan = make_plan(cost, vram_budget_bytes=vram_bytes, host_budget_bytes=int(question.host_gib * _GIB), machine=question.gpu.machine)
+    training = "every weight" if model.lora is None else f"LoRA r={model.lora.r}"
+    base = "" if model.quantization is None else f" on a base in {model.quantization.upper()}"
+    lines = [
+        f"{model.source.name}: {training}{base}, packs of {data.max_tokens:,} tokens, documents of {document_tokens:,}",
+        f"{question.gpu.name}: {_origin(question)}",
+        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned host memory",
+        "",
+        render_plan(cost, plan),
+        "",
+        *(_describe_end(cost, kind, gpu=question.gpu, num_tokens=data.max_tokens) for kind in ("recompute", "keep")),
+        f"{'this plan':<15} {data.max_tokens / plan.prediction.step_ms * 1e3:>9,.0f} tokens/s",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _read_question(words: Sequence[str]) -> tuple[_Question, list[str]]:
+    """Take our options off the command line and judge them."""
+    name, rest = take_option(words, "--gpu", default="")
+    vram, rest = take_option(rest, "--vram-gib", default="")
+    host, rest = take_option(rest, "--host-gib", default=str(DEFAULT_HOST_GIB))
+    document, rest = take_option(rest, "--document-tokens", default=str(DEFAULT_DOCUMENT_TOKENS))
+    question = _Question(
+        gpu=find_gpu(name or _device_here()),
+        is_here=not name,
+        vram_gib=check_float("--vram-gib", _number("--vram-gib", vram), low=0.0) if vram else None,
+        host_gib=check_float("--host-gib", _number("--host-gib", host), low=0.0),
+        document_tokens=check_int("--document-tokens", int(_number("--document-tokens", document)), low=1),
+    )
+    return question, rest
+
+
+def _device_here() -> str:
+    if not torch.cuda.is_available():
+        known = ", ".join(gpu.name for gpu in GPUS)
+        raise OptionError(f'There is no GPU here. Name the one to plan for: --gpu "{GPUS[0].name}"; known are {known}.')
+    return torch.cuda.get_device_name()
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(f"{name} must be a number, got {text!r}.") from None
+
+
+def _cost_of(model: FineTuner, *, gpu: Gpu, num_tokens: int, document_tokens: int) -> StepCost:
+    """What a step of a FineTuner's model costs; the model is never built with weights."""
+    from lightning_fastft.models.costs import model_costs
+    from lightning_fastft.models.dtypes import DTYPES
+
+    assert model.source is not None
+    lora = {}
+    if model.lora is not None:
+        targets = model.lora.target_modules
+        lora = {"lora_rank": model.lora.r, "lora_targets": targets if isinstance(targets, str) else sorted(targets or ()) or "all-linear"}
+    return model_costs(
+        model.source,
+        num_tokens=num_tokens,
+        mean_document_tokens=document_tokens,
+        machine=gpu,
+        quantization=model.quantization,
+        dtype=DTYPES.get(model.dtype_name, torch.bfloat16),
+        **lora,
+    )
+
+
+def _vram_bytes(question: _Question, cost: StepCost) -> int:
+    if question.vram_gib is not None:
+        return int(question.vram_gib * _GIB)
+    # As at run time: what is resident, and most of what it leaves; a card too small for it gets its whole share, for streamed weights.
+    memory_bytes = question.gpu.memory_bytes
+    resident_bytes = min(cost.base_bytes, memory_bytes)
+    return max(int(AUTO_VRAM_SHARE * memory_bytes), resident_bytes + int(AUTO_VRAM_SHARE * (memory_bytes - resident_bytes)))
+
+
+def _origin(question: _Question) -> str:
+    if not question.is_here:
+        return f"simulation from published rates ({question.gpu.source})"
+    return f"the GPU here, by its published rates ({question.gpu.source}); a run measures its first steps instead"
+
+
+def _describe_end(cost: StepCost, kind: str, *, gpu: Gpu, num_tokens: int) -> str:
+    prediction = predict(cost, uniform_plan(len(cost.segments), kind), machine=gpu.machine)
+    speed = num_tokens / prediction.step_ms * 1e3
+    return f"{kind + ' all':<15} {speed:>9,.0f} tokens/s in {prediction.peak_bytes / _GIB:.1f} GiB, {prediction.step_ms:,.0f} ms a pack"

@@ -1,0 +1,523 @@
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import multi_gpu, offload, offload_front, offload_rig
+from benchmarks.offload_rig import Rig, Run, disagreement, exposed_ms
+from benchmarks.ruler import copies, plans
+from benchmarks.ruler.copies import Copy, Kernel, copy_use, read_events
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, plan_packs, read_lengths
+from lightning_fastft.offload.step import Machine, SegmentCost, StepCost, ValueCost, uniform_plan
+
+TINY = WORKLOADS["tiny"]
+MIB = 2**20
+
+
+# Intervals
+
+
+def kernel(start, end, launched=-math.inf):
+    return Kernel(start, end, launched)
+
+
+def test_merge_and_overlap_measure_disjoint_intervals():
+    merged = copies.merge([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])
+    assert merged == [(0.0, 4.0), (5.0, 6.0)]
+    assert copies.total(merged) == 5.0
+    assert copies.overlap(merged, [(1.0, 2.0), (3.5, 5.5), (5.75, 9.0)]) == 1.0 + 0.5 + 0.5 + 0.25
+    assert copies.overlap([], merged) == 0.0
+
+
+def test_a_copy_under_kernels_is_not_exposed():
+    use = copy_use([kernel(0, 1000), kernel(1001, 3000)], [Copy("h2d", 100, 2500, MIB)])
+    assert use.covered_share == pytest.approx(2399 / 2400)
+    assert use.exposed_ms == 0.0
+    assert use.hidden_share == 1.0
+    assert use.step_ms == 3.0
+
+
+def test_a_kernel_that_waits_for_a_copy_shows_as_exposed_time():
+    # The host launched the second kernel long before; the device stands still until the copy ends.
+    use = copy_use([kernel(0, 1000), kernel(2000, 3000, launched=500)], [Copy("h2d", 900, 1990, MIB)])
+    assert use.exposed_ms == pytest.approx((1990 - 1000 - copies.NEXT_KERNEL_US) / 1e3)
+    assert use.covered_share == pytest.approx(100 / 1090)
+    assert use.late_host_ms == 0.0
+
+
+def test_a_late_host_is_not_held_against_the_copies():
+    use = copy_use([kernel(0, 1000), kernel(2000, 3000, launched=1995)], [Copy("h2d", 900, 1990, MIB)])
+    assert use.exposed_ms == 0.0
+    assert use.late_host_ms == pytest.approx(0.995)
+    # Handed over at last, it waits for the copy once more.
+    use = copy_use([kernel(0, 1000), kernel(2000, 3000, launched=1500)], [Copy("h2d", 900, 2000, MIB)])
+    assert use.exposed_ms == pytest.approx((500 - copies.LAUNCH_US) / 1e3)
+
+
+def test_the_serial_control_shows_no_cover():
+    # Copies on the compute stream: no kernel ever runs beside them.
+    kernels = [kernel(start, start + 100, launched=0) for start in range(0, 1000, 200)]
+    use = copy_use(kernels, [Copy("d2h", start + 100, start + 200, MIB) for start in range(0, 800, 200)])
+    assert use.covered_share == 0.0
+    assert use.exposed_ms > 0.35
+    assert copy_use([], []).covered_share == 1.0
+
+
+def test_events_of_a_trace_become_kernels_and_large_copies():
+    def event(category, name, ts, dur, **arguments):
+        return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "args": arguments}
+
+    kernels, found = read_events(
+        [
+            event("cuda_runtime", "cudaLaunchKernel", 3.0, 1.0, correlation=7),
+            event("cuda_driver", "cuLaunchKernelEx", 4.0, 1.0, correlation=8),
+            event("kernel", "second", 30.0, 5.0, correlation=8),
+            event("kernel", "first", 20.0, 5.0, correlation=7),
+            event("gpu_memset", "Memset (Device)", 40.0, 1.0, correlation=9),
+            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 50.0, 2.0, bytes=MIB),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 21.0, 9.0, bytes=4 * MIB, stream=13),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 22.0, 0.1, bytes=4096),
+            {"ph": "M", "name": "thread_name", "args": {}},
+        ]
+    )
+    assert kernels == [(20.0, 25.0, 3.0), (30.0, 35.0, 4.0), (40.0, 41.0, -math.inf), (50.0, 52.0, -math.inf)]
+    assert found == [("d2h", 21.0, 30.0, 4 * MIB)]
+
+
+@pytest.mark.gpu
+def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
+    host = torch.empty(64 * MIB, dtype=torch.uint8).pin_memory()
+    device = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    square = torch.randn(4096, 4096, device="cuda")
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    square @ square
+    profile = copies.StepProfile(is_cuda=True)
+    profile.start()
+    square @ square
+    with torch.cuda.stream(side):
+        device.copy_(host, non_blocking=True)
+        event.record()
+    torch.cuda.current_stream().wait_event(event)
+    square @ square
+    use = profile.stop()
+    assert use.num_h2d == 1
+    assert use.h2d_gib == pytest.approx(64 / 1024)
+    # The product is shorter than the copy, so the second one waited.
+    assert 0 < use.exposed_ms < use.h2d_ms
+
+
+# Modes
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "vram_gib", "host_gib", "buffers", "wants_liger"),
+    [
+        ("keep", "keep", None, None, 2, False),
+        ("recompute+liger", "recompute", None, None, 2, True),
+        ("offload", "offload", None, plans.DEFAULT_HOST_GIB, 2, False),
+        ("offload1:8+liger", "offload", None, 8.0, 1, True),
+        ("auto", "auto", None, plans.DEFAULT_HOST_GIB, 2, False),
+        ("auto=14.5:32+liger", "auto", 14.5, 32.0, 2, True),
+        ("recompute:8+stream+tiles4", "recompute", None, 8.0, 2, False),
+    ],
+)
+def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffers, wants_liger):
+    checkpointing, liger = plans.parse_mode(mode)
+    options = checkpointing.options
+    assert (checkpointing.policy, options.buffers, liger) == (policy, buffers, wants_liger)
+    assert options.vram_budget_bytes == (None if vram_gib is None else int(vram_gib * 2**30))
+    assert options.host_budget_bytes == (None if host_gib is None else int(host_gib * 2**30))
+    assert options.weights == ("stream" if "stream" in mode else "auto")
+    assert checkpointing.mlp_tiles == (4 if "tiles4" in mode else 1)
+
+
+@pytest.mark.parametrize("mode", ["offloads", "keep+fast", "keep+tiles", "stream", ""])
+def test_an_unknown_mode_is_refused(mode):
+    with pytest.raises(ValueError, match="A mode is"):
+        plans.parse_mode(mode)
+
+
+def test_auto_warms_up_until_its_plan_was_checked():
+    assert plans.least_warmup("auto=3") > plans.CHECKED_STEP > plans.FIRST_PLANNED_STEP
+    assert plans.least_warmup("keep") == 1
+
+
+# Workloads
+
+
+def test_longer_packs_share_weights_and_have_packs_of_their_own(tmp_path):
+    long = WORKLOADS["tiny-long"]
+    build(long, root=tmp_path, device="cpu", dtype=torch.float32)
+    files, base = WorkloadFiles(tmp_path, long), WorkloadFiles(tmp_path, TINY)
+    assert base.is_built()
+    assert files.is_built()
+    assert files.model == base.model
+    assert files.reference(1.0) != base.reference(1.0)
+    assert {pack.input_id_T.size for pack in files.read_packs()} == {512}
+    assert not (files.folder / "model").exists()
+
+
+@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.weights_of])
+def test_the_stored_list_fills_every_longer_pack(name):
+    workload, base = WORKLOADS[name], WORKLOADS[WORKLOADS[name].weights_of]
+    assert base.model_config == workload.model_config
+    assert base.quantization == workload.quantization
+    lengths = [max(2, length // workload.length_divisor) for length in read_lengths()["lengths"]]
+    assert len(plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)) == workload.num_packs
+
+
+# The rig
+
+
+@pytest.fixture(scope="module")
+def rig():
+    return Rig(TINY, is_cuda=False)
+
+
+@pytest.fixture(scope="module")
+def runs(rig):
+    found = {mode: rig.measure(Run(mode, 256, num_steps=3)) for mode in ("recompute", "offload", "offload1")}
+    run = Run("auto=1000", 256, num_steps=3, plan=offload_rig.FULL_HOST_PLAN, delay_ms=40.0)
+    found["full"] = rig.measure(run)
+    return found
+
+
+@pytest.mark.slow
+def test_every_run_starts_from_the_same_adapters_and_agrees_to_the_bit(runs):
+    assert {mode: run["reason"] for mode, run in runs.items()} == dict.fromkeys(runs, "")
+    for run in runs.values():
+        num_common = min(len(run["losses"]), 4)
+        assert run["losses"][:num_common] == runs["recompute"]["losses"][:num_common]
+        assert run["gradient_norm"] == runs["recompute"]["gradient_norm"]
+        assert disagreement(run, runs["recompute"]) == ""
+    assert runs["recompute"]["losses"][0] != runs["recompute"]["losses"][-1]
+    assert [len(run["ms"]) for run in runs.values()] == [3] * 4
+
+
+@pytest.mark.slow
+def test_runs_used_what_their_names_say(runs):
+    assert "engine" not in runs["recompute"]["description"]
+    for mode, buffers in (("offload", 2), ("offload1", 1)):
+        use = runs[mode]["description"]["engine"]
+        assert runs[mode]["description"]["num_host_inputs"] == 1
+        assert use["staging_bytes"] == buffers * use["pinned_bytes"]
+    full = runs["full"]
+    assert full["num_warmup"] == plans.LEAST_AUTO_WARMUP
+    assert full["description"]["num_host_values"] > 3
+    assert full["plan_check"]["is_bitwise"]
+    # Two layers, each late at least in its forward.
+    assert full["summary"]["median"] >= 80.0
+
+
+@pytest.mark.slow
+def test_a_failing_run_is_a_record_with_its_reason(rig):
+    record = rig.measure(Run("auto=0.0000001", 256, num_steps=2))
+    assert record["reason"].startswith("OptionError: No plan fits")
+    assert rig.measure(Run("recompute", 256, num_steps=2))["reason"] == ""
+
+
+@pytest.mark.slow
+def test_a_budget_cuts_the_steps_and_the_record_says_so(rig):
+    record = rig.measure(Run("recompute", 256, num_steps=50), deadline=0.0)
+    assert record["summary"]["n"] == len(record["ms"]) == 3
+
+
+def _run(**changes):
+    return {"title": "own", "losses": [2.0, 1.0], "gradient_norm": 3.0, **changes}
+
+
+def test_disagreement_sees_losses_and_gradients():
+    reference = _run(title="recompute")
+    assert disagreement(_run(losses=[2.0, 1.0005, 9.0]), reference) == ""
+    assert "losses differ" in disagreement(_run(losses=[2.0, 1.01]), reference)
+    assert "another norm" in disagreement(_run(gradient_norm=3.01), reference)
+
+
+@pytest.mark.slow
+def test_check_plan_refuses_wrong_gradients(monkeypatch, rig):
+    calls = []
+
+    def gradients(tuner, batch):
+        calls.append(batch)
+        return {"0.q.A": torch.ones(4) * (1.0 if len(calls) % 2 else -1.0)}
+
+    monkeypatch.setattr(plans, "_gradients", gradients)
+    stack = SimpleNamespace(segments=[], engine=None)
+    with pytest.raises(ValueError, match="not those of recompute"):
+        plans.check_plan(rig.tuner, None, SimpleNamespace(stacks=[stack]), is_cuda=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# Plans
+
+
+def _cost(*, num_segments=12, value_bytes=400 * MIB, forward_ms=10.0):
+    segment = SegmentCost(100 * MIB, 900 * MIB, forward_ms, 15.0, 9.0, (ValueCost("q", value_bytes, 2.0),), 0, 0, 0)
+    return StepCost((segment,) * num_segments, 0, 0, 5.0, 1.0)
+
+
+def test_full_host_segments_are_spaced_so_that_copies_hide(monkeypatch):
+    # 500 MiB at 20 GB/s are 26 ms, with the margin 33: every fourth segment of 10 ms.
+    cost = _cost()
+    assert offload_rig.host_spacing(cost, copy_bytes_per_s=20e9) == 4
+    assert offload_rig.host_spacing(cost, copy_bytes_per_s=1e15) == 1
+    monkeypatch.setattr(offload_rig, "measure_machine", lambda device: Machine("m", 20e9, 30e9))
+    plan = offload_rig.full_host_plan(SimpleNamespace(cost=cost, segments=[None] * 12))
+    hosted = [index for index, entry in enumerate(plan) if entry.input_place == "host"]
+    assert hosted == [0, 4]
+    assert all(plan[index].values == (("q", "host"),) for index in hosted)
+    assert plan[-4:] == list(uniform_plan(4, "recompute"))
+
+
+def test_cells_and_guesses():
+    assert offload.parse_cells(["tiny@256,512", "qwen3-8b-qlora@16384"]) == [("tiny", 256), ("tiny", 512), ("qwen3-8b-qlora", 16384)]
+    with pytest.raises(ValueError, match="A cell is"):
+        offload.parse_cells(["qwen3-9b@16384"])
+    # The measured step that the guess is scaled by.
+    assert offload.guess_step_s("qwen3-14b-qlora", 8192) == pytest.approx(1.485, rel=0.1)
+
+
+# Tables
+
+
+def _buffers_record(mode, ms, gib, **changes):
+    use = {
+        "exposed_ms": 1.5,
+        "h2d_ms": 80.0,
+        "num_h2d": 40,
+        "covered_share": 0.97,
+        "hidden_share": 0.98,
+        "step_ms": ms,
+        "copy_ms": 160.0,
+        "late_host_ms": 0.0,
+    }
+    return {
+        "workload": "qwen3-8b-qlora", "num_tokens": 16384, "mode": mode, "title": mode, "reason": "", "seconds": 1.0, "num_layers": 41,
+        "is_serial": False, "delay_ms": 0.0, "summary": {"median": ms, "p10": ms, "p90": ms, "n": 10}, "tokens_per_s": 1.0,
+        "peak_gib": {"allocated": gib, "reserved": gib}, "backward_ms": {"median": 410.0}, "versions": {},
+        "command_name": "buffers", "copies": [use], **changes,
+    }  # fmt: skip
+
+
+def test_buffers_table_sets_gain_formula_and_published_side_by_side():
+    records = [
+        _buffers_record("recompute", 1000.0, 30.0, copies=[]),
+        _buffers_record("offload1", 1080.0, 20.0),
+        _buffers_record("offload", 1000.0, 20.5),
+    ]
+    table = offload.buffers_table(records)
+    assert "two buffers against offload1: +8.00 % steps/s, +0.50 GiB (published +8.4 %, +0.37 GB)" in table
+    assert "two buffers against recompute: +0.00 % steps/s, -9.50 GiB" in table
+    assert "c = 2.00 ms a copy, g = 10.00 ms a layer: (L-1)*min(c, g) = 80.0 ms, measured 80.0 ms" in table
+    rows = offload.result_rows(records[2], command="x")
+    assert {row["metric"] for row in rows} >= {"step", "tokens", "peak allocated", "exposed copies"}
+    assert offload.result_rows({**records[2], "reason": "OOM"}, command="x") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "use", "verdict"),
+    [
+        ({}, {}, "pass"),
+        ({}, {"covered_share": 0.90}, "FAIL"),
+        ({}, {"exposed_ms": 11.0}, "FAIL"),
+        # A late host leaves less to copy under; what compute waited for counts.
+        ({"delay_ms": 2.0}, {"covered_share": 0.30, "late_host_ms": 60.0}, "pass"),
+        ({"delay_ms": 2.0}, {"covered_share": 0.30}, "FAIL"),
+        ({"delay_ms": 2.0}, {"hidden_share": 0.90, "late_host_ms": 60.0}, "FAIL"),
+        ({"is_serial": True}, {"covered_share": 0.01, "exposed_ms": 90.0}, "pass"),
+        ({"is_serial": True}, {"covered_share": 0.97}, "FAIL"),
+    ],
+)
+def test_overlap_bars(changes, use, verdict):
+    record = _buffers_record("offload", 1000.0, 20.0, **changes)
+    record["copies"] = [{**record["copies"][0], **use}]
+    assert offload.overlap_table([record]).endswith(verdict)
+
+
+def test_exposed_time_is_the_median_of_the_profiled_steps():
+    assert exposed_ms({"copies": [{"exposed_ms": value} for value in (9.0, 1.0, 2.0)]}) == 2.0
+    assert math.isnan(exposed_ms({}))
+
+
+def _front_record(mode, ms, gib, *, predicted=None, **changes):
+    record = {
+        "workload": "w", "system": "ours", "mode": mode, "title": f"ours {mode}", "reason": "", "label_share": 1.0, "optimizer": "adamw_8bit",
+        "summary": {"median": ms, "p10": ms, "p90": ms, "n": 10}, "peak_gib": {"allocated": gib, "reserved": gib}, "tokens_per_s": 1.0,
+        "labelled_tokens_per_s": 1.0, "versions": {}, "verdict": {"worst_cosine": ["a", 1.0]}, **changes,
+    }  # fmt: skip
+    if predicted is not None:
+        record["plan"] = {"predicted": {"step_ms": predicted[0], "peak_gib": predicted[1], "exposed_ms": 0.5}, "engine": {"pinned_bytes": 2**31}}
+    return record
+
+
+FRONT = [
+    _front_record("recompute", 1000.0, 20.0),
+    _front_record("keep", 600.0, 60.0),
+    _front_record("auto=20:32", 940.0, 20.0, predicted=(950.0, 20.5), plan_check={"is_bitwise": True, "worst_cosine": ["a", 1.0]}),
+    _front_record("auto=40:32", 780.0, 40.0, predicted=(800.0, 41.0)),
+    _front_record("unsloth", 900.0, 18.0, system="unsloth"),
+]
+
+
+def _bars(records):
+    return offload_front.front_bars(sorted(records, key=lambda record: record["peak_gib"]["allocated"]))
+
+
+def test_front_bars_pass_on_a_good_front():
+    bars = _bars(FRONT)
+    assert len(bars) == 5
+    assert all(bar.endswith("pass") for bar in bars), bars
+    assert "is +6.4% faster" in bars[-1]
+
+
+@pytest.mark.parametrize(
+    ("number", "changed", "which"),
+    [
+        (2, _front_record("auto=20:32", 970.0, 20.0, predicted=(950.0, 20.5)), "at the memory of recompute all"),
+        (3, _front_record("auto=40:32", 820.0, 40.0, predicted=(800.0, 41.0)), "auto=40:32 at 40.00 GiB is +2.5% of the line"),
+        (3, _front_record("auto=40:32", 780.0, 40.0, predicted=(800.0, 43.0)), "predicted peak 7.5%"),
+        (3, _front_record("auto=40:32", 780.0, 40.0, predicted=(900.0, 41.0)), "predicted step time 15.4%"),
+        (2, _front_record("auto=20:32", 940.0, 21.0, predicted=(950.0, 20.5)), "no plan within the memory of recompute all"),
+    ],
+)
+def test_front_bars_fail_where_they_should(number, changed, which):
+    records = [*FRONT[:number], changed, *FRONT[number + 1 :]]
+    failed = [bar for bar in _bars(records) if bar.endswith("FAIL")]
+    assert len(failed) == 1
+    assert which in failed[0]
+
+
+def test_streamed_weights_are_held_to_memory_and_time():
+    def bar(gib, ms):
+        streamed = _front_record("recompute:8+stream", ms, gib, workload="qwen3-14b-qlora-16k")
+        return next(text for text in _bars([*FRONT, streamed]) if "+stream" in text)
+
+    assert bar(5.5, 1090.0).endswith("pass")
+    assert bar(6.5, 1090.0).endswith("FAIL")
+    assert bar(5.5, 1110.0).endswith("FAIL")
+
+
+def test_front_without_a_keep_has_no_line_and_says_what_is_missing():
+    assert not any("of the line" in bar for bar in _bars([FRONT[0], *FRONT[2:]]))
+    assert _bars(FRONT[1:])[-1] == "recompute all was not timed: no further bars"
+
+
+def test_front_rows_and_plot_are_made_from_the_same_records(tmp_path, capsys):
+    rows = offload_front.front_rows([*FRONT, _front_record("auto=1", 1.0, 1.0, reason="OOM")], command="x")
+    assert {row["benchmark"] for row in rows} == {offload_front.BENCHMARK}
+    assert {"predicted step", "predicted peak", "pinned host memory"} <= {row["metric"] for row in rows}
+    path = tmp_path / "rows.csv"
+    offload_front.append_rows(rows, path=path)
+    (workload,) = offload_front.read_points([path])
+    points = offload_front.read_points([path])[workload]
+    assert len(points) == len(FRONT)
+    assert points["ours auto=40:32, adamw_8bit"] | {"predicted peak": 41.0} == points["ours auto=40:32, adamw_8bit"]
+    assert offload.main(["plot", str(path), "--out", str(tmp_path / "plots")]) == 0
+    (picture,) = (tmp_path / "plots").iterdir()
+    assert picture.suffix == ".svg"
+    assert picture.stat().st_size < 100_000
+    first = picture.read_bytes()
+    offload.main(["plot", str(path), "--out", str(tmp_path / "plots")])
+    assert picture.read_bytes() == first
+    assert offload.main(["plot", str(tmp_path / "rows.csv"), "--out", str(tmp_path), "--format", "png"]) == 0
+
+
+def test_budgets_lie_between_the_ends(tmp_path, monkeypatch):
+    options = SimpleNamespace(
+        out=tmp_path, root=tmp_path, liger=["tiny"], optimizer="adamw_8bit", warmup=6, steps=3, num_budgets=9, device="cpu", host_gib=8.0,
+    )  # fmt: skip
+    front = offload_front.Front("tiny", options)
+    assert front._budgets() == []
+    raw = tmp_path / "raw.jsonl"
+    for record in (*FRONT[:2], _front_record("offload:8", 1010.0, 10.0)):
+        with raw.open("a") as file:
+            file.write(json.dumps({**record, "workload": "tiny"}) + "\n")
+    budgets = front._budgets()
+    assert budgets[:3] == [20.0, 40.0, pytest.approx(62.0)]
+    assert min(budgets) == pytest.approx(10.0 * offload_front.LEAST_SLACK)
+    assert len(set(budgets)) == 9
+    asked = []
+    monkeypatch.setattr(front, "_arms", lambda arms, deadline: asked.extend(arms))
+    front._modes(["recompute", "offload:8", "auto=3:8", "auto=3:8"], deadline=1e9)
+    assert asked == ["ours:auto=3:8"]
+
+
+# Whole calls
+
+
+@pytest.mark.slow
+def test_buffers_call_flushes_rows_and_goes_on_where_it_ended(tmp_path, capsys):
+    arguments = ["buffers", "--out", str(tmp_path), "--device", "cpu", "--steps", "2", "--cells", "tiny@256"]
+    assert offload.main([*arguments, "--modes", "recompute"]) == 0
+    assert offload.main(arguments) == 0
+    records = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+    assert [record["title"] for record in records] == ["recompute", "offload1", "offload"]
+    assert (tmp_path / "rows.csv").read_text().count(",step,") == 3
+    assert "two buffers against offload1" in (tmp_path / "table.txt").read_text()
+
+
+@pytest.mark.slow
+def test_small_cards_try_modes_until_one_trains(tmp_path, capsys):
+    arguments = ["small-cards", "--out", str(tmp_path), "--device", "cpu", "--steps", "2", "--tokens", "256", "--cards", "tiny=4"]
+    assert offload.main([*arguments, "--modes", "auto=0.0000001", "offload", "keep"]) == 0
+    table = (tmp_path / "table.txt").read_text()
+    assert "auto=0.0000001: FAILED: OptionError" in table
+    assert "offload: " in table
+    assert "keep" not in table
+
+
+# Several devices
+
+
+def _rank_record(title, *, strategy="one", accumulate=1, tokens_per_s=100.0, losses=(5.0, 4.9), num_ranks=1, reason=""):
+    return {
+        "title": title, "strategy": strategy, "accumulate": accumulate, "num_ranks": num_ranks, "tokens_per_s": tokens_per_s, "losses": list(losses),
+        "reason": reason, "summary": {"median": 1.0, "p10": 1.0, "p90": 1.0, "n": 3}, "peak_gib": [1.0] * num_ranks,
+        "reserved_gib": [1.0] * num_ranks, "peak_gib_build": [1.0] * num_ranks,
+        "build_s": 2.0, "workload": "w", "num_tokens": 8, "mode": "offload", "versions": {},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_failed"),
+    [
+        ({}, 0),
+        ({"tokens_per_s": 180.0}, 1),
+        ({"losses": (5.0, 4.88)}, 1),
+        ({"tokens_per_s": 170.0, "losses": (5.1, 4.9)}, 2),
+    ],
+)
+def test_several_devices_are_held_to_speed_and_losses(changes, num_failed):
+    ddp = _rank_record("ddp x2", strategy="ddp", num_ranks=2, **{"tokens_per_s": 195.0, **changes})
+    table = multi_gpu.multi_table([_rank_record("one GPU"), _rank_record("one GPU, accumulation 2", accumulate=2), ddp])
+    assert table.count("FAIL") == num_failed
+    assert table.count("pass") == 2 - num_failed
+
+
+def test_losses_that_do_not_fall_prove_nothing():
+    records = [_rank_record("acc", accumulate=2, losses=(5.0, 5.0)), _rank_record("ddp x2", strategy="ddp", num_ranks=2, losses=(5.0, 5.0))]
+    assert "FAIL" in multi_gpu.multi_table(records)
+    assert "FAIL" in multi_gpu.full_table([_rank_record("full", losses=(5.0, math.nan))])
+    assert "pass" in multi_gpu.full_table([_rank_record("full")])
+
+
+def test_every_rank_gets_its_own_packs_and_the_window_divides_the_loss():
+    packs = multi_gpu.make_packs(TINY)[:4]
+    shares = [multi_gpu.Share(packs, rank=rank, num_ranks=2, accumulate=2) for rank in range(2)]
+    seen = [share.batch(number)["input_ids"][0] for number in range(2) for share in shares]
+    assert all(torch.equal(ids, torch.from_numpy(pack.input_id_T)) for ids, pack in zip(seen, packs))
+    assert torch.equal(shares[1].batch(2)["input_ids"], shares[1].batch(0)["input_ids"])
+    num_labelled = sum(int((pack.label_T(1.0) != -100).sum()) for pack in packs)
+    assert shares[0].batch(0)["num_items_in_batch"] == pytest.approx(num_labelled / 4)
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_steps_of_one_with_accumulation(tmp_path, capsys):
+    arguments = ["--out", str(tmp_path), "--device", "cpu", "--workload", "tiny", "--tokens", "256", "--steps", "2"]
+    assert multi_gpu.main(["multi", *arguments]) == 0
+    records = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+    assert [record["reason"] for record in records] == [""] * 4
+    table = (tmp_path / "table.txt").read_text()
+    assert len([line for line in table.splitlines() if "losses of" in line and line.endswith("pass")]) == 2

@@ -1,0 +1,74 @@
+"""``fastft plan``: a plan for a named GPU from a config alone, and an answer where something is missing."""
+
+import json
+
+import pytest
+
+from lightning_fastft.cli.plan import run_plan
+from lightning_fastft.errors import OptionError
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def plan(folder, capsys):
+    """Return a function that runs the command for a small model and returns what it printed."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    words = ["--config", "qlora_qwen3_14b", "--model.model", "config.json", "--model.init", "random", "--data.paths", "nowhere.jsonl"]
+
+    def run(*more: str) -> str:
+        assert run_plan([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_named_gpu_is_a_simulation_from_published_rates(plan):
+    text = plan("--gpu", "rtx-4090")
+    assert "RTX 4090: simulation from published rates (NVIDIA Ada GPU Architecture" in text
+    assert "llama: LoRA r=16 on a base in NF4, packs of 8,192 tokens, documents of 1,024" in text
+    assert "0-5                         kept: nothing is computed again" in text
+    assert "device memory over the step" in text
+    assert text.splitlines()[-3].startswith("recompute all")
+
+
+def test_budgets_and_overrides_are_followed(plan):
+    roomy, tight = plan("--gpu", "4090", "--vram-gib", "24"), plan("--gpu", "4090", "--vram-gib=2", "--host-gib", "1", "--document-tokens", "500")
+    assert "budgets: 2.0 GiB of device memory for everything, 1.0 GiB of pinned host memory" in tight
+    assert "documents of 500" in tight
+    assert "rest rebuilt" in tight
+    assert "host memory       0.00 GiB" not in tight
+    assert "rest rebuilt" not in roomy
+    assert "packs of 2,048 tokens, documents of 2,048" in plan("--gpu", "4090", "--data.max_tokens", "2048", "--document-tokens", "9999")
+    assert "every weight" in plan("--gpu", "4090", "--model.lora", "null", "--model.quantization", "null")
+
+
+def test_unified_memory_says_why_nothing_moves(plan):
+    assert "note: DGX Spark (GB10) has unified memory" in plan("--gpu", "spark", "--vram-gib", "2")
+
+
+def test_what_cannot_be_answered_says_what_to_do(plan, monkeypatch):
+    with pytest.raises(OptionError, match=r"3090.*name one of: RTX 4090"):
+        plan("--gpu", "3090")
+    with pytest.raises(OptionError, match="--vram-gib must be a number, got 'much'"):
+        plan("--gpu", "4090", "--vram-gib", "much")
+    with pytest.raises(OptionError, match=r"No plan fits the VRAM budget of 0\.10 GiB"):
+        plan("--gpu", "4090", "--vram-gib", "0.1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(OptionError, match=r'no GPU here\. Name the one to plan for: --gpu "RTX 4090"'):
+        plan()
+
+
+def test_the_gpu_here_is_the_default(plan, monkeypatch):
+    monkeypatch.setattr("lightning_fastft.cli.plan._device_here", lambda: "NVIDIA H200")
+    text = plan()
+    assert "H200: the GPU here" in text
+    assert "measures its first steps" in text
