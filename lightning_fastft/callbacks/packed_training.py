@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_fastft.errors import OptionError
 from lightning_fastft.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
-from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses
+from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses, connect_activations
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -59,7 +59,11 @@ class PackedTraining(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
+        activations = self.packed_steps.activations
+        if activations is not None and not self._is_redundant:
+            connect_activations(activations, trainer)
         self._install(pl_module)
+        self.packed_steps.place(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log what is active."""

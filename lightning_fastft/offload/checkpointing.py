@@ -91,10 +91,11 @@ class OffloadCheckpointing:
             raise OptionError(f"mlp_tiles={mlp_tiles} computes blocks again in the backward, which policy 'keep' forbids: use 'auto' or 'recompute'.")
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
-        # Set by who owns the plugin: where plans are reported, what will be resident later, and how ranks agree on one plan.
+        # Set by who owns the plugin: where plans are reported, what will be resident later, how ranks agree on one plan, and how long packs can be.
         self.report: Callable[[str], None] = logger.info
         self.extra_bytes: Callable[[], int] = _nothing
         self.agree: Callable[[Plan], Plan] = _own_plan
+        self.most_tokens: Callable[[], int] = _nothing
 
     def __repr__(self) -> str:
         return f"OffloadCheckpointing({self.policy!r})"
@@ -145,6 +146,7 @@ class OffloadCheckpointing:
             report=lambda text: self.report(text),
             extra_bytes=lambda: self.extra_bytes(),
             agree=lambda plan: self.agree(plan),
+            most_tokens=lambda: self.most_tokens(),
         )
         self.stacks.append(stack)
         ledger.add_undo(functools.partial(self._detach, stack))

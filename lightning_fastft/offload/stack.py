@@ -58,6 +58,7 @@ class SegmentStack:
         report: Takes what the user should read.
         extra_bytes: Returns the bytes that will be resident later and are not yet (optimizer state before the first step).
         agree: Returns the plan that all ranks follow, from this rank's.
+        most_tokens: Returns the tokens of the longest pack to come, 0 where nobody knows.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class SegmentStack:
         report: Callable[[str], None],
         extra_bytes: Callable[[], int],
         agree: Callable[[Plan], Plan],
+        most_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
         self.options = options
         self.segments = [
@@ -85,7 +87,7 @@ class SegmentStack:
         self._weight_bytes = [_frozen_bytes(layer) for layer in layers]
         self.segments[0].on_forward = self.begin_forward
         self._kinds = _kinds(layers)
-        self._report, self._extra_bytes, self._agree = report, extra_bytes, agree
+        self._report, self._extra_bytes, self._agree, self._most_tokens = report, extra_bytes, agree, most_tokens
         # Known once the model stands on its device.
         self._is_always_kept = False
         # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the others for ever.
@@ -103,8 +105,11 @@ class SegmentStack:
         """Do what is due before a forward: grow the engine, take the next step of the probe, or make the plan."""
         num_bytes = hidden.numel() * hidden.element_size()
         self.place(hidden.device)
-        is_larger = num_bytes > self._most_bytes
-        self._most_bytes = max(num_bytes, self._most_bytes)
+        # The longest pack that is announced counts from the start, so that nothing is planned and pinned again for a few tokens more.
+        most_tokens = self._most_tokens()
+        announced = most_tokens * hidden.shape[-1] * hidden.element_size() if most_tokens else 0
+        is_larger = max(num_bytes, announced) > self._most_bytes
+        self._most_bytes = max(num_bytes, announced, self._most_bytes)
         self._input_bytes = align(self._most_bytes)
         if self.options.policy == "offload" and is_larger:
             self._offload_inputs(hidden.device)

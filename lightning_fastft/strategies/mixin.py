@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
-from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, missing_optimizer_bytes
+from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, connect_activations
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -50,10 +50,7 @@ class FastFTStrategyMixin(_Base):
         self._fastft_trainer = trainer
         self._has_logged_backends = False
         assert self.lightning_module is not None
-        if isinstance(self.checkpointing, OffloadCheckpointing):
-            self.checkpointing.report = rank_zero_info
-            self.checkpointing.extra_bytes = lambda: missing_optimizer_bytes(self.optimizers)
-            self.checkpointing.agree = lambda plan: self.broadcast(plan)
+        connect_activations(self.checkpointing, trainer)
         self.packed_steps.install(self.lightning_module)
         super().setup(trainer)
         self.packed_steps.place(self.root_device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_fastft.checks import check_choice
@@ -168,6 +169,15 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
             status = from_callback()
             found += [status] if isinstance(status, Status) else list(status)
     return found
+
+
+def connect_activations(activations: OffloadCheckpointing, trainer: pl.Trainer) -> None:
+    """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, how ranks agree, how long packs can be."""
+    activations.report = rank_zero_info
+    activations.extra_bytes = lambda: missing_optimizer_bytes(trainer.optimizers)
+    activations.agree = trainer.strategy.broadcast
+    most_tokens = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
+    activations.most_tokens = lambda: most_tokens if isinstance(most_tokens, int) else 0
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:

@@ -142,3 +142,18 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path):
         assert torch.equal(first[name], second[name]), name
         # Sums of two ranks and of two micro-batches are rounded in a different order.
         assert torch.linalg.vector_norm(first[name] - expected) <= 1e-4 * torch.linalg.vector_norm(expected), name
+
+
+@pytest.mark.parametrize("policy", ["offload", "auto"])
+def test_the_same_activations_under_a_strategy_that_is_not_ours(tmp_path, policy):
+    budgets = {"vram_budget": 1000.0} if policy == "auto" else {}
+    callback = PackedTraining(activations=OffloadCheckpointing(policy, host_budget=1.0, **budgets))
+    weights = {}
+    for name, callbacks in {"plain": [PackedTraining()], policy: [callback]}.items():
+        torch.manual_seed(0)
+        module = PlainModule(tiny_llama())
+        quiet_trainer(tmp_path, callbacks=callbacks, max_steps=6, strategy="auto").fit(module, packed_loader(6))
+        weights[name] = [parameter.detach() for parameter in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(weights["plain"], weights[policy]))
+    reason = callback.packed_steps.activations.status().reason
+    assert ("1 layer inputs" if policy == "offload" else "2 of 2 layers kept; predicted") in reason

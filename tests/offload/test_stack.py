@@ -525,3 +525,15 @@ def test_a_plan_of_another_model_is_refused():
     attached = Attached(policy="offload")
     with pytest.raises(OptionError, match=f"has 2 segments, the model has {NUM_LAYERS}"):
         attached.stack.follow([KEEP, KEEP], device=torch.device("cpu"))
+
+
+def test_an_announced_pack_length_is_planned_for_from_the_start():
+    attached = Attached(vram_budget=1000)
+    attached.checkpointing.most_tokens = lambda: 300
+    attached.until_planned()
+    assert attached.stack.cost.segments[0].input_bytes == 300 * 32 * 4
+    reports = len(attached.reports)
+    attached.stack.begin_forward(torch.empty(1, 299, 32))
+    assert len(attached.reports) == reports
+    attached.stack.begin_forward(torch.empty(1, 301, 32))
+    assert "packs grew" in attached.reports[reports]

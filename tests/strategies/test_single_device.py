@@ -263,7 +263,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_under_a_smaller_plan(tmp_
     module = RunsOutOfMemory(tiny_llama(), where="forward")
     plans = []
     with (
-        mock.patch("lightning_fastft.strategies.mixin.rank_zero_info", plans.append),
+        mock.patch("lightning_fastft.strategies.packed_steps.rank_zero_info", plans.append),
         pytest.warns(UserWarning, match="repeated under a smaller plan"),
     ):
         quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
