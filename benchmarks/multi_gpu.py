@@ -59,7 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.command == "worker":
-        return worker(options)
+        code = worker(options)
+        if options.device == "cpu":
+            # With a gloo group torch (2.13) now and then aborts when the program ends, after everything is written.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
     options.out.mkdir(parents=True, exist_ok=True)
     driver = Driver(options)
     {"multi": multi, "full32b": full}[options.command](driver, options)

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import DataError
+from tests.rank_exit import leave
 
 VOCABULARY = 97
 
@@ -161,3 +162,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()

@@ -20,6 +20,7 @@ from lightning_fastft.models.attention import register
 from lightning_fastft.module import FineTuner
 from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.rank_exit import leave
 
 VOCAB_SIZE = 61
 NUM_EXAMPLES = 64
@@ -128,3 +129,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    leave()

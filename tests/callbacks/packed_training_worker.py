@@ -12,6 +12,7 @@ from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import collate
+from tests.rank_exit import leave
 from tests.training_parts import PlainModule, quiet_trainer, random_documents, tiny_llama
 
 NUM_WINDOWS, NUM_PARTS = 4, 2
@@ -56,3 +57,4 @@ def main(folder):
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave()

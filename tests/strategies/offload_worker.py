@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
+from tests.rank_exit import leave
 from tests.strategies.strategy_worker import CLIP_NORM, NUM_RANKS, STRATEGIES, make_tuner, trained_state
 from tests.token_weighting_worker import ragged_examples
 from tests.training_parts import quiet_trainer
@@ -120,3 +121,4 @@ def main(path):
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave()

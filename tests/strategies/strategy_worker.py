@@ -25,6 +25,7 @@ from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.rank_exit import leave
 from tests.token_weighting_worker import CONFIG, micro_batches
 from tests.training_parts import PlainModule, tiny_llama
 
@@ -356,3 +357,4 @@ def main(part, folder):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()
