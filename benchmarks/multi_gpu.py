@@ -145,7 +145,9 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float) -> str:
     with log.open("ab") as sink:
         sink.write(f"\n===== {' '.join(command)} =====\n".encode())
         sink.flush()
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        # A seed that Lightning left in the environment would be set again by the strategies of several devices only.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
+        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:

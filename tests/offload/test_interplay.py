@@ -488,6 +488,7 @@ def test_a_whole_run_has_the_weights_of_the_kept_one(tmp_path, policy):
 
 def test_the_table_says_what_is_in_effect_and_the_plan_is_logged(tmp_path, monkeypatch):
     lines = []
+    monkeypatch.setattr("lightning_fastft.strategies.packed_steps.rank_zero_info", lines.append)
     monkeypatch.setattr("lightning_fastft.strategies.mixin.rank_zero_info", lines.append)
     tables = []
 
