@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fastft.errors import OptionError
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.models.swap import SwapLedger, share_state
-from lightning_fastft.models.values import find_session, unneeded, value_name
+from lightning_fastft.models.values import find_session, is_frozen_point, unneeded, value_name
 from lightning_fastft.status import Status
 
 STATUS_NAME = "adapter shadows"
@@ -127,8 +127,10 @@ class _ShadowForward:
         if session is None or not session.is_replay:
             return add_low_rank(self.base_layer(x), self.lora_dropout[name](x))  # type: ignore[attr-defined]
         point = value_name(self)  # type: ignore[arg-type]
-        # A trained base saves tensors of its own, so it has to run.
-        is_unneeded = session.is_last(point) and not any(parameter.requires_grad for parameter in self.base_layer.parameters())  # type: ignore[attr-defined]
+        # A base that is trained, or of a kind that is no value point, may save tensors of its own, so it has to run.
+        is_unneeded = session.is_last(point) and is_frozen_point(self.base_layer)  # type: ignore[attr-defined]
+        if is_unneeded:
+            session.skip(value_name(self.base_layer))  # type: ignore[attr-defined]
         base = unneeded(x, lora_B.weight.shape[0]) if is_unneeded else self.base_layer(x)  # type: ignore[attr-defined]
         dropped = self.lora_dropout[name](x)  # type: ignore[attr-defined]
         with session.watch_end(point):

@@ -71,6 +71,11 @@ def value_name(module: nn.Module) -> str:
     return str(vars(module)[_NAME_ATTRIBUTE])
 
 
+def is_frozen_point(module: nn.Module) -> bool:
+    """Whether a module is a value point that saves nothing for its backward."""
+    return isinstance(module, _ValuePoint) and not any(parameter.requires_grad for parameter in module.parameters())
+
+
 def unneeded(x: torch.Tensor, width: int) -> torch.Tensor:
     """Return what stands for an output that nobody will read: NaN of shape (..., width) in the memory of one element."""
     return x.new_full((1,), float("nan")).expand(*x.shape[:-1], width)
@@ -136,6 +141,7 @@ class _HeldLinearFunction(torch.autograd.Function):
         else:
             ctx.weight_ND = weight_ND
         if session.is_last(name):
+            session.skip(name)
             return unneeded(x, weight_ND.shape[0])
         (out,) = session.value(name, lambda: (nn.functional.linear(x, weight_ND, bias_N),))
         return out

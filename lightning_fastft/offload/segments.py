@@ -224,6 +224,10 @@ class Session:
         """Whether the second run is known to end with what this point saves, so that its output is needed by nobody."""
         return self.is_replay and self.segment.last_point == name
 
+    def skip(self, name: str) -> None:
+        """Pass over one call of a value that is not computed, so that the next call does not take what was held for this one."""
+        self._held.pop(self._key(name), None)
+
     @contextmanager
     def watch_end(self, name: str) -> Iterator[None]:
         """Learn whether the second run ends while this point saves its tensors."""

@@ -87,30 +87,47 @@ def test_what_is_held_is_not_computed_again(monkeypatch):
     assert products() == {"gate and up": 2, "down": 1}
 
 
-def test_a_last_product_that_is_needed_after_all_is_computed():
+@pytest.mark.parametrize(("is_adapted", "guess"), [(False, "mlp.gate_proj"), (True, "mlp.up_proj")])
+def test_a_last_product_that_is_needed_after_all_is_computed(is_adapted, guess):
     """The second run learns where it ends; should a later forward go on beyond that point, nothing of it is made up."""
-    model, batch = build_tiny("llama", **BIG).train(), make_batch(LENGTHS)
-    expected = kept_gradients(model, [batch], 1)
-    ledger = SwapLedger()
-    checkpointing = OffloadCheckpointing("recompute")
-    install_packed_training(model, ledger, checkpointing=checkpointing)
-    for segment in checkpointing.segments_of():
-        segment.last_point = "mlp.gate_proj"
-    model(**batch).loss.backward()
-    assert_equal(read_gradients(model), expected, what="after a wrong guess")
-    assert {segment.last_point for segment in checkpointing.segments_of()} == {"mlp.down_proj"}
-
-
-def test_the_same_for_an_adapted_layer():
-    model, batch = adapted(dtype=torch.bfloat16), make_batch(LENGTHS)
+    model = adapted(dtype=torch.bfloat16) if is_adapted else build_tiny("llama", **BIG).train()
+    batch = make_batch(LENGTHS)
     expected = kept_gradients(model, [batch], 1)
     checkpointing = OffloadCheckpointing("recompute")
     install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
     for segment in checkpointing.segments_of():
-        segment.last_point = "mlp.up_proj"
+        segment.last_point = guess
     model(**batch).loss.backward()
     assert_equal(read_gradients(model), expected, what="after a wrong guess")
     assert {segment.last_point for segment in checkpointing.segments_of()} == {"mlp.down_proj"}
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_layer_called_twice_takes_what_was_held_for_each_call(is_adapted):
+    """Also where the first call was left out by a wrong guess."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.tanh(self.inner(torch.tanh(self.inner(x))))
+
+    model = nn.ModuleList([Twice()])
+    if is_adapted:
+        model = get_peft_model(model.bfloat16(), LoraConfig(r=2, target_modules=["inner"], init_lora_weights=False))
+        install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    layer = next(module for module in model.modules() if isinstance(module, Twice))
+    x = torch.randn(6, 8, dtype=torch.bfloat16 if is_adapted else torch.float32, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    segment = Segment(0)
+    install_value_points(model, [layer], [segment], SwapLedger())
+    held = "inner.base_layer" if is_adapted else "inner"
+    segment.follow(RECOMPUTE._replace(values=((held, "device"),)), None)
+    segment.last_point = "inner"
+    out = segment.run(layer, x)
+    assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], expected)
 
 
 def test_names_state_and_classes_come_back():
