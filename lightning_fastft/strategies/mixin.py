@@ -104,7 +104,7 @@ class FastFTStrategyMixin(_Base):
             if advice is None:
                 raise
             raise torch.OutOfMemoryError(
-                f"The backward ran out of memory under the plan of OffloadCheckpointing. Gradients may be half done, so the step cannot be repeated: "
+                "The backward ran out of memory under the plan of OffloadCheckpointing. Gradients may be half done, so the step cannot be repeated: "
                 f"start again with OffloadCheckpointing('auto', vram_budget={advice:.1f}). ({error})"
             ) from error
 
@@ -114,9 +114,13 @@ class FastFTStrategyMixin(_Base):
             return self._judged_step(run_step, "training_step", *args, **kwargs)
         except torch.OutOfMemoryError as error:
             # Ranks that wait for each other inside a forward cannot repeat theirs alone.
-            if not isinstance(self, SingleDeviceStrategy) or not self.checkpointing.step_down():
+            if not isinstance(self, SingleDeviceStrategy) or self.checkpointing.smaller_budget() is None:
                 raise
-            rank_zero_warn(f"The forward ran out of memory and is repeated under a smaller plan: {str(error).splitlines()[0]}")
+            reason = str(error).partition("\n")[0]
+        # Only here, where the error and the activations that its frames held are gone.
+        if not self.checkpointing.step_down():
+            raise torch.OutOfMemoryError(f"The forward ran out of memory, and no smaller plan fits: {reason}")
+        rank_zero_warn(f"The forward ran out of memory and is repeated under a smaller plan: {reason}")
         return self._judged_step(run_step, "training_step", *args, **kwargs)
 
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
