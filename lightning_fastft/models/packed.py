@@ -96,10 +96,11 @@ def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) ->
         assert region is not None
         return region.tensor
 
-    _, streamer = install_weight_streaming(model, ledger, lanes=lanes, allocate_host=allocate)
-    install_host_embedding(model, ledger, lanes=lanes, allocate_host=allocate)
+    weights, streamer = install_weight_streaming(model, ledger, lanes=lanes, allocate_host=allocate)
+    embedding = install_host_embedding(model, ledger, lanes=lanes, allocate_host=allocate)
+    # The forward that is about to run may have passed the hooks of its first layer.
     streamer.use(0, direction=1)
-    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes)
+    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes, (weights, embedding))
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fastft.checks import check_choice, check_float, check_int
 from lightning_fastft.errors import OptionError, SwapError
 from lightning_fastft.offload.segments import Segment
-from lightning_fastft.offload.stack import SegmentStack, StackOptions
+from lightning_fastft.offload.stack import NOTCH, SegmentStack, StackOptions
 from lightning_fastft.offload.step import Plan
 from lightning_fastft.status import Status
 
@@ -159,13 +159,17 @@ class OffloadCheckpointing:
 
     def segments_of(self, number: int = -1) -> list[Segment]:
         """Return the segments of a stack, by default of the one attached last; none under policy "keep"."""
-        return self.stacks[number].segments if self.stacks and self.policy != "keep" else []
+        return self.stacks[number].segments if self.stacks else []
 
     def status(self) -> Status:
         """Return what is in effect now, plans included."""
         if self.stacks:
             self._last_description = f"{self.policy}: " + " | ".join(stack.describe() for stack in self.stacks)
         return Status(STATUS_NAME, "active", self._last_description)
+
+    def statuses(self) -> list[Status]:
+        """Return what is in effect now: the activations, then the frozen weights and the embedding where they are streamed."""
+        return [self.status(), *(status for stack in self.stacks if stack.streamed is not None for status in stack.streamed.statuses)]
 
     def place(self, device: torch.device) -> None:
         """Move frozen weights to the host where that was asked for; called when the model stands on its device, else the first forward does it."""
@@ -179,7 +183,7 @@ class OffloadCheckpointing:
     def smaller_budget(self) -> float | None:
         """Return a tenth less than what the plans in effect were to need, in GiB; None where nothing is planned."""
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
-        return 0.9 * max(peaks) / 2**30 if peaks else None
+        return NOTCH * max(peaks) / 2**30 if peaks else None
 
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
         """Refuse layers in evaluation mode, where the code of transformers never recomputes.

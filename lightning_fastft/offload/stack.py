@@ -21,12 +21,14 @@ from lightning_fastft.offload.probe import Memory, SavedBytesProbe, StepProbe, m
 from lightning_fastft.offload.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.offload.slots import align
 from lightning_fastft.offload.step import Machine, Plan, SegmentPlan, StepCost
+from lightning_fastft.status import Status
 
 logger = logging.getLogger(__name__)
 
 # Forwards before the plan: one that counts saved bytes, one that warms up (and finds the last value points), one that is timed.
 _FRESH, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _PLANNED = range(5)
-_NOTCH = 0.9
+# What is left of a budget that turned out not to be there.
+NOTCH = 0.9
 _MAX_NOTCHES = 5
 
 
@@ -43,10 +45,11 @@ class StackOptions(NamedTuple):
 
 
 class StreamedWeights(NamedTuple):
-    """What became of frozen weights that were moved to the host: bytes there, and bytes of the device slots that serve them."""
+    """What became of frozen weights that were moved to the host: bytes there, bytes of the device slots for them, and what to tell the user."""
 
     num_host_bytes: int
     num_slot_bytes: int
+    statuses: tuple[Status, ...] = ()
 
 
 class SegmentStack:
@@ -171,7 +174,7 @@ class SegmentStack:
         """Plan again for a tenth less device memory, after the device ran out of it; return whether that is possible."""
         if self.plan is None or self.cost is None or self.options.policy != "auto":
             return False
-        lowered = int(self.plan.prediction.peak_bytes * _NOTCH)
+        lowered = int(self.plan.prediction.peak_bytes * NOTCH)
         device = self._device
         self.close_engine()
         gc.collect()
@@ -195,8 +198,6 @@ class SegmentStack:
         if self.options.policy == "auto" and self._phase < _PLANNED:
             return f"the first steps recompute and are measured; {num_layers} layers"
         parts = [f"{kept} of {num_layers} layers kept"]
-        if self.streamed is not None:
-            parts.append(f"{self.streamed.num_host_bytes / 2**30:.1f} GiB of frozen weights streamed")
         if inputs or on_host:
             parts.append(f"{inputs} layer inputs and {on_host} values on the host")
         if on_device:
@@ -319,7 +320,7 @@ class SegmentStack:
                 self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
                 self._report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
             except torch.OutOfMemoryError:
-                vram_budget = int(vram_budget * _NOTCH)
+                vram_budget = int(vram_budget * NOTCH)
                 self._report(f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB.")
             else:
                 self.plan = plan

@@ -97,17 +97,15 @@ class PackedSteps:
 
     def statuses(self) -> list[Status]:
         """Return what is active, with the attention backends that really ran so far."""
-        return [self._current(status) for status in self._statuses]
+        return [current for status in self._statuses for current in self._current(status)]
 
-    def _current(self, status: Status) -> Status:
+    def _current(self, status: Status) -> list[Status]:
         """A status of the installation as it stands now."""
-        if status.state != "active":
-            return status
-        if status.name.startswith("packed attention") and self.backends_used:
-            return status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")
-        if status.name == ACTIVATIONS_STATUS and self.activations is not None:
-            return self.activations.status()
-        return status
+        if status.state == "active" and status.name.startswith("packed attention") and self.backends_used:
+            return [status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")]
+        if status.state == "active" and status.name == ACTIVATIONS_STATUS and self.activations is not None:
+            return self.activations.statuses()
+        return [status]
 
 
 class PackedStep:
