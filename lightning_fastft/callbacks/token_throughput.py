@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fastft.callbacks.device_peaks import peak_bf16_flops
 from lightning_fastft.checks import check_float, check_int
+from lightning_fastft.device_peaks import peak_bf16_flops
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 

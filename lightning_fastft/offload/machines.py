@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from lightning_fastft.device_peaks import peak_bf16_flops
 from lightning_fastft.errors import OptionError
 from lightning_fastft.offload.step import Machine
 
-# What of a published rate a training step gets, as measured on an H200 (989 TFLOP/s, 4.8 TB/s and 64 GB/s published): 665 TFLOP/s of bf16 matrix
+# What of a published rate a training step gets, as measured on an H200 (989.5 TFLOP/s, 4.8 TB/s and 64 GB/s published): 665 TFLOP/s of bf16 matrix
 # products sustained for 8 s, 4.3 TB/s, and 45.6 GB/s each way while both directions copy. Taken over for all other GPUs.
-SUSTAINED_SHARE = 665 / 989
+SUSTAINED_SHARE = 665 / 989.5
 MEMORY_SHARE = 4.3 / 4.8
 COPY_SHARE = 45.6 / 64
 _GIB = 2**30
@@ -23,7 +24,6 @@ class Gpu(NamedTuple):
 
     Args:
         name: As the driver has it, shortened.
-        bf16_flops_per_s: Dense bf16 matrix products with fp32 sums, as published.
         memory_bytes_per_s: Device memory, as published.
         memory_bytes: Device memory.
         link_bytes_per_s: To the host, each way, as published.
@@ -33,13 +33,19 @@ class Gpu(NamedTuple):
     """
 
     name: str
-    bf16_flops_per_s: float
     memory_bytes_per_s: float
     memory_bytes: int
     link_bytes_per_s: float
     is_unified: bool
     source: str
     is_measured: bool = False
+
+    @property
+    def bf16_flops_per_s(self) -> float:
+        """Dense bf16 matrix products with fp32 sums, as published."""
+        peak = peak_bf16_flops(self.name)
+        assert peak is not None, self.name
+        return peak
 
     @property
     def sustained_flops_per_s(self) -> float:
@@ -59,16 +65,15 @@ class Gpu(NamedTuple):
 
 
 GPUS = (
-    Gpu("RTX 4090", 165.2e12, 1008e9, 24 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, appendix A (white paper)"),
-    Gpu("RTX 5090", 209.5e12, 1792e9, 32 * _GIB, _PCIE_5, False, "NVIDIA RTX Blackwell GPU Architecture, appendix A (white paper)"),
-    # Published is 1 PFLOP/s of sparse fp4: dense is half of it, and bf16 a quarter of that.
-    Gpu("DGX Spark (GB10)", 125e12, 273e9, 119 * _GIB, 0.0, True, "docs.nvidia.com/dgx/dgx-spark/hardware.html"),
-    Gpu("A100 40GB", 312e12, 1555e9, 40 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
-    Gpu("A100 80GB", 312e12, 2039e9, 80 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
-    Gpu("L40S", 362e12, 864e9, 45 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/l40s"),
-    Gpu("H100", 989e12, 3350e9, 79 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h100 (SXM)"),
-    Gpu("H200", 989e12, 4800e9, 139 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h200 (SXM); shares measured", is_measured=True),
-    Gpu("B200", 2250e12, 8000e9, 179 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/dgx-b200"),
+    Gpu("RTX 4090", 1008e9, 24 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, appendix A (white paper)"),
+    Gpu("RTX 5090", 1792e9, 32 * _GIB, _PCIE_5, False, "NVIDIA RTX Blackwell GPU Architecture, appendix A (white paper)"),
+    Gpu("DGX Spark (GB10)", 273e9, 119 * _GIB, 0.0, True, "docs.nvidia.com/dgx/dgx-spark/hardware.html"),
+    Gpu("A100 40GB", 1555e9, 40 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
+    Gpu("A100 80GB", 2039e9, 80 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
+    Gpu("L40S", 864e9, 45 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/l40s"),
+    Gpu("H100", 3350e9, 79 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h100 (SXM)"),
+    Gpu("H200", 4800e9, 139 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h200 (SXM); shares measured", is_measured=True),
+    Gpu("B200", 8000e9, 179 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/dgx-b200"),
 )
 # Words of a name that say nothing about which GPU it is.
 _NOISE = ("nvidia", "geforce", "tensor", "core", "gpu", "graphics", "sxm4", "sxm5", "sxm6", "sxm", "pcie", "hbm3e", "hbm3", "founders", "edition")

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2] / "lightning_fastft"
 PLACES = (
     ("__init__.py", (3, 4)),
     ("__main__.py", (5, 0)),
-    *((f"{name}.py", (0, 0)) for name in ("errors", "checks", "status")),
+    *((f"{name}.py", (0, 0)) for name in ("errors", "checks", "status", "device_peaks")),
     ("packing/collate.py", (2, 0)),
     ("packing/stream.py", (2, 0)),
     ("packing/", (1, 0)),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_fastft.callbacks.device_peaks import peak_bf16_flops
+from lightning_fastft.device_peaks import peak_bf16_flops
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ from lightning_fastft.callbacks.device_peaks import peak_bf16_flops
         ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2e12),
         ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("NVIDIA GB10", 125e12),
     ],
 )
 def test_known_devices(name, peak):

@@ -14,6 +14,8 @@ PEAK_BF16_FLOPS: tuple[tuple[frozenset[str], float], ...] = tuple(
         ("b200", 2250e12),
         ("b300", 2250e12),
         ("b100", 1750e12),
+        # DGX Spark: 1 PFLOPS of sparse fp4; dense is half of it, and bf16 a quarter of that.
+        ("gb10", 125e12),
         # H100, H200 and GH200 data sheets: 1979 (SXM), 1671 (NVL), 1513 (PCIe) TFLOPS with sparsity.
         ("h200 nvl", 835.5e12),
         ("h200", 989.5e12),
