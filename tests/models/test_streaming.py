@@ -16,9 +16,10 @@ from lightning_fastft.models.loading import ModelSource, build_model
 from lightning_fastft.models.lora import add_adapters
 from lightning_fastft.models.streaming import HostEmbedding, install_host_embedding, install_weight_streaming
 from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.offload.lanes import ImmediateLanes, LateLanes
+from lightning_fastft.offload.lanes import ImmediateLanes
 from tests.host_waits import count_host_waits
 from tests.models.tiny_models import build_tiny
+from tests.offload.late_lanes import LateLanes
 
 CPU = torch.device("cpu")
 NF4_CONFIG = {

@@ -13,10 +13,10 @@ from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.models.values import HeldLinear, install_value_points
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.offload.lanes import LateLanes
 from lightning_fastft.offload.segments import RECOMPUTE, Segment
 from tests.models.packs import make_batch
 from tests.models.tiny_models import build_tiny
+from tests.offload.late_lanes import LateLanes
 from tests.offload.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
 
 LENGTHS = (40, 1, 25, 30)

@@ -5,7 +5,8 @@ import torch
 
 from lightning_fastft.errors import SwapError
 from lightning_fastft.offload.engine import OffloadEngine, describe_use
-from lightning_fastft.offload.lanes import ImmediateLanes, LateLanes
+from lightning_fastft.offload.lanes import ImmediateLanes
+from tests.offload.late_lanes import LateLanes
 
 
 def make_engine(**options):

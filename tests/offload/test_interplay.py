@@ -16,13 +16,13 @@ from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.offload.engine import OffloadEngine, describe_use
-from lightning_fastft.offload.lanes import LateLanes
 from lightning_fastft.offload.segments import RECOMPUTE
 from lightning_fastft.offload.stack import SegmentStack
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.models.packs import make_batch
 from tests.models.tiny_models import build_tiny
+from tests.offload.late_lanes import LateLanes
 from tests.offload.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
 from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lightning_fastft.errors import HostMemoryError, OptionError, SwapError
-from lightning_fastft.offload.lanes import ImmediateLanes, LateLanes
+from lightning_fastft.offload.lanes import ImmediateLanes
 from lightning_fastft.offload.weights import WeightStreamer
 from tests.kernels.truth import Watch
+from tests.offload.late_lanes import LateLanes
 
 CPU = torch.device("cpu")
 
