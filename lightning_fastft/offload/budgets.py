@@ -36,13 +36,18 @@ def auto_host_bytes() -> int:
         return UNKNOWN_BYTES
 
 
+def is_unified(device: torch.device) -> bool:
+    """Whether host and device share their memory, so that a copy frees nothing."""
+    return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
 def check_not_unified(device: torch.device) -> None:
     """Refuse to offload where host and device share their memory.
 
     Raises:
         OptionError: They do.
     """
-    if device.type == "cuda" and getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+    if is_unified(device):
         raise OptionError(
             f"{torch.cuda.get_device_name(device)} shares its memory with the host, so offloading frees nothing: "
             "use OffloadCheckpointing('recompute')."

@@ -177,13 +177,19 @@ class OffloadCheckpointing:
             stack.place(device)
 
     def step_down(self) -> bool:
-        """Plan again with less after the device ran out of memory; return whether any stack could."""
+        """Get along with less after the device ran out of memory; return whether any stack could."""
         return any(stack.step_down() for stack in self.stacks)
 
-    def smaller_budget(self) -> float | None:
-        """Return a tenth less than what the plans in effect were to need, in GiB; None where nothing is planned."""
+    def advice(self) -> str | None:
+        """Return what to start again with after the device ran out of memory; None where no option of policy "auto" is left to say."""
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
-        return NOTCH * max(peaks) / 2**30 if peaks else None
+        if peaks:
+            return f"OffloadCheckpointing('auto', vram_budget={NOTCH * max(peaks) / 2**30:.1f})"
+        if any(stack.can_stream for stack in self.stacks):
+            return "OffloadCheckpointing('auto', weights='stream')"
+        if any(stack.streamed is not None for stack in self.stacks) and self.mlp_tiles == 1:
+            return "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), which is equal to rounding and not to the last bit"
+        return None
 
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
         """Refuse layers in evaluation mode, where the code of transformers never recomputes.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.errors import HostMemoryError, OptionError
-from lightning_fastft.offload.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified
+from lightning_fastft.offload.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified, is_unified
 from lightning_fastft.offload.engine import OffloadEngine
 from lightning_fastft.offload.lanes import Lanes, make_lanes
 from lightning_fastft.offload.picture import render_plan
@@ -171,7 +171,17 @@ class SegmentStack:
             engine.close()
 
     def step_down(self) -> bool:
-        """Plan again for a tenth less device memory, after the device ran out of it; return whether that is possible."""
+        """Get along with less after the device ran out of memory; return whether that is possible.
+
+        A plan is made again for a tenth less; before there is one, frozen weights are streamed and the first steps measured anew.
+        """
+        if self.can_stream:
+            gc.collect()
+            self._observe(None)
+            self._stream(self._device)
+            self._phase = _FRESH
+            self._report("activations: the first steps do not fit with all weights on the device, so frozen weights are streamed from the host")
+            return True
         if self.plan is None or self.cost is None or self.options.policy != "auto":
             return False
         lowered = int(self.plan.prediction.peak_bytes * NOTCH)
@@ -185,6 +195,13 @@ class SegmentStack:
             return False
         self._report(f"The device ran out of memory: planned again for {lowered / 2**30:.1f} GiB.")
         return True
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether the first steps are being measured, and frozen weights that are on the device could be streamed."""
+        is_measuring = self.options.policy == "auto" and _FRESH < self._phase < _PLANNED
+        is_allowed = self.options.weights == "auto" and self.stream_weights is not None and self.streamed is None
+        return is_measuring and is_allowed and sum(self._weight_bytes) > 0 and not is_unified(self._device)
 
     def describe(self) -> str:
         """Return in one line what is in effect."""

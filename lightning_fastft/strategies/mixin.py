@@ -92,35 +92,36 @@ class FastFTStrategyMixin(_Base):
         return self._judged_step(super().predict_step, "predict_step", *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - as Lightning's
-        """Run the backward; say what to do where a plan turns out to need more memory than there is.
+        """Run the backward; say what to do where it runs out of memory.
 
         Raises:
-            OutOfMemoryError: With the plan's own figure and the next smaller budget in its message.
+            OutOfMemoryError: With the options to start again with in its message.
         """
         try:
             return super().backward(closure_loss, *args, **kwargs)
         except torch.OutOfMemoryError as error:
-            advice = self.checkpointing.smaller_budget()
+            advice = self.checkpointing.advice()
             if advice is None:
                 raise
             raise torch.OutOfMemoryError(
-                "The backward ran out of memory under the plan of OffloadCheckpointing. Gradients may be half done, so the step cannot be repeated: "
-                f"start again with OffloadCheckpointing('auto', vram_budget={advice:.1f}). ({error})"
+                f"The backward ran out of memory. Gradients may be half done, so the step cannot be repeated: start again with {advice}. ({error})"
             ) from error
 
     def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401
-        """Run the step; where its forward runs out of memory under a plan, plan for a tenth less and run it once more."""
+        """Run the step; where its forward runs out of memory, stream weights or plan for a tenth less, and run it once more."""
         try:
             return self._judged_step(run_step, "training_step", *args, **kwargs)
         except torch.OutOfMemoryError as error:
             # Ranks that wait for each other inside a forward cannot repeat theirs alone.
-            if not isinstance(self, SingleDeviceStrategy) or self.checkpointing.smaller_budget() is None:
+            if not isinstance(self, SingleDeviceStrategy) or self.checkpointing.advice() is None:
                 raise
             reason = str(error).partition("\n")[0]
         # Only here, where the error and the activations that its frames held are gone.
         if not self.checkpointing.step_down():
-            raise torch.OutOfMemoryError(f"The forward ran out of memory, and no smaller plan fits: {reason}")
-        rank_zero_warn(f"The forward ran out of memory and is repeated under a smaller plan: {reason}")
+            advice = self.checkpointing.advice()
+            hint = f" Start again with {advice}." if advice else ""
+            raise torch.OutOfMemoryError(f"The forward ran out of memory, and no smaller plan fits.{hint} ({reason})")
+        rank_zero_warn(f"The forward ran out of memory and is repeated with less: {reason}")
         return self._judged_step(run_step, "training_step", *args, **kwargs)
 
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
@@ -242,14 +243,14 @@ def test_failed_set_up_leaves_the_model_as_it_was():
 class RunsOutOfMemory(PlainModule):
     """Fails once in a given step, as a device does that has less memory than the plan thought."""
 
-    def __init__(self, model, *, where):
+    def __init__(self, model, *, where, fails_at=5):
         super().__init__(model)
-        self.where, self.num_steps = where, 0
+        self.where, self.fails_at, self.num_steps = where, fails_at, 0
 
     def training_step(self, batch, batch_idx):
         self.num_steps += 1
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_step == 5 and self.num_steps == 6:
+        if self.trainer.global_step == self.fails_at and self.num_steps == self.fails_at + 1:
             if self.where == "forward":
                 activations = torch.ones(3)
                 self.activations = weakref.ref(activations)
@@ -272,7 +273,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_under_a_smaller_plan(tmp_
 
     with (
         mock.patch("lightning_fastft.strategies.packed_steps.rank_zero_info", report),
-        pytest.warns(UserWarning, match="repeated under a smaller plan"),
+        pytest.warns(UserWarning, match="repeated with less"),
     ):
         quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
     assert module.num_steps == 9
@@ -284,3 +285,36 @@ def test_a_backward_that_runs_out_of_memory_says_which_budget_to_take(tmp_path):
     strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
     with pytest.raises(torch.OutOfMemoryError, match=r"vram_budget=0\.0\)"):
         quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(RunsOutOfMemory(tiny_llama(), where="backward"), packed_loader(8))
+
+
+def model_with_frozen_layers():
+    model = tiny_llama().requires_grad_(False)
+    model.model.norm.weight.requires_grad_()
+    model.model.layers[0].input_layernorm.weight.requires_grad_()
+    return model
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_first_steps_that_do_not_fit_are_measured_with_streamed_weights(tmp_path, fails_at):
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
+    module = RunsOutOfMemory(model_with_frozen_layers(), where="forward", fails_at=fails_at)
+    trainer = quiet_trainer(tmp_path, strategy=strategy, max_steps=8)
+    found, reports = [], []
+    trainer.callbacks.append(LambdaCallback(on_train_end=lambda *_: found.extend(strategy.statuses())))
+    with (
+        mock.patch("lightning_fastft.strategies.packed_steps.rank_zero_info", reports.append),
+        pytest.warns(UserWarning, match="repeated with less"),
+    ):
+        trainer.fit(module, packed_loader(8))
+    assert {status.name: status.state for status in found}["frozen weights"] == "active"
+    assert module.num_steps == 9
+    # Streamed first, then measured from the start and planned.
+    streamed = next(number for number, text in enumerate(reports) if "do not fit with all weights" in text)
+    assert any("lanes over time" in text for text in reports[streamed:])
+
+
+def test_a_first_backward_that_runs_out_of_memory_says_to_stream_the_weights(tmp_path):
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
+    module = RunsOutOfMemory(model_with_frozen_layers(), where="backward", fails_at=1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"weights='stream'\)"):
+        quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
