@@ -1,0 +1,1 @@
+"""The gate of an expert: the activation between its two products, and its gradient."""

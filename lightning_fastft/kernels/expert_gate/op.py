@@ -1,0 +1,195 @@
+"""The gate of an expert: the activation between its two products and its gradient, each in one pass over memory.
+
+Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up.
+Neither function builds a graph: the layer's own Function calls both.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.checks import check_choice, check_float, check_tensor
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.expert_gate import reference
+from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients
+
+BACKENDS = ("auto", "triton", "reference")
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (*_TRITON_DTYPES, torch.float64)
+
+
+def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto") -> torch.Tensor:
+    """Return the activation of each row, ``a(gate) * up`` in one of its forms.
+
+    The arithmetic is fp32 (float64 for float64) and the result is rounded once. Rows do not mix: a row of NaN stays alone.
+
+    Args:
+        gate_up_NP: Output of the first product. Shape (N, 2 F); bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows.
+        form: Where gate and up stand, and which activation joins them.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+
+    Returns:
+        act_NF: Shape (N, F), contiguous, dtype and device of gate_up_NP, no graph.
+
+    Raises:
+        ShapeError: Shape, dtype or layout is another.
+        OptionError: The form or the backend is unknown, or the backend cannot serve this tensor.
+
+    Cost:
+        Reads gate_up_NP and writes act_NF once; no host synchronisation. "reference" makes fp32 copies.
+
+    Source:
+        GLU variants, arXiv 2002.05202; clamped form: gpt-oss as in transformers.
+
+    Example:
+        >>> gate_forward(torch.tensor([[0.0, 100.0, 5.0, 2.0]]), form=GateForm())
+        tensor([[  0., 200.]])
+    """
+    _check_gate_up(gate_up_NP)
+    _check_form(form)
+    with torch.no_grad():
+        return _choose(backend, gate_up_NP).gate_forward(gate_up_NP, form=form)
+
+
+def gate_backward(
+    d_act_NF: torch.Tensor,
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    weight_N: torch.Tensor | None = None,
+    need_act: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> GateGradients:
+    """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the rebuilt activation.
+
+    The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp passes the gradient of a value
+    on its bound and 0 beyond. Sums have one order: two calls are bit-equal.
+
+    Args:
+        d_act_NF: Gradient of the activation, not yet multiplied with weight_N. Shape (N, F); dtype and device of gate_up_NP; last axis contiguous.
+        gate_up_NP: What ``gate_forward`` was given.
+        form: What ``gate_forward`` was given.
+        weight_N: Routing weight of each row. Shape (N,); bf16, fp16, fp32 or float64; any stride. None for 1.
+        need_act: Return the activation, as ``gate_forward`` gave it, for gradients of the second product's weight.
+        out: Where d_gate_up_NP is written: a tensor like gate_up_NP, or gate_up_NP itself, whose values are then lost. None for new memory.
+        backend: As in ``gate_forward``.
+
+    Returns:
+        d_gate_up_NP: Gradient of gate_up_NP, in its dtype and order of columns; contiguous, or ``out``.
+        act_NF: Shape (N, F), the activation without the weight; None unless need_act.
+        d_weight_N: Shape (N,), sum over F of d_act_NF times the activation, fp32 (float64 for float64); None without weight_N.
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another, or ``out`` overlaps an input without being gate_up_NP.
+        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+
+    Cost:
+        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host synchronisation. "reference" makes fp32 copies.
+
+    Source:
+        The chain rule; torch.clamp's convention at its bounds.
+
+    Example:
+        >>> gate_up, d_act, weight = torch.tensor([[0.0, 3.0]]), torch.tensor([[4.0]]), torch.tensor([0.5])
+        >>> gate_backward(d_act, gate_up, form=GateForm(), weight_N=weight).d_gate_up_NP
+        tensor([[3., 0.]])
+    """
+    _check_gate_up(gate_up_NP)
+    _check_form(form)
+    _check_d_act(d_act_NF, gate_up_NP)
+    if weight_N is not None:
+        _check_weight(weight_N, gate_up_NP)
+    if out is not None:
+        _check_out(out, gate_up_NP, d_act_NF)
+    with torch.no_grad():
+        return _choose(backend, gate_up_NP).gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=need_act, out=out)
+
+
+def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
+    """Return the module that does the work."""
+    check_choice("backend", backend, BACKENDS)
+    is_able = gate_up_NP.is_cuda and gate_up_NP.dtype in _TRITON_DTYPES
+    if backend == "triton" and not is_able:
+        raise OptionError(
+            f"Backend 'triton' takes bf16, fp16 and fp32 on CUDA, got {gate_up_NP.dtype} on {gate_up_NP.device}; use 'reference' or 'auto' there."
+        )
+    if backend == "reference" or not is_able:
+        return reference
+    from lightning_fastft.kernels.expert_gate import triton
+
+    return triton
+
+
+def _check_form(form: GateForm) -> None:
+    """Refuse a form that no backend knows."""
+    if not isinstance(form, GateForm):
+        raise OptionError(f"form must be a GateForm, got {type(form).__name__}.")
+    check_choice("form.is_interleaved", form.is_interleaved, (False, True))
+    check_choice("form.activation", form.activation, ACTIVATIONS)
+    if form.activation == "clamped":
+        check_float("form.limit", form.limit, low=0.0)
+        check_float("form.alpha", form.alpha, low=0.0)
+
+
+def _check_gate_up(gate_up_NP: torch.Tensor) -> None:
+    """Refuse what the kernels would read wrongly."""
+    check_tensor("gate_up_NP", gate_up_NP, ndim=2, dtypes=_DTYPES)
+    if gate_up_NP.shape[1] % 2:
+        raise ShapeError(f"gate_up_NP has {gate_up_NP.shape[1]} columns; gate and up are as wide as each other, so their number must be even.")
+    _check_columns("gate_up_NP", gate_up_NP)
+
+
+def _check_d_act(d_act_NF: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
+    """Refuse a gradient that belongs to another activation."""
+    check_tensor("d_act_NF", d_act_NF, ndim=2, dtypes=(gate_up_NP.dtype,))
+    expected = (gate_up_NP.shape[0], gate_up_NP.shape[1] // 2)
+    if d_act_NF.shape != expected or d_act_NF.device != gate_up_NP.device:
+        raise ShapeError(f"d_act_NF is {tuple(d_act_NF.shape)} on {d_act_NF.device}; gate_up_NP asks for {expected} on {gate_up_NP.device}.")
+    _check_columns("d_act_NF", d_act_NF)
+
+
+def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
+    """Refuse weights that are not one number per row."""
+    check_tensor("weight_N", weight_N, ndim=1, dtypes=_DTYPES)
+    if weight_N.shape[0] != gate_up_NP.shape[0] or weight_N.device != gate_up_NP.device:
+        raise ShapeError(
+            f"weight_N has {weight_N.shape[0]} entries on {weight_N.device}; gate_up_NP has {gate_up_NP.shape[0]} rows on {gate_up_NP.device}."
+        )
+
+
+def _check_out(out: torch.Tensor, gate_up_NP: torch.Tensor, d_act_NF: torch.Tensor) -> None:
+    """Refuse memory in which one program would write what another one has still to read."""
+    check_tensor("out", out, ndim=2, dtypes=(gate_up_NP.dtype,))
+    if out.shape != gate_up_NP.shape or out.device != gate_up_NP.device:
+        raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(gate_up_NP.shape)} on {gate_up_NP.device}.")
+    _check_columns("out", out)
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ShapeError(f"The rows of out overlap: strides {out.stride()} with {out.shape[1]} columns. Give memory with a place for each row.")
+    if out is gate_up_NP:
+        return
+    is_gate_up = out.data_ptr() == gate_up_NP.data_ptr() and out.stride() == gate_up_NP.stride()
+    if _do_ranges_overlap(out, d_act_NF) or (not is_gate_up and _do_ranges_overlap(out, gate_up_NP)):
+        raise ShapeError("out shares memory with d_act_NF or with a part of gate_up_NP. Give gate_up_NP itself, memory of its own, or None.")
+
+
+def _check_columns(name: str, tensor: torch.Tensor) -> None:
+    """Refuse rows whose columns are apart."""
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
+
+
+def _do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the bytes from first to last element of two tensors meet."""
+    (one_begin, one_end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
+    return one_begin < other_end and other_begin < one_end
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first and of one past the last byte."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

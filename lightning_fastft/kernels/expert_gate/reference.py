@@ -1,0 +1,138 @@
+"""The gate of an expert in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
+
+Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up.
+Every form is ``share(gate) * gate * up``: the share is ``sigmoid(2 u)`` where tanh-GELU writes ``(1 + tanh(u)) / 2``, which is the same number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
+# tanh-GELU: u = sqrt(2 / pi) * (gate + 0.044715 * gate^3), arXiv 1606.08415.
+TANH_SCALE = math.sqrt(2.0 / math.pi)
+TANH_CUBE = 0.044715
+
+
+class GateForm(NamedTuple):
+    """How the columns of the first product become the input of the second one.
+
+    Args:
+        is_interleaved: True where gate and up alternate (``gate = [..., ::2]``, gpt-oss); False where the halves are gate and up.
+        activation: "silu", "gelu" or "gelu_tanh" for ``a(gate) * up``; "clamped" for ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped values.
+        limit: "clamped" only: gate is clamped from above, up from both sides.
+        alpha: "clamped" only: steepness of the sigmoid.
+
+    Source:
+        GLU variants, arXiv 2002.05202; "clamped" as in gpt-oss (transformers, modeling_gpt_oss.py).
+
+    Example:
+        >>> GateForm(is_interleaved=True, activation="clamped").limit
+        7.0
+    """
+
+    is_interleaved: bool = False
+    activation: str = "silu"
+    limit: float = 7.0
+    alpha: float = 1.702
+
+
+class GateGradients(NamedTuple):
+    """Gradient of the first product's output, the rebuilt activation, and the gradient of the routing weights; None where not asked for."""
+
+    d_gate_up_NP: torch.Tensor
+    act_NF: torch.Tensor | None
+    d_weight_N: torch.Tensor | None
+
+
+def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm) -> torch.Tensor:
+    """Return the activation, rounded once from fp32 (float64 for float64)."""
+    gate_NF, up_NF = split_columns(gate_up_NP.to(wide_dtype(gate_up_NP.dtype)), form)
+    gate_NF, factor_NF = _clamp(gate_NF, up_NF, form)
+    return (_glu(gate_NF, form) * factor_NF).to(gate_up_NP.dtype)
+
+
+def gate_backward(
+    d_act_NF: torch.Tensor,
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    weight_N: torch.Tensor | None = None,
+    need_act: bool = False,
+    out: torch.Tensor | None = None,
+) -> GateGradients:
+    """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its weight."""
+    dtype, wide = gate_up_NP.dtype, wide_dtype(gate_up_NP.dtype)
+    raw_gate_NF, raw_up_NF = split_columns(gate_up_NP.to(wide), form)
+    gate_NF, factor_NF = _clamp(raw_gate_NF, raw_up_NF, form)
+    glu_NF = _glu(gate_NF, form)
+    act_NF = glu_NF * factor_NF
+    d_act_NF = d_act_NF.to(wide)
+    d_weight_N = None
+    if weight_N is not None:
+        d_weight_N = (d_act_NF * act_NF).sum(dim=1)
+        d_act_NF = d_act_NF * weight_N.to(wide)[:, None]
+    d_gate_NF = d_act_NF * factor_NF * (_share(gate_NF, form) + gate_NF * _share_slope(gate_NF, form))
+    d_up_NF = d_act_NF * glu_NF
+    if form.activation == "clamped":
+        # torch.clamp passes the gradient of a value that lies on its bound.
+        d_gate_NF = torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)
+        d_up_NF = torch.where(raw_up_NF.abs() <= form.limit, d_up_NF, 0.0)
+    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=dtype, device=gate_up_NP.device) if out is None else out
+    d_gate_view_NF, d_up_view_NF = split_columns(d_gate_up_NP, form)
+    d_gate_view_NF.copy_(d_gate_NF)
+    d_up_view_NF.copy_(d_up_NF)
+    return GateGradients(d_gate_up_NP, act_NF.to(dtype) if need_act else None, d_weight_N)
+
+
+def split_columns(gate_up_NP: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the columns of the gate and of the up projection."""
+    if form.is_interleaved:
+        return gate_up_NP[:, ::2], gate_up_NP[:, 1::2]
+    num_columns = gate_up_NP.shape[1] // 2
+    return gate_up_NP[:, :num_columns], gate_up_NP[:, num_columns:]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _clamp(gate_NF: torch.Tensor, up_NF: torch.Tensor, form: GateForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gate, and what its activation is multiplied with."""
+    if form.activation != "clamped":
+        return gate_NF, up_NF
+    return gate_NF.clamp(max=form.limit), up_NF.clamp(min=-form.limit, max=form.limit) + 1
+
+
+def _glu(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """Return the gate times its share; silu has one rounding less than the product."""
+    return torch.nn.functional.silu(gate_NF) if form.activation == "silu" else gate_NF * _share(gate_NF, form)
+
+
+def _share(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """Return the share of the gate that the activation lets through."""
+    if form.activation == "gelu":
+        return 0.5 * (1 + torch.erf(gate_NF * math.sqrt(0.5)))
+    return torch.sigmoid(_exponent(gate_NF, form))
+
+
+def _share_slope(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """Return the derivative of the share; sigmoid(-x) is 1 - sigmoid(x) without the cancellation."""
+    if form.activation == "gelu":
+        return torch.exp(-0.5 * gate_NF * gate_NF) / math.sqrt(2.0 * math.pi)
+    exponent_NF = _exponent(gate_NF, form)
+    slope_NF = torch.sigmoid(exponent_NF) * torch.sigmoid(-exponent_NF)
+    if form.activation == "gelu_tanh":
+        return slope_NF * (2.0 * TANH_SCALE * (1 + 3.0 * TANH_CUBE * gate_NF * gate_NF))
+    return slope_NF * form.alpha if form.activation == "clamped" else slope_NF
+
+
+def _exponent(gate_NF: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """Return what the sigmoid is taken of."""
+    if form.activation == "gelu_tanh":
+        return 2.0 * TANH_SCALE * (gate_NF + TANH_CUBE * gate_NF * gate_NF * gate_NF)
+    return gate_NF * form.alpha if form.activation == "clamped" else gate_NF

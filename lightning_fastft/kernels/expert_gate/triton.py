@@ -1,0 +1,255 @@
+"""The gate of an expert on a GPU: one pass over memory forward, one backward.
+
+Axes: N routed slots, sorted by expert (walked in blocks of rows); F expert width (walked in tiles of columns); P = 2 F columns that hold gate and up.
+Forward P is read and F written. Backward F + P are read and P written, and F more where the activation is wanted again. Rows do not mix.
+"""
+
+# A jit body has no types that Python could check.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients
+
+# 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of 768 or 1536. Not yet measured.
+BLOCK_ROWS = 8
+MAX_BLOCK_COLUMNS = 256
+NUM_WARPS = 4
+
+_TANH_SCALE = tl.constexpr(TANH_SCALE)
+_TANH_CUBE = tl.constexpr(TANH_CUBE)
+_SQRT_HALF = tl.constexpr(0.5**0.5)
+_NORMAL_DENSITY = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def _divide(dividend, divisor, IS_WIDE: tl.constexpr):
+    """Return the quotient; the plain division of fp32 is off by up to two units in the last place, which only a narrow result does not see."""
+    return tl.div_rn(dividend, divisor) if IS_WIDE else dividend / divisor
+
+
+@triton.jit
+def _gate_and_slopes(raw_gate, raw_up, limit, alpha, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr):
+    """Return the activation and its derivatives by gate and by up; what a caller leaves unused costs nothing."""
+    gate = raw_gate
+    factor = raw_up
+    if ACTIVATION == "clamped":
+        # Comparisons that NaN fails keep it NaN, as torch.clamp does.
+        gate = tl.where(raw_gate > limit, limit, raw_gate)
+        factor = tl.where(raw_up > limit, limit, tl.where(raw_up < -limit, -limit, raw_up)) + 1.0
+
+    if ACTIVATION == "gelu":
+        share = 0.5 * (1.0 + tl.erf(gate * _SQRT_HALF))
+        share_slope = _NORMAL_DENSITY * tl.exp(-0.5 * gate * gate)
+        glu = gate * share
+    else:
+        exponent = gate
+        exponent_slope = 1.0
+        if ACTIVATION == "gelu_tanh":
+            exponent = 2.0 * _TANH_SCALE * (gate + _TANH_CUBE * gate * gate * gate)
+            exponent_slope = 2.0 * _TANH_SCALE * (1.0 + 3.0 * _TANH_CUBE * gate * gate)
+        if ACTIVATION == "clamped":
+            exponent = gate * alpha
+            exponent_slope = alpha
+        # The sigmoid and its complement through exp(-|x|), which cannot overflow.
+        decay = tl.exp(-tl.abs(exponent))
+        is_negative = exponent < 0.0
+        larger = _divide(tl.full(decay.shape, 1.0, tl.float32), 1.0 + decay, IS_WIDE)
+        smaller = decay * larger
+        share = tl.where(is_negative, smaller, larger)
+        share_slope = smaller * larger * exponent_slope
+        # One rounding less than gate * share.
+        glu = _divide(tl.where(is_negative, gate * decay, gate), 1.0 + decay, IS_WIDE)
+
+    gate_slope = factor * (share + gate * share_slope)
+    up_slope = glu
+    if ACTIVATION == "clamped":
+        gate_slope = tl.where(raw_gate <= limit, gate_slope, 0.0)
+        up_slope = tl.where(tl.abs(raw_up) <= limit, up_slope, 0.0)
+    return glu * factor, gate_slope, up_slope
+
+
+@triton.jit
+def _load_gate_and_up(row_ptrs, start, inside_rows, num_columns, IS_INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Return a tile of the gate and a tile of the up projection in fp32; alternating columns are read as one tile and split in registers."""
+    if IS_INTERLEAVED:
+        cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
+        inside = inside_rows[:, None] & (cols < 2 * num_columns)[None, :]
+        pairs = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside, other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK_N, BLOCK_F, 2)))
+    else:
+        cols = start + tl.arange(0, BLOCK_F)
+        inside = inside_rows[:, None] & (cols < num_columns)[None, :]
+        ptrs = row_ptrs[:, None] + cols[None, :]
+        gate = tl.load(ptrs, mask=inside, other=0.0)
+        up = tl.load(ptrs + num_columns, mask=inside, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _gate_forward_kernel(
+    gate_up_ptr,
+    act_ptr,
+    gate_up_stride,
+    num_rows,
+    num_columns,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program per block of rows and tile of columns."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * BLOCK_F
+    inside_rows = rows < num_rows
+    gate, up = _load_gate_and_up(gate_up_ptr + rows * gate_up_stride, start, inside_rows, num_columns, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
+    act, _gate_slope, _up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
+    cols = start + tl.arange(0, BLOCK_F)
+    inside = inside_rows[:, None] & (cols < num_columns)[None, :]
+    act_ptrs = act_ptr + rows[:, None] * num_columns + cols[None, :]
+    tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_backward_kernel(
+    d_act_ptr,
+    gate_up_ptr,
+    weight_ptr,
+    out_ptr,
+    act_ptr,
+    d_weight_ptr,
+    d_act_stride,
+    gate_up_stride,
+    weight_stride,
+    out_stride,
+    num_rows,
+    num_columns,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WRITE_ACT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program per block of rows: it walks all columns, so that the sum of a row is made in one place and in one order."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_rows = rows < num_rows
+    d_act_rows = d_act_ptr + rows * d_act_stride
+    gate_up_rows = gate_up_ptr + rows * gate_up_stride
+    out_rows = out_ptr + rows * out_stride
+    act_rows = act_ptr + rows * num_columns
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + rows * weight_stride, mask=inside_rows, other=0.0).to(tl.float32)[:, None]
+        weight_terms = tl.zeros((BLOCK_N, BLOCK_F), dtype=tl.float32)
+
+    for start in range(0, num_columns, BLOCK_F):
+        cols = start + tl.arange(0, BLOCK_F)
+        inside = inside_rows[:, None] & (cols < num_columns)[None, :]
+        gate, up = _load_gate_and_up(gate_up_rows, start, inside_rows, num_columns, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
+        d_act = tl.load(d_act_rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        if IN_PLACE:
+            # A value may be read by more than one thread: all have read before one of them writes.
+            tl.debug_barrier()
+        act, gate_slope, up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
+        if HAS_WEIGHT:
+            weight_terms += d_act * act
+            d_act *= weight
+        d_gate = (d_act * gate_slope).to(out_ptr.dtype.element_ty)
+        d_up = (d_act * up_slope).to(out_ptr.dtype.element_ty)
+        if IS_INTERLEAVED:
+            pair_cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
+            inside_pairs = inside_rows[:, None] & (pair_cols < 2 * num_columns)[None, :]
+            tl.store(out_rows[:, None] + pair_cols[None, :], tl.interleave(d_gate, d_up), mask=inside_pairs)
+        else:
+            out_ptrs = out_rows[:, None] + cols[None, :]
+            tl.store(out_ptrs, d_gate, mask=inside)
+            tl.store(out_ptrs + num_columns, d_up, mask=inside)
+        if WRITE_ACT:
+            tl.store(act_rows[:, None] + cols[None, :], act.to(act_ptr.dtype.element_ty), mask=inside)
+
+    if HAS_WEIGHT:
+        tl.store(d_weight_ptr + rows, tl.sum(weight_terms, axis=1), mask=inside_rows)
+
+
+def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm) -> torch.Tensor:
+    """Return the activation; same contract as the reference."""
+    num_rows, num_columns = gate_up_NP.shape[0], gate_up_NP.shape[1] // 2
+    act_NF = torch.empty(num_rows, num_columns, dtype=gate_up_NP.dtype, device=gate_up_NP.device)
+    if act_NF.numel() == 0:
+        return act_NF
+    block_columns = min(triton.next_power_of_2(num_columns), MAX_BLOCK_COLUMNS)
+    _gate_forward_kernel[(triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(num_columns, block_columns))](
+        gate_up_NP,
+        act_NF,
+        gate_up_NP.stride(0),
+        num_rows,
+        num_columns,
+        float(form.limit),
+        float(form.alpha),
+        ACTIVATION=form.activation,
+        IS_INTERLEAVED=form.is_interleaved,
+        IS_WIDE=gate_up_NP.dtype is torch.float32,
+        BLOCK_N=BLOCK_ROWS,
+        BLOCK_F=block_columns,
+        num_warps=NUM_WARPS,
+    )
+    return act_NF
+
+
+def gate_backward(
+    d_act_NF: torch.Tensor,
+    gate_up_NP: torch.Tensor,
+    *,
+    form: GateForm,
+    weight_N: torch.Tensor | None = None,
+    need_act: bool = False,
+    out: torch.Tensor | None = None,
+) -> GateGradients:
+    """Return the gradients, and the activation if asked; same contract as the reference."""
+    num_rows, num_columns = d_act_NF.shape
+    device = gate_up_NP.device
+    d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=gate_up_NP.dtype, device=device) if out is None else out
+    act_NF = torch.empty(num_rows, num_columns, dtype=gate_up_NP.dtype, device=device) if need_act else None
+    d_weight_N = None if weight_N is None else torch.empty(num_rows, dtype=torch.float32, device=device)
+    if num_rows == 0:
+        return GateGradients(d_gate_up_NP, act_NF, d_weight_N)
+    # Without columns the loop is empty and every sum is 0.
+    block_columns = min(triton.next_power_of_2(max(num_columns, 1)), MAX_BLOCK_COLUMNS)
+    _gate_backward_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+        d_act_NF,
+        gate_up_NP,
+        d_act_NF if weight_N is None else weight_N,
+        d_gate_up_NP,
+        d_gate_up_NP if act_NF is None else act_NF,
+        d_gate_up_NP if d_weight_N is None else d_weight_N,
+        d_act_NF.stride(0),
+        gate_up_NP.stride(0),
+        0 if weight_N is None else weight_N.stride(0),
+        d_gate_up_NP.stride(0),
+        num_rows,
+        num_columns,
+        float(form.limit),
+        float(form.alpha),
+        ACTIVATION=form.activation,
+        IS_INTERLEAVED=form.is_interleaved,
+        IS_WIDE=gate_up_NP.dtype is torch.float32,
+        HAS_WEIGHT=weight_N is not None,
+        WRITE_ACT=act_NF is not None,
+        IN_PLACE=out is not None,
+        BLOCK_N=BLOCK_ROWS,
+        BLOCK_F=block_columns,
+        num_warps=NUM_WARPS,
+    )
+    return GateGradients(d_gate_up_NP, act_NF, d_weight_N)

@@ -1,0 +1,1 @@
+"""The order in which experts see their routed slots."""

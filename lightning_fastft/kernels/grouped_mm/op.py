@@ -1,0 +1,341 @@
+"""Products of sorted rows with one matrix per expert: the public functions, and the choice between torch's grouped GEMM and our own.
+
+Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_fastft.checks import check_choice, check_float, check_tensor
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.grouped_mm import reference
+from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+
+BACKENDS = ("auto", "torch", "triton", "reference")
+# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, and what is added costs one more pass over its result.
+# Whether our own kernel, which adds within its only pass, is faster is not yet measured (benchmarks/grouped_mm.py does).
+TORCH_WITH_ADDEND = True
+# CUTLASS kernels exist for these major compute capabilities; everywhere else torch loops over experts on the host, with waits (GroupedMMUtils.h).
+_TORCH_CAPABILITIES = (9, 10)
+# On 10.x the gradient of an expert without rows is not 0 (https://github.com/pytorch/pytorch/issues/172439).
+_TORCH_GRAD_CAPABILITIES = (9,)
+# "Can't process more than 1024 groups", checked as "below 1024" (GroupMM.cu).
+_MAX_TORCH_EXPERTS = 1023
+_ALIGNMENT_BYTES = 16
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def grouped_mm(
+    x_NI: torch.Tensor,
+    weight_EIO: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    bias_EO: torch.Tensor | None = None,
+    low_NR: torch.Tensor | None = None,
+    low_ERO: torch.Tensor | None = None,
+    low_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return the product of each row with the matrix of its expert, plus the expert's bias and a scaled low-rank product where given.
+
+    ``y[n] = x[n] @ weight[e(n)] + bias[e(n)] + low_scale * low[n] @ low_ERO[e(n)]``, where expert e owns the rows end_E[e - 1] to end_E[e]. Sums are
+    fp32; the kernels of "triton" and "reference" round once, "torch" rounds the product before it adds. Rows at or behind end_E[-1] are not
+    written and hold anything.
+
+    Args:
+        x_NI: Rows sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous.
+        weight_EIO: One matrix per expert. Shape (E, I, O); dtype of x_NI; any view with a stride of 1 along I or O.
+        end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
+        bias_EO: Shape (E, O); dtype of x_NI; last axis contiguous.
+        low_NR: Rows of the low-rank product, sorted as x_NI. Shape (N, R); dtype of x_NI; last axis contiguous; given with low_ERO or not at all.
+        low_ERO: Its matrices. Shape (E, R, O); dtype of x_NI; contiguous.
+        low_scale: Factor on the low-rank product.
+        out: Where the result goes. Shape (N, O); dtype of x_NI; last axis contiguous; shares no memory with the other arguments.
+        backend: "torch" (torch.nn.functional.grouped_mm), "triton" (our own kernel), "reference" (a loop over experts), or "auto" (choose_backend).
+
+    Returns:
+        out, or a new tensor: shape (N, O), dtype and device of x_NI; no gradient.
+
+    Raises:
+        ShapeError: Shapes, dtypes, devices or layouts do not fit; on a CPU also where end_E falls or goes beyond N.
+        OptionError: backend is unknown or cannot run these tensors here, or low_scale is not finite.
+
+    Cost:
+        2 N I O FLOP; x_NI, the weights and the result cross memory once, and "torch" reads and writes the result once more for bias and low-rank
+        product, or to fill out where there are neither. No host synchronisation on CUDA.
+
+    Source:
+        own; the low-rank product as in LoRA (arXiv 2106.09685)
+
+    Example:
+        >>> x, weight = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[1.0]], [[10.0]]])
+        >>> grouped_mm(x, weight, torch.tensor([1, 3], dtype=torch.int32)).flatten()
+        tensor([ 1., 20., 30.])
+    """
+    addend = RowAddend(bias_EO, low_NR, low_ERO, check_float("low_scale", low_scale, low=-float("inf")))
+    _check_product(x_NI, weight_EIO, end_E, addend=addend, out_NO=out)
+    name = check_choice("backend", backend, BACKENDS)
+    if name == "auto":
+        name = choose_backend(x_NI, weight_EIO, has_addend=not addend.is_empty)
+    else:
+        _check_forced(name, x_NI, _why_not_torch(x_NI, weight_EIO) if name == "torch" else None)
+    with torch.no_grad(), torch.autocast(x_NI.device.type, enabled=False):
+        if name == "torch":
+            return _torch_product(x_NI, weight_EIO, end_E, addend=addend, out_NO=out)
+        out_NO = x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2]) if out is None else out
+        if name == "reference":
+            return reference.grouped_mm(x_NI, weight_EIO, end_E, addend=addend, out_NO=out_NO)
+        from lightning_fastft.kernels.grouped_mm import triton
+
+        return triton.grouped_mm(x_NI, weight_EIO, end_E, addend=addend, out_NO=out_NO)
+
+
+def grouped_weight_grad(
+    x_NI: torch.Tensor, d_NO: torch.Tensor, end_E: torch.Tensor, *, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """Return the gradient of each expert's matrix: ``g[e] = x[rows of e]^T @ d[rows of e]``, exactly 0 for an expert without rows.
+
+    Sums are fp32, rounded once. Rows at or behind end_E[-1] take no part, whatever they hold.
+
+    Args:
+        x_NI: Inputs of the product, sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous.
+        d_NO: Gradient of its result. Shape (N, O); dtype of x_NI; last axis contiguous.
+        end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
+        dtype: Dtype of the gradient, one of those of x_NI; None for that of x_NI. "torch" has no other.
+        backend: "torch", "triton", "reference" or "auto" (choose_grad_backend).
+
+    Returns:
+        Shape (E, I, O), contiguous, device of x_NI; no gradient.
+
+    Raises:
+        ShapeError: Shapes, dtypes, devices or layouts do not fit; on a CPU also where end_E falls or goes beyond N.
+        OptionError: backend is unknown or cannot run these tensors here.
+
+    Cost:
+        2 N I O FLOP; no host synchronisation on CUDA.
+
+    Source:
+        own
+
+    Example:
+        >>> x, d = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [1.0], [2.0]])
+        >>> grouped_weight_grad(x, d, torch.tensor([1, 3, 3], dtype=torch.int32)).flatten()
+        tensor([1., 8., 0.])
+    """
+    _check_rows("x_NI", x_NI, like=x_NI)
+    _check_rows("d_NO", d_NO, like=x_NI)
+    _check_ends(end_E, like=x_NI)
+    dtype = dtype or x_NI.dtype
+    if dtype not in _FLOATING or (dtype is torch.float64) != (x_NI.dtype is torch.float64):
+        raise ShapeError(f"dtype is {dtype} for rows in {x_NI.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in float64.")
+    name = check_choice("backend", backend, BACKENDS)
+    if name == "auto":
+        name = choose_grad_backend(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype)
+    else:
+        _check_forced(name, x_NI, _why_not_torch_grad(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype) if name == "torch" else None)
+    with torch.no_grad(), torch.autocast(x_NI.device.type, enabled=False):
+        if name == "torch":
+            return torch.nn.functional.grouped_mm(x_NI.T, d_NO, offs=end_E)
+        if name == "reference":
+            return reference.grouped_weight_grad(x_NI, d_NO, end_E, dtype=dtype)
+        from lightning_fastft.kernels.grouped_mm import triton
+
+        return triton.grouped_weight_grad(x_NI, d_NO, end_E, dtype=dtype)
+
+
+def choose_backend(x_NI: torch.Tensor, weight_EIO: torch.Tensor, *, has_addend: bool = False) -> str:
+    """Return what grouped_mm picks under backend="auto".
+
+    On a CPU "reference"; on CUDA "torch" where its kernel takes these tensors (bf16 on compute capability 9.x or 10.x, strides and sizes in whole
+    16 bytes), else "triton".
+
+    Args:
+        x_NI: Rows sorted by expert, shape (N, I); only dtype, device and layout count.
+        weight_EIO: One matrix per expert, shape (E, I, O).
+        has_addend: A bias or a low-rank product will be added.
+
+    Returns:
+        "torch", "triton" or "reference".
+
+    Cost:
+        None on the device; no host synchronisation.
+
+    Source:
+        own
+
+    Example:
+        >>> choose_backend(torch.zeros(3, 8), torch.zeros(2, 8, 8))
+        'reference'
+    """
+    if not x_NI.is_cuda:
+        return "reference"
+    if has_addend and not TORCH_WITH_ADDEND:
+        return "triton"
+    return "triton" if _why_not_torch(x_NI, weight_EIO) else "torch"
+
+
+def choose_grad_backend(x_NI: torch.Tensor, d_NO: torch.Tensor, *, num_experts: int, dtype: torch.dtype | None = None) -> str:
+    """Return what grouped_weight_grad picks under backend="auto".
+
+    As choose_backend, with "torch" on compute capability 9.x only: on 10.x it gives experts without rows a gradient.
+
+    Args:
+        x_NI: Inputs of the product, shape (N, I); only dtype, device and layout count.
+        d_NO: Gradient of its result, shape (N, O).
+        num_experts: Experts, E.
+        dtype: Dtype of the gradient; None for that of x_NI.
+
+    Returns:
+        "torch", "triton" or "reference".
+
+    Cost:
+        None on the device; no host synchronisation.
+
+    Source:
+        own
+
+    Example:
+        >>> choose_grad_backend(torch.zeros(3, 8), torch.zeros(3, 8), num_experts=2)
+        'reference'
+    """
+    if not x_NI.is_cuda:
+        return "reference"
+    return "triton" if _why_not_torch_grad(x_NI, d_NO, num_experts=num_experts, dtype=dtype or x_NI.dtype) else "torch"
+
+
+def _torch_product(
+    x_NI: torch.Tensor, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None
+) -> torch.Tensor:
+    """Run torch's grouped GEMM, then one pass for all that is added: the low-rank product is formed tile by tile within it, never in memory."""
+    y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EIO, offs=end_E)
+    if addend.is_empty:
+        return y_NO if out_NO is None else out_NO.copy_(y_NO)
+    add_to_rows = reference.add_to_rows
+    if x_NI.is_cuda:
+        from lightning_fastft.kernels.grouped_mm import triton
+
+        add_to_rows = triton.add_to_rows
+    return add_to_rows(y_NO, end_E, addend=addend, out_NO=y_NO if out_NO is None else out_NO)
+
+
+def _why_not_torch(x_NI: torch.Tensor, weight_EIO: torch.Tensor) -> str | None:
+    """Return why torch's grouped GEMM does not take these tensors, or would loop on the host; None where it does its work in one launch."""
+    misfit = _device_misfit(x_NI, capabilities=_TORCH_CAPABILITIES) or _size_misfit(
+        x_NI.dtype, num_experts=weight_EIO.shape[0], sizes=(x_NI.shape[0], *weight_EIO.shape[1:])
+    )
+    return misfit or _layout_misfit("x_NI", x_NI) or _layout_misfit("weight_EIO", weight_EIO)
+
+
+def _why_not_torch_grad(x_NI: torch.Tensor, d_NO: torch.Tensor, *, num_experts: int, dtype: torch.dtype) -> str | None:
+    """Return why torch's grouped GEMM does not serve a weight gradient; None where it does."""
+    if dtype is not x_NI.dtype:
+        return f"its result has the dtype of its inputs, {x_NI.dtype}, not {dtype}"
+    misfit = _device_misfit(x_NI, capabilities=_TORCH_GRAD_CAPABILITIES) or _size_misfit(
+        x_NI.dtype, num_experts=num_experts, sizes=(x_NI.shape[0], x_NI.shape[1], d_NO.shape[1])
+    )
+    return misfit or _layout_misfit("x_NI", x_NI) or _layout_misfit("d_NO", d_NO)
+
+
+def _device_misfit(x_NI: torch.Tensor, *, capabilities: tuple[int, ...]) -> str | None:
+    """On CUDA only bf16 on the newest devices has a kernel."""
+    if not x_NI.is_cuda:
+        return "it takes no float64" if x_NI.dtype is torch.float64 else None
+    major, minor = torch.cuda.get_device_capability(x_NI.device)
+    if x_NI.dtype is torch.bfloat16 and major in capabilities:
+        return None
+    allowed = " and ".join(f"{capability}.x" for capability in capabilities)
+    is_wrong = x_NI.dtype is torch.bfloat16 and major in _TORCH_CAPABILITIES
+    fault = "gives experts without rows a gradient" if is_wrong else "loops over the experts and waits for the device at each call"
+    return f"it serves bf16 on compute capability {allowed}, and these are {x_NI.dtype} on {major}.{minor}, where it {fault}"
+
+
+def _size_misfit(dtype: torch.dtype, *, num_experts: int, sizes: tuple[int, int, int]) -> str | None:
+    """Columns come in whole 16 bytes, and nothing may be empty but the rows of single experts."""
+    if not 1 <= num_experts <= _MAX_TORCH_EXPERTS:
+        return f"it takes 1 to {_MAX_TORCH_EXPERTS} experts, and there are {num_experts}"
+    step = _ALIGNMENT_BYTES // dtype.itemsize
+    if min(sizes) == 0 or any(size % step for size in sizes[1:]):
+        return f"it takes rows and columns above 0, columns in multiples of {step}, and there are {sizes[0]} rows, {sizes[1]} and {sizes[2]} columns"
+    return None
+
+
+def _layout_misfit(name: str, tensor: torch.Tensor) -> str | None:
+    """Of the last two axes one has stride 1, the other one of whole 16 bytes and no overlap; so has the first of three (TMA)."""
+    *outer, slow, fast = tensor.stride()
+    slow_size, fast_size = tensor.shape[-2:]
+    if fast != 1:
+        slow, fast, fast_size = fast, slow, slow_size
+    step = _ALIGNMENT_BYTES // tensor.dtype.itemsize
+    # Allocations begin aligned; unlike the address, the offset is known under torch.compile.
+    is_aligned = all(stride % step == 0 for stride in (slow, *outer, tensor.storage_offset()))
+    if fast == 1 and slow >= fast_size and is_aligned:
+        return None
+    return f"{name} with strides {tuple(tensor.stride())} does not begin every row at a multiple of {_ALIGNMENT_BYTES} bytes"
+
+
+def _check_forced(name: str, x_NI: torch.Tensor, misfit: str | None) -> None:
+    """Refuse a named backend that cannot run here, or would wait."""
+    if name == "reference" and x_NI.is_cuda:
+        raise OptionError(
+            'backend="reference" reads end_E on the host, which waits for a CUDA device; allowed there are "auto", "torch" and "triton".'
+        )
+    if name == "triton" and not x_NI.is_cuda:
+        raise OptionError(f'backend="triton" needs tensors on CUDA, got {x_NI.device}; allowed there are "auto", "reference" and "torch".')
+    if misfit:
+        other = "triton" if x_NI.is_cuda else "reference"
+        raise OptionError(f'backend="torch" cannot run: {misfit}. Use "auto" or "{other}".')
+
+
+def _check_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None) -> None:
+    """Refuse what a kernel would read or write wrongly."""
+    _check_rows("x_NI", x_NI, like=x_NI)
+    _check_like("weight_EIO", weight_EIO, ndim=3, like=x_NI)
+    _check_ends(end_E, like=x_NI)
+    num_experts, num_inputs, num_outputs = weight_EIO.shape
+    if end_E.shape[0] != num_experts or x_NI.shape[1] != num_inputs:
+        raise ShapeError(
+            f"weight_EIO has shape {tuple(weight_EIO.shape)}, x_NI {tuple(x_NI.shape)} and end_E {tuple(end_E.shape)}; experts and inputs must agree."
+        )
+    if not any(stride == 1 or size <= 1 for stride, size in zip(weight_EIO.stride()[1:], weight_EIO.shape[1:])):
+        raise ShapeError(f"weight_EIO has strides {weight_EIO.stride()}; one of its last two axes must be contiguous. Call .contiguous() once.")
+    if addend.bias_EO is not None:
+        _check_rows("bias_EO", addend.bias_EO, like=x_NI, shape=(num_experts, num_outputs))
+    if (addend.low_NR is None) != (addend.low_ERO is None):
+        raise ShapeError("low_NR and low_ERO must be given together; one of them is None.")
+    if addend.low_NR is not None and addend.low_ERO is not None:
+        _check_rows("low_NR", addend.low_NR, like=x_NI, shape=(x_NI.shape[0], addend.low_ERO.shape[1] if addend.low_ERO.ndim == 3 else 0))
+        _check_like("low_ERO", addend.low_ERO, ndim=3, like=x_NI)
+        if addend.low_ERO.shape[::2] != (num_experts, num_outputs) or addend.low_ERO.shape[1] == 0 or not addend.low_ERO.is_contiguous():
+            raise ShapeError(
+                f"low_ERO has shape {tuple(addend.low_ERO.shape)} and strides {addend.low_ERO.stride()}; it must be contiguous, with "
+                f"{num_experts} experts, a rank above 0 and {num_outputs} outputs."
+            )
+    if out_NO is not None:
+        _check_rows("out", out_NO, like=x_NI, shape=(x_NI.shape[0], num_outputs))
+        if out_NO.shape[0] > 1 and out_NO.stride(0) < num_outputs:
+            raise ShapeError(f"out has strides {out_NO.stride()}; its rows must not overlap.")
+
+
+def _check_rows(name: str, tensor: torch.Tensor, *, like: torch.Tensor, shape: tuple[int, int] | None = None) -> None:
+    """Refuse rows of another dtype, device or shape, or that are not contiguous in themselves."""
+    _check_like(name, tensor, ndim=2, like=like)
+    if shape is not None and tensor.shape != shape:
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}.")
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ShapeError(f"{name} has strides {tensor.stride()}; its last axis must be contiguous.")
+
+
+def _check_like(name: str, tensor: torch.Tensor, *, ndim: int, like: torch.Tensor) -> None:
+    check_tensor(name, tensor, ndim=ndim, dtypes=_FLOATING)
+    if tensor.dtype is not like.dtype or tensor.device != like.device:
+        raise ShapeError(f"{name} is {tensor.dtype} on {tensor.device}, x_NI is {like.dtype} on {like.device}; cast or move one of them.")
+    if tensor.is_cuda and tensor.dtype is torch.float64:
+        raise ShapeError(f"{name} is float64 on {tensor.device}; float64 runs on a CPU only, allowed are bf16, fp16 and fp32.")
+
+
+def _check_ends(end_E: torch.Tensor, *, like: torch.Tensor) -> None:
+    check_tensor("end_E", end_E, ndim=1, dtypes=(torch.int32,))
+    if end_E.device != like.device or not end_E.is_contiguous():
+        raise ShapeError(f"end_E is on {end_E.device} with stride {end_E.stride(0)}; it must be contiguous and on {like.device}.")

@@ -1,0 +1,394 @@
+"""Products of sorted rows with one matrix per expert on a GPU: one launch, and the device finds out which rows are whose.
+
+Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank. The host knows only N and E, so the grid has
+``N // BLOCK_N + E`` tiles of rows, which is enough for any borders: those of expert e begin at tile ``start // BLOCK_N + e``, where start is its
+first row, and a tile without rows of its own ends at once. Rows at or behind the last border are neither read as operands of others nor written.
+"""
+
+# A jit body has no types that Python could check.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+
+# Tiles of rows that share a tile of weights run next to each other, in groups of this many.
+ROW_TILES_PER_GROUP = 8
+# tl.dot takes no fewer than 16 columns.
+MIN_RANK_BLOCK = 16
+# With fewer rows per expert than this, half of a tile of 128 rows would be empty.
+MANY_ROWS = 128
+
+
+class Tiles(NamedTuple):
+    """Sizes of one program's tile in rows, input and output columns, and what runs it.
+
+    Args:
+        rows: Tile along N.
+        inputs: Tile along I, and the most ranks of a low-rank product in one step.
+        outputs: Tile along O.
+        num_warps: Warps of a program.
+        num_stages: Loads on their way at once, in tiles.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+# Not yet measured (benchmarks/grouped_mm.py does). Chosen to fit the 99 KiB of shared memory of compute capability 8.6 and 8.9, which a test checks.
+PRODUCT_TILES_MANY = Tiles(rows=128, inputs=64, outputs=128, num_warps=8, num_stages=3)
+PRODUCT_TILES_FEW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
+PRODUCT_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
+ADD_TILES = Tiles(rows=64, inputs=32, outputs=128, num_warps=4, num_stages=1)
+GRAD_TILES = Tiles(rows=64, inputs=128, outputs=128, num_warps=8, num_stages=3)
+GRAD_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
+
+
+@triton.jit
+def _find_tile(end_ptr, num_rows, num_experts, num_outputs, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr):
+    """Return whether this program has rows at all, their expert, the rows and columns of its tile, and which of them exist."""
+    num_row_tiles = num_rows // BLOCK_N + num_experts
+    num_column_tiles = tl.cdiv(num_outputs, BLOCK_O)
+    program = tl.program_id(0)
+    group = program // (GROUP * num_column_tiles)
+    place = program % (GROUP * num_column_tiles)
+    group_size = tl.minimum(num_row_tiles - group * GROUP, GROUP)
+    row_tile = group * GROUP + place % group_size
+    column_tile = place // group_size
+
+    experts = tl.arange(0, BLOCK_E)
+    is_border = experts < num_experts - 1
+    border = tl.load(end_ptr + experts, mask=is_border, other=0)
+    # The expert behind a border has begun when its first tile is not behind this one.
+    has_begun = is_border & (border // BLOCK_N + experts + 1 <= row_tile)
+    expert = tl.sum(has_begun.to(tl.int32), axis=0)
+    start = tl.load(end_ptr + expert - 1, mask=expert > 0, other=0)
+    # A border behind the rows would be a stray read.
+    stop = tl.minimum(tl.load(end_ptr + expert), num_rows)
+    first = start + (row_tile - start // BLOCK_N - expert) * BLOCK_N
+    rows = first.to(tl.int64) + tl.arange(0, BLOCK_N)
+    cols = column_tile.to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
+    inside_rows = rows < stop
+    inside_cols = cols < num_outputs
+    return first < stop, expert.to(tl.int64), rows, cols, inside_rows, inside_cols
+
+
+@triton.jit
+def _load_addend(
+    low_ptr,
+    factor_ptr,
+    bias_ptr,
+    expert,
+    rows,
+    cols,
+    inside_rows,
+    inside_cols,
+    low_stride,
+    bias_stride,
+    num_outputs,
+    low_scale,
+    RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Return the fp32 tile that a product is added to: the scaled low-rank product and the bias, or zeros."""
+    total = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)
+    for start in tl.range(0, RANK, BLOCK_R, num_stages=1):
+        ranks = start + tl.arange(0, BLOCK_R)
+        inside_ranks = ranks < RANK
+        low = tl.load(low_ptr + rows[:, None] * low_stride + ranks[None, :], mask=inside_rows[:, None] & inside_ranks[None, :], other=0.0)
+        factor_row = expert * RANK + ranks
+        factor = tl.load(factor_ptr + factor_row[:, None] * num_outputs + cols[None, :], mask=inside_ranks[:, None] & inside_cols[None, :], other=0.0)
+        total = tl.dot(low, factor, total, input_precision="ieee")
+    if RANK > 0:
+        total *= low_scale
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + expert * bias_stride + cols, mask=inside_cols, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _grouped_mm_kernel(
+    x_ptr,
+    weight_ptr,
+    end_ptr,
+    low_ptr,
+    factor_ptr,
+    bias_ptr,
+    out_ptr,
+    x_stride,
+    weight_stride_expert,
+    weight_stride_input,
+    weight_stride_output,
+    low_stride,
+    bias_stride,
+    out_stride,
+    num_rows,
+    num_experts,
+    num_inputs,
+    num_outputs,
+    low_scale,
+    RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program per tile of rows of one expert and tile of output columns."""
+    has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(end_ptr, num_rows, num_experts, num_outputs, BLOCK_N, BLOCK_O, BLOCK_E, GROUP)
+    if not has_rows:
+        return
+    # First what is added: its own accumulator would cost a second tile of registers.
+    total = _load_addend(
+        low_ptr, factor_ptr, bias_ptr, expert, rows, cols, inside_rows, inside_cols, low_stride, bias_stride, num_outputs, low_scale,
+        RANK, HAS_BIAS, BLOCK_N, BLOCK_O, BLOCK_R,
+    )  # fmt: skip
+
+    inputs = tl.arange(0, BLOCK_I).to(tl.int64)
+    x_ptrs = x_ptr + rows[:, None] * x_stride + inputs[None, :]
+    weight_ptrs = weight_ptr + expert * weight_stride_expert + inputs[:, None] * weight_stride_input + cols[None, :] * weight_stride_output
+    weight_step = tl.full((), BLOCK_I, tl.int64) * weight_stride_input
+    for start in range(0, num_inputs, BLOCK_I):
+        x_inside = inside_rows[:, None]
+        weight_inside = inside_cols[None, :]
+        if not IS_WHOLE:
+            x_inside &= inputs[None, :] < num_inputs - start
+            weight_inside &= inputs[:, None] < num_inputs - start
+        x = tl.load(x_ptrs, mask=x_inside, other=0.0)
+        weight = tl.load(weight_ptrs, mask=weight_inside, other=0.0)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+        x_ptrs += BLOCK_I
+        weight_ptrs += weight_step
+    out_ptrs = out_ptr + rows[:, None] * out_stride + cols[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside_rows[:, None] & inside_cols[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_to_rows_kernel(
+    y_ptr,
+    end_ptr,
+    low_ptr,
+    factor_ptr,
+    bias_ptr,
+    out_ptr,
+    y_stride,
+    low_stride,
+    bias_stride,
+    out_stride,
+    num_rows,
+    num_experts,
+    num_outputs,
+    low_scale,
+    RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program per tile of rows of one expert and tile of columns; out may be y, as each tile is read before it is written."""
+    has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(end_ptr, num_rows, num_experts, num_outputs, BLOCK_N, BLOCK_O, BLOCK_E, GROUP)
+    if not has_rows:
+        return
+    total = _load_addend(
+        low_ptr, factor_ptr, bias_ptr, expert, rows, cols, inside_rows, inside_cols, low_stride, bias_stride, num_outputs, low_scale,
+        RANK, HAS_BIAS, BLOCK_N, BLOCK_O, BLOCK_R,
+    )  # fmt: skip
+    inside = inside_rows[:, None] & inside_cols[None, :]
+    total += tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _weight_grad_kernel(
+    x_ptr,
+    d_ptr,
+    end_ptr,
+    grad_ptr,
+    x_stride,
+    d_stride,
+    num_rows,
+    num_inputs,
+    num_outputs,
+    BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    """One program per expert and tile of its matrix, walking over the expert's rows in their order."""
+    expert = tl.program_id(1)
+    num_column_tiles = tl.cdiv(num_outputs, BLOCK_O)
+    inputs = (tl.program_id(0) // num_column_tiles).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
+    cols = (tl.program_id(0) % num_column_tiles).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
+    inside_inputs = inputs < num_inputs
+    inside_cols = cols < num_outputs
+    begin = tl.load(end_ptr + expert - 1, mask=expert > 0, other=0)
+    stop = tl.minimum(tl.load(end_ptr + expert), num_rows)
+
+    total = tl.zeros((BLOCK_I, BLOCK_O), dtype=tl.float32)
+    for start in range(begin, stop, BLOCK_N):
+        rows = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
+        # Rows of the next expert, or of nobody: both operands are cut off, since 0 times NaN is NaN.
+        inside_rows = rows < stop
+        x = tl.load(x_ptr + rows[None, :] * x_stride + inputs[:, None], mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)
+        d = tl.load(d_ptr + rows[:, None] * d_stride + cols[None, :], mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)
+        total = tl.dot(x, d, total, input_precision="ieee")
+    grad_row = expert.to(tl.int64) * num_inputs + inputs
+    grad_ptrs = grad_ptr + grad_row[:, None] * num_outputs + cols[None, :]
+    tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), mask=inside_inputs[:, None] & inside_cols[None, :])
+
+
+def product_tiles(dtype: torch.dtype, *, rows_per_expert: int) -> Tiles:
+    """Return the tiles of a product; fp32 runs on the plain arithmetic units, where a large tile would not stay in registers."""
+    if dtype is torch.float32:
+        return PRODUCT_TILES_FP32
+    return PRODUCT_TILES_MANY if rows_per_expert >= MANY_ROWS else PRODUCT_TILES_FEW
+
+
+def grouped_mm(
+    x_NI: torch.Tensor,
+    weight_EIO: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    addend: RowAddend,
+    out_NO: torch.Tensor,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """Write the products and what is added to them; same contract as the reference, save that impossible borders are cut off."""
+    num_experts, num_inputs, num_outputs = weight_EIO.shape
+    num_rows = x_NI.shape[0]
+    if out_NO.numel() == 0 or num_experts == 0:
+        return out_NO
+    tiles = tiles or product_tiles(x_NI.dtype, rows_per_expert=num_rows // num_experts)
+    low_NR, factor_ERO, bias_EO = _or_stand_in(addend, out_NO)
+    rank = 0 if addend.low_NR is None else low_NR.shape[1]
+    _grouped_mm_kernel[_grid(num_rows, num_experts, num_outputs, tiles)](
+        x_NI,
+        weight_EIO,
+        end_E,
+        low_NR,
+        factor_ERO,
+        bias_EO,
+        out_NO,
+        x_NI.stride(0),
+        *weight_EIO.stride(),
+        low_NR.stride(0),
+        bias_EO.stride(0),
+        out_NO.stride(0),
+        num_rows,
+        num_experts,
+        num_inputs,
+        num_outputs,
+        float(addend.low_scale),
+        RANK=rank,
+        HAS_BIAS=addend.bias_EO is not None,
+        IS_WHOLE=num_inputs % tiles.inputs == 0,
+        BLOCK_N=tiles.rows,
+        BLOCK_I=tiles.inputs,
+        BLOCK_O=tiles.outputs,
+        BLOCK_R=_rank_block(rank, tiles),
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        GROUP=ROW_TILES_PER_GROUP,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out_NO
+
+
+def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor, tiles: Tiles = ADD_TILES) -> torch.Tensor:
+    """Write y and what is added to it; same contract as the reference."""
+    num_rows, num_outputs = y_NO.shape
+    num_experts = end_E.shape[0]
+    if out_NO.numel() == 0 or num_experts == 0:
+        return out_NO
+    low_NR, factor_ERO, bias_EO = _or_stand_in(addend, out_NO)
+    rank = 0 if addend.low_NR is None else low_NR.shape[1]
+    _add_to_rows_kernel[_grid(num_rows, num_experts, num_outputs, tiles)](
+        y_NO,
+        end_E,
+        low_NR,
+        factor_ERO,
+        bias_EO,
+        out_NO,
+        y_NO.stride(0),
+        low_NR.stride(0),
+        bias_EO.stride(0),
+        out_NO.stride(0),
+        num_rows,
+        num_experts,
+        num_outputs,
+        float(addend.low_scale),
+        RANK=rank,
+        HAS_BIAS=addend.bias_EO is not None,
+        BLOCK_N=tiles.rows,
+        BLOCK_O=tiles.outputs,
+        BLOCK_R=_rank_block(rank, tiles),
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        GROUP=ROW_TILES_PER_GROUP,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out_NO
+
+
+def grouped_weight_grad(
+    x_NI: torch.Tensor, d_NO: torch.Tensor, end_E: torch.Tensor, *, dtype: torch.dtype, tiles: Tiles | None = None
+) -> torch.Tensor:
+    """Return the gradient of each expert's matrix; same contract as the reference."""
+    num_rows, num_inputs = x_NI.shape
+    num_experts, num_outputs = end_E.shape[0], d_NO.shape[1]
+    grad_EIO = torch.empty(num_experts, num_inputs, num_outputs, dtype=dtype, device=x_NI.device)
+    if grad_EIO.numel() == 0:
+        return grad_EIO
+    tiles = tiles or (GRAD_TILES_FP32 if x_NI.dtype is torch.float32 else GRAD_TILES)
+    num_tiles = triton.cdiv(num_inputs, tiles.inputs) * triton.cdiv(num_outputs, tiles.outputs)
+    _weight_grad_kernel[(num_tiles, num_experts)](
+        x_NI,
+        d_NO,
+        end_E,
+        grad_EIO,
+        x_NI.stride(0),
+        d_NO.stride(0),
+        num_rows,
+        num_inputs,
+        num_outputs,
+        BLOCK_N=tiles.rows,
+        BLOCK_I=tiles.inputs,
+        BLOCK_O=tiles.outputs,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return grad_EIO
+
+
+def _grid(num_rows: int, num_experts: int, num_outputs: int, tiles: Tiles) -> tuple[int]:
+    """Enough programs for any borders."""
+    return ((num_rows // tiles.rows + num_experts) * triton.cdiv(num_outputs, tiles.outputs),)
+
+
+def _rank_block(rank: int, tiles: Tiles) -> int:
+    """Ranks of one step of the low-rank product: all of them, or as many as a step of the product has inputs."""
+    return min(max(triton.next_power_of_2(rank), MIN_RANK_BLOCK), tiles.inputs)
+
+
+def _or_stand_in(addend: RowAddend, out_NO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the parts of the addend; the launcher wants a tensor where there is none, and the kernel never reads it."""
+    if addend.low_NR is None or addend.low_ERO is None:
+        return out_NO, out_NO, out_NO if addend.bias_EO is None else addend.bias_EO
+    return addend.low_NR, addend.low_ERO, out_NO if addend.bias_EO is None else addend.bias_EO

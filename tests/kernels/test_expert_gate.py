@@ -1,0 +1,366 @@
+"""The gate of an expert: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.expert_gate import reference
+from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
+from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
+from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
+
+ROOT = Path(__file__).parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMS = tuple(GateForm(is_interleaved, activation) for is_interleaved in (False, True) for activation in ACTIVATIONS)
+ROWS, COLUMNS = (1, 7, 65), (1, 5, 16, 33, 130)
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of which ours are the first.
+NUM_MEASURED_ROWS = 513
+# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+NUM_FOR_SHARE, SHARE = 200, 0.01
+# Triton's interpreter cuts bf16 off instead of rounding it.
+ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
+
+COMPILE_SCRIPT = """
+import itertools
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.expert_gate import triton as gate
+
+names = ("d_act_ptr", "gate_up_ptr", "weight_ptr", "out_ptr", "act_ptr", "d_weight_ptr")
+for capability, dtype in ((80, "fp16"), (86, "fp32"), (90, "bf16")):
+    for activation, is_interleaved in itertools.product(("silu", "gelu", "gelu_tanh", "clamped"), (False, True)):
+        block = {"BLOCK_N": gate.BLOCK_ROWS, "BLOCK_F": gate.MAX_BLOCK_COLUMNS}
+        forward = {"ACTIVATION": activation, "IS_INTERLEAVED": is_interleaved, "IS_WIDE": dtype == "fp32", **block}
+        backward = {**forward, "HAS_WEIGHT": True, "WRITE_ACT": True, "IN_PLACE": True}
+        for kernel, constants in ((gate._gate_forward_kernel, forward), (gate._gate_backward_kernel, backward)):
+            signature = {name: "*" + dtype if name in names else "i32" for name in kernel.arg_names}
+            signature |= {"limit": "fp32", "alpha": "fp32"} | dict.fromkeys(constants, "constexpr")
+            if "d_weight_ptr" in signature:
+                signature["d_weight_ptr"] = "*fp32"
+            source = ASTSource(kernel, signature, constexprs=constants)
+            triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": gate.NUM_WARPS})
+"""
+
+
+def formula(gate_up_NP, form):
+    """What transformers writes, in the dtype of its input."""
+    gate, up = (gate_up_NP[..., ::2], gate_up_NP[..., 1::2]) if form.is_interleaved else gate_up_NP.chunk(2, dim=-1)
+    if form.activation == "clamped":
+        gate = gate.clamp(min=None, max=form.limit)
+        up = up.clamp(min=-form.limit, max=form.limit)
+        glu = gate * torch.sigmoid(gate * form.alpha)
+        return (up + 1) * glu
+    if form.activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh" if form.activation == "gelu_tanh" else "none") * up
+
+
+def run_formula(d_act_NF, gate_up_NP, weight_N, form, *, wide):
+    """Activation and gradients of weight * (act @ W) through autograd; d_act stands for the gradient behind W."""
+    gate_up_NP, weight_N = (tensor.detach().to(wide).requires_grad_() for tensor in (gate_up_NP, weight_N))
+    act_NF = formula(gate_up_NP, form)
+    (weight_N[:, None] * act_NF * d_act_NF.to(wide)).sum().backward()
+    return act_NF.detach(), gate_up_NP.grad, weight_N.grad
+
+
+def make_inputs(num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=torch.float32):
+    """Values of which some lie on a bound of the clamp, some just beside it."""
+    gate_up_NP = (torch.randn(num_rows, 2 * num_columns, device=device) * 3).to(dtype)
+    if form.activation == "clamped":
+        bound = torch.tensor([form.limit, -form.limit], dtype=dtype, device=device)
+        beside = torch.cat([torch.nextafter(bound, bound * 2), torch.nextafter(bound, bound * 0)]) if dtype is torch.float32 else bound * 1.03
+        special = torch.cat([bound, beside])
+        is_special = torch.rand(gate_up_NP.shape, device=device) < 0.2
+        gate_up_NP = torch.where(is_special, special[torch.randint(len(special), gate_up_NP.shape, device=device)], gate_up_NP)
+    d_act_NF = torch.randn(num_rows, num_columns, device=device).to(dtype)
+    return d_act_NF, gate_up_NP, torch.rand(num_rows, device=device).to(weight_dtype)
+
+
+@contextmanager
+def fresh_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_gate_value(name, ours, *, plain, truth, dtype):
+    """Within the bound of fp32 arithmetic that is rounded once, and in a narrow dtype almost everywhere the rounded truth itself.
+
+    Plain PyTorch may have more rows; those of ours are the first.
+    """
+    assert ours.dtype is dtype
+    plain, num_rows = plain.to(dtype), len(ours)
+    # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
+    assert_within_bound(name, torch.cat([ours, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
+    if dtype in ROUNDED_DTYPES and ours.numel() >= NUM_FOR_SHARE:
+        share, plain_share = ((one[:num_rows] != truth[:num_rows].to(dtype)).double().mean().item() for one in (ours, plain))
+        assert share <= max(2 * plain_share, SHARE), f"{name}: {share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+
+
+def assert_weight_gradient(ours_N, *, plain_N, truth_N, largest_sum):
+    """Within twice the error of plain fp32, or one unit in the last place of the sum of all magnitudes: terms of both signs cancel."""
+    assert ours_N.dtype is torch.float32
+    error, plain_error = ((one.double() - truth_N[: len(one)]).abs().max().item() for one in (ours_N, plain_N))
+    bound = max(2 * plain_error, one_unit(largest_sum, torch.float32))
+    assert error <= bound, f"d_weight: error {error:.3g} above {bound:.3g}"
+
+
+def check_against_truth(functions, num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=torch.float32):
+    num_measured = max(num_rows, NUM_MEASURED_ROWS)
+    d_act_NF, gate_up_NP, weight_N = make_inputs(num_measured, num_columns, dtype, form, device=device, weight_dtype=weight_dtype)
+    true_act, true_d_gate_up, true_d_weight = run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=torch.float64)
+    plain_act, plain_d_gate_up, plain_d_weight = run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=torch.float32)
+    largest_sum = (d_act_NF.double() * true_act).abs().sum(dim=1).max()
+    d_act_NF, gate_up_NP, weight_N = (tensor[:num_rows] for tensor in (d_act_NF, gate_up_NP, weight_N))
+    d_act_NF, ours_gate_up_NP, weight_N = poisoned(d_act_NF), poisoned(gate_up_NP), poisoned(weight_N)
+    with fresh_memory_is_nan():
+        act_NF = functions.gate_forward(ours_gate_up_NP, form=form)
+        gradients = functions.gate_backward(d_act_NF, ours_gate_up_NP, form=form, weight_N=weight_N, need_act=True)
+    assert torch.equal(ours_gate_up_NP, gate_up_NP)
+    assert act_NF.shape == gradients.act_NF.shape == d_act_NF.shape
+    assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
+    assert gradients.d_weight_N.shape == weight_N.shape
+    assert_gate_value("act", act_NF, plain=plain_act, truth=true_act, dtype=dtype)
+    assert_gate_value("rebuilt act", gradients.act_NF, plain=plain_act, truth=true_act, dtype=dtype)
+    assert_gate_value("d_gate_up", gradients.d_gate_up_NP, plain=plain_d_gate_up, truth=true_d_gate_up, dtype=dtype)
+    assert_weight_gradient(gradients.d_weight_N, plain_N=plain_d_weight, truth_N=true_d_weight, largest_sum=largest_sum)
+
+
+def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu"):
+    d_act_NF, gate_up_NP, weight_N = make_inputs(num_rows, num_columns, dtype, form, device=device)
+    expected = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
+    inner_NP = poisoned(gate_up_NP)
+    ours = functions.gate_backward(d_act_NF, inner_NP, form=form, weight_N=weight_N, need_act=True, out=inner_NP)
+    assert ours.d_gate_up_NP is inner_NP
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected))
+    buffer = inner_NP._base
+    assert buffer.isnan().sum() == buffer.numel() - inner_NP.numel()
+
+
+def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu"):
+    d_act_NF, gate_up_NP, weight_N = make_inputs(21, 33, dtype, form, device=device)
+    arguments = {"form": form, "need_act": True}
+    expected = [functions.gate_forward(gate_up_NP, form=form)]
+    expected += functions.gate_backward(d_act_NF, gate_up_NP, weight_N=weight_N, **arguments)
+    for tensor in (d_act_NF, gate_up_NP, weight_N):
+        tensor[13:] = float("nan")
+    ours = [functions.gate_forward(gate_up_NP, form=form)]
+    ours += functions.gate_backward(d_act_NF, gate_up_NP, weight_N=weight_N, **arguments)
+    assert all(torch.equal(one[:13], other[:13]) for one, other in zip(ours, expected))
+    # Nothing turns a NaN into a number: a run that has lost its values must show it.
+    assert ours[0][13:].isnan().all()
+    assert ours[3][13:].isnan().all()
+
+
+def check_large_values(functions, dtype, form, *, device="cpu"):
+    values = torch.tensor([-80.0, -7.0, -1.0, 0.0, 1.0, 7.0, 80.0], device=device)
+    gate_NF, up_NF = (grid.reshape(1, -1) for grid in torch.meshgrid(values, values, indexing="ij"))
+    gate_up_NP = torch.stack([gate_NF, up_NF], dim=2).reshape(1, -1) if form.is_interleaved else torch.cat([gate_NF, up_NF], dim=1)
+    gate_up_NP, d_act_NF, weight_N = gate_up_NP.to(dtype), torch.ones_like(gate_NF).to(dtype), torch.ones(1, device=device)
+    truth, plain = (run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=wide) for wide in (torch.float64, torch.float32))
+    gradients = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N)
+    assert_within_bound("act", functions.gate_forward(gate_up_NP, form=form), plain=plain[0].to(dtype), truth=truth[0], dtype=dtype)
+    assert_within_bound("d_gate_up", gradients.d_gate_up_NP, plain=plain[1].to(dtype), truth=truth[1], dtype=dtype)
+    largest_sum = truth[0].abs().sum()
+    assert_weight_gradient(gradients.d_weight_N, plain_N=plain[2], truth_N=truth[2], largest_sum=largest_sum)
+
+
+class PublicEntries:
+    """The public functions, called as the modules of the backends are."""
+
+    gate_forward = staticmethod(gate_forward)
+    gate_backward = staticmethod(gate_backward)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_clamp_met", [False, True])
+def test_in_float64_formula_and_gradient_equal_autograd(form, is_clamp_met):
+    d_act_NF, gate_up_NP, weight_N = make_inputs(7, 33, torch.float32, form, weight_dtype=torch.float64)
+    d_act_NF, gate_up_NP = d_act_NF.double(), gate_up_NP.double() * (1 if is_clamp_met else 0.1)
+    truth = run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=torch.float64)
+    gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
+    ours = (gate_forward(gate_up_NP, form=form), gradients.d_gate_up_NP, gradients.d_weight_N)
+    for one, true in zip(ours, truth):
+        torch.testing.assert_close(one, true, rtol=1e-13, atol=1e-13)
+    assert torch.equal(gradients.act_NF, ours[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_every_gradient_equal_the_truth(form, dtype):
+    for num_rows in ROWS:
+        for num_columns in COLUMNS:
+            check_against_truth(PublicEntries, num_rows, num_columns, dtype, form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [GateForm(activation="clamped", limit=1.5, alpha=0.7), GateForm(activation="clamped", limit=0.0, alpha=1.0)])
+def test_other_limits_and_steepness(form, dtype):
+    check_against_truth(PublicEntries, 9, 33, dtype, form)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtype_of_the_routing_weight(weight_dtype):
+    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, GateForm(), weight_dtype=weight_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_large_values_stay_finite_and_true(form, dtype):
+    check_large_values(PublicEntries, dtype, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_nan_stay_alone(form):
+    check_rows_of_nan_stay_alone(PublicEntries, torch.bfloat16, form)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_input_may_be_overwritten(form, dtype):
+    check_in_place(PublicEntries, 9, 33, dtype, form)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 6), (3, 0)])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_without_rows_or_columns(shape, is_interleaved):
+    num_rows, num_columns = shape
+    form = GateForm(is_interleaved)
+    d_act_NF, gate_up_NP, weight_N = torch.ones(num_rows, num_columns), torch.ones(num_rows, 2 * num_columns), torch.ones(num_rows)
+    assert gate_forward(gate_up_NP, form=form).shape == shape
+    gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
+    assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
+    assert gradients.act_NF.shape == shape
+    assert torch.equal(gradients.d_weight_N, torch.zeros(num_rows))
+
+
+def test_without_weight_it_counts_as_one_and_has_no_gradient():
+    d_act_NF, gate_up_NP, _ = make_inputs(7, 5, torch.bfloat16, GateForm())
+    ours = gate_backward(d_act_NF, gate_up_NP, form=GateForm())
+    expected = gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=torch.ones(7))
+    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
+    assert ours.act_NF is ours.d_weight_N is None
+
+
+def test_no_graph_and_no_wait():
+    d_act_NF, gate_up_NP, weight_N = make_inputs(7, 5, torch.float32, GateForm())
+    gate_up_NP.requires_grad_()
+    with Watch() as watch:
+        act_NF = gate_forward(gate_up_NP, form=GateForm())
+        gradients = gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, need_act=True)
+    assert watch.waits == []
+    assert not any(tensor.requires_grad for tensor in (act_NF, *gradients))
+
+
+REFERENCE_FAULTS = {
+    "limit on the wrong side of the gate": ("gate_NF.clamp(max=form.limit)", "gate_NF.clamp(min=form.limit)"),
+    "up clamped on one side": ("up_NF.clamp(min=-form.limit, max=form.limit)", "up_NF.clamp(max=form.limit)"),
+    "one not added": ("max=form.limit) + 1", "max=form.limit)"),
+    "steepness lost": ("return gate_NF * form.alpha if", "return gate_NF if"),
+    "slope of the steepness lost": ("return slope_NF * form.alpha if", "return slope_NF if"),
+    "columns swapped": ("return gate_up_NP[:, ::2], gate_up_NP[:, 1::2]", "return gate_up_NP[:, 1::2], gate_up_NP[:, ::2]"),
+    "halves taken for pairs": ("if form.is_interleaved:", "if not form.is_interleaved:"),
+    "gradient beyond the bound": ("torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)", "d_gate_NF"),
+    "no gradient on the bound": ("raw_gate_NF <= form.limit", "raw_gate_NF < form.limit"),
+    "no gradient of up on its bound": ("raw_up_NF.abs() <= form.limit", "raw_up_NF.abs() < form.limit"),
+    "weight not applied": ("d_act_NF = d_act_NF * weight_N.to(wide)[:, None]", "d_act_NF = d_act_NF"),
+    "sum after the weight": ("d_weight_N = (d_act_NF * act_NF)", "d_weight_N = (d_act_NF * weight_N.to(wide)[:, None] * act_NF)"),
+    "cube lost": ("(1 + 3.0 * TANH_CUBE", "(1 + TANH_CUBE"),
+    "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
+}
+
+
+def check_every_part(functions, num_columns=130, dtype=torch.bfloat16):
+    for form in FORMS:
+        check_against_truth(functions, 9, num_columns, dtype, form)
+        check_against_truth(functions, 9, num_columns, torch.float32, form)
+        check_in_place(functions, 9, num_columns, dtype, form)
+
+
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"gate_up_NP": torch.ones(3, 9)}, ShapeError, "even"),
+        ({"gate_up_NP": torch.ones(3, 2, 4)}, ShapeError, "2 axes"),
+        ({"gate_up_NP": torch.ones(3, 8, dtype=torch.int64)}, ShapeError, "dtype"),
+        ({"gate_up_NP": torch.ones(8, 3).T}, ShapeError, "contiguous"),
+        ({"d_act_NF": torch.ones(3, 5)}, ShapeError, "asks for"),
+        ({"d_act_NF": torch.ones(2, 4)}, ShapeError, "asks for"),
+        ({"d_act_NF": torch.ones(3, 4).double()}, ShapeError, "dtype"),
+        ({"d_act_NF": torch.ones(()).expand(3, 4)}, ShapeError, "contiguous"),
+        ({"d_act_NF": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
+        ({"weight_N": torch.ones(4)}, ShapeError, "entries"),
+        ({"weight_N": torch.ones(3, 1)}, ShapeError, "1 axes"),
+        ({"weight_N": torch.ones(3, dtype=torch.int64)}, ShapeError, "dtype"),
+        ({"out": torch.ones(3, 4)}, ShapeError, "must be"),
+        ({"out": torch.ones(3, 8).bfloat16()}, ShapeError, "dtype"),
+        ({"out": torch.ones(8).expand(3, 8)}, ShapeError, "overlap"),
+        ({"form": None}, OptionError, "GateForm"),
+        ({"form": GateForm(activation="relu")}, OptionError, "'silu', 'gelu'"),
+        ({"form": GateForm(is_interleaved=None)}, OptionError, "is_interleaved"),
+        ({"form": GateForm(activation="clamped", limit=-1.0)}, OptionError, "limit"),
+        ({"form": GateForm(activation="clamped", limit=None)}, OptionError, "limit"),
+        ({"form": GateForm(activation="clamped", alpha=float("nan"))}, OptionError, "alpha"),
+        ({"backend": "cuda"}, OptionError, "'reference'"),
+        ({"backend": "triton"}, OptionError, "on CUDA"),
+    ],
+)
+def test_impossible_arguments_are_refused(change, error, message):
+    arguments = {"d_act_NF": torch.ones(3, 4), "gate_up_NP": torch.ones(3, 8), "weight_N": torch.ones(3), "form": GateForm(), **change}
+    with pytest.raises(error, match=message):
+        gate_backward(**arguments)
+    if set(change) & {"gate_up_NP", "form", "backend"}:
+        with pytest.raises(error, match=message):
+            gate_forward(**{name: value for name, value in arguments.items() if name in ("gate_up_NP", "form", "backend")})
+
+
+def test_memory_that_is_partly_an_input_is_refused():
+    buffer = torch.ones(100)
+    d_act_NF, gate_up_NP = buffer[:12].view(3, 4), buffer[20:44].view(3, 8)
+    for out in (buffer[21:45].view(3, 8), buffer[10:34].view(3, 8), buffer[43:67].view(3, 8)):
+        with pytest.raises(ShapeError, match="shares memory"):
+            gate_backward(d_act_NF, gate_up_NP, form=GateForm(), out=out)
+    for out in (buffer[20:44].view(3, 8), buffer[44:68].view(3, 8)):
+        gate_backward(d_act_NF, gate_up_NP.clone() if out.data_ptr() != gate_up_NP.data_ptr() else gate_up_NP, form=GateForm(), out=out)
+    expanded_NP = torch.ones(8).expand(3, 8)
+    with pytest.raises(ShapeError, match="overlap"):
+        gate_backward(d_act_NF, expanded_NP, form=GateForm(), out=expanded_NP)
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_expert_gate.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_compile():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,471 @@
+"""Products of sorted rows with one matrix per expert: the plain twin and the public functions against the truth; kernels in a child process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.grouped_mm import op, reference
+from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
+from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+from tests.host_waits import HostWaits
+from tests.kernels.truth import assert_within_bound, load_with_fault
+
+ROOT = Path(__file__).parents[2]
+# Rows per expert around a tile of 16: none, one, a prime, one under and over, all to one expert.
+COUNTS = (
+    (0,), (1,), (13,), (15,), (16,), (17,), (0, 5), (7, 0), (1, 1), (17, 15),
+    (0, 0, 13, 0, 1), (0, 0, 40, 0, 0), (33, 0, 0, 0, 0), (17, 0, 16, 15, 1),
+)  # fmt: skip
+# Everything at once: empty experts, a tile that two experts share, tails along every axis, rows of nobody.
+FULL = {"counts": (17, 0, 16, 15, 1, 2), "num_inputs": 37, "num_outputs": 41, "num_sentinels": 5, "rank": 5, "has_bias": True}
+
+
+class Case(NamedTuple):
+    """Inputs of a product inside larger buffers of NaN; rows of nobody hold NaN."""
+
+    x_NI: torch.Tensor
+    weight_EIO: torch.Tensor
+    end_E: torch.Tensor
+    d_NO: torch.Tensor
+    addend: RowAddend
+    counts: tuple[int, ...]
+
+    @property
+    def num_real(self):
+        return sum(self.counts)
+
+    def expert_rows(self):
+        begin = 0
+        for expert, count in enumerate(self.counts):
+            yield expert, slice(begin, begin + count)
+            begin += count
+
+    def addend_arguments(self):
+        return {"bias_EO": self.addend.bias_EO, "low_NR": self.addend.low_NR, "low_ERO": self.addend.low_ERO, "low_scale": self.addend.low_scale}
+
+
+def inside(tensor, *, fill=float("nan"), step=1):
+    """The same values in a larger buffer, `step` columns and one row from its borders."""
+    margins = [1] * (tensor.ndim - 1) + [step]
+    sizes = [size + 2 * margin for size, margin in zip(tensor.shape, margins)]
+    buffer = torch.full(sizes, fill, dtype=tensor.dtype, device=tensor.device)
+    inner = buffer[tuple(slice(margin, -margin) for margin in margins)]
+    return inner.copy_(tensor)
+
+
+def inside_flat(tensor, *, fill=float("nan")):
+    """The same values, contiguous, between values that nobody may read."""
+    buffer = torch.full((tensor.numel() + 128,), fill, dtype=tensor.dtype, device=tensor.device)
+    return buffer[64:-64].view(tensor.shape).copy_(tensor)
+
+
+def make_case(counts, num_inputs, num_outputs, *, dtype, num_sentinels=0, rank=0, has_bias=False, is_transposed=False, step=1, device="cpu"):
+    """Values in fp32 are multiples of 1/4096 on one side of each product, which TF32 would round, and of 1/4 on the other.
+
+    Their sums are exact in any order, so that one unit in the last place is no noise.
+    """
+
+    def values(*shape, parts=4, num_nan_rows=0):
+        tensor = torch.randn(shape, device=device)
+        if dtype in (torch.float32, torch.float64):
+            tensor = (tensor * parts).round() / parts
+        if num_nan_rows:
+            tensor[-num_nan_rows:] = float("nan")
+        return tensor.to(dtype)
+
+    num_experts, num_rows = len(counts), sum(counts) + num_sentinels
+    x_NI = inside(values(num_rows, num_inputs, parts=4096, num_nan_rows=num_sentinels), step=step)
+    d_NO = inside(values(num_rows, num_outputs, num_nan_rows=num_sentinels), step=step)
+    if is_transposed:
+        weight_EIO = inside(values(num_experts, num_outputs, num_inputs), step=step).transpose(1, 2)
+    else:
+        weight_EIO = inside(values(num_experts, num_inputs, num_outputs), step=step)
+    end_E = inside_flat(torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), fill=2**30)
+    bias_EO = inside(values(num_experts, num_outputs), step=step) if has_bias else None
+    low_NR = inside(values(num_rows, rank, parts=4096, num_nan_rows=num_sentinels), step=step) if rank else None
+    low_ERO = inside_flat(values(num_experts, rank, num_outputs)) if rank else None
+    return Case(x_NI, weight_EIO, end_E, d_NO, RowAddend(bias_EO, low_NR, low_ERO, 1.75), tuple(counts))
+
+
+def formula(case, dtype, *, y_NO=None):
+    """The definition in one dtype: the truth in float64, plain PyTorch in the tested one."""
+    bias_EO, low_NR, low_ERO, low_scale = case.addend
+    parts = []
+    for expert, rows in case.expert_rows():
+        part = case.x_NI[rows].to(dtype) @ case.weight_EIO[expert].to(dtype) if y_NO is None else y_NO[rows].to(dtype)
+        if low_NR is not None:
+            part = part + low_scale * (low_NR[rows].to(dtype) @ low_ERO[expert].to(dtype))
+        parts.append(part if bias_EO is None else part + bias_EO[expert].to(dtype))
+    return torch.cat(parts)
+
+
+def grad_formula(case, dtype):
+    return torch.stack([case.x_NI[rows].to(dtype).T @ case.d_NO[rows].to(dtype) for _, rows in case.expert_rows()])
+
+
+def check_product(run, case, *, y_NO=None, step=1, is_tail_kept=True):
+    """Run into a buffer of NaN and into one of ones: within the bound, bit-equal, and nothing written but the rows of experts."""
+    dtype, num_real = case.x_NI.dtype, case.num_real
+    truth, plain = formula(case, torch.float64, y_NO=y_NO), formula(case, dtype, y_NO=y_NO)
+    results = []
+    for fill in (float("nan"), 1.0):
+        out_NO = inside(torch.full_like(case.d_NO, fill), fill=fill, step=step)
+        result_NO = run(case, out_NO)
+        assert result_NO.data_ptr() == out_NO.data_ptr()
+        results.append(result_NO[:num_real].clone())
+        assert_within_bound("product", results[-1], plain=plain, truth=truth, dtype=dtype)
+        result_NO[:num_real] = fill
+        rest = out_NO._base if is_tail_kept else out_NO[:num_real]
+        assert torch.equal(rest.nan_to_num(2.0), torch.full_like(rest, fill).nan_to_num(2.0)), "something was written outside the rows of experts"
+    assert torch.equal(*results)
+
+
+def check_grad(run, case, *, dtype=None):
+    """Run twice: within the bound, bit-equal, and exactly 0 for experts without rows."""
+    dtype = dtype or case.x_NI.dtype
+    truth, plain = grad_formula(case, torch.float64), grad_formula(case, case.x_NI.dtype)
+    results = []
+    for _ in range(2):
+        # Fresh memory holds NaN.
+        torch.use_deterministic_algorithms(True)
+        try:
+            grad_EIO = run(case, dtype)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert grad_EIO.dtype is dtype
+        assert_within_bound("weight gradient", grad_EIO, plain=plain.to(dtype), truth=truth, dtype=dtype)
+        for expert, count in enumerate(case.counts):
+            assert count or (grad_EIO[expert] == 0).all(), f"expert {expert} has no rows and a gradient"
+        results.append(grad_EIO)
+    assert torch.equal(*results)
+
+
+def public_product(backend, module=op):
+    def run(case, out_NO):
+        return module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), out=out_NO, backend=backend)
+
+    return run
+
+
+def public_grad(backend):
+    return lambda case, dtype: grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_product_and_weight_gradient_equal_the_truth(counts, dtype):
+    for num_sentinels, is_transposed in ((0, False), (3, True)):
+        case = make_case(counts, 13, 17, dtype=dtype, num_sentinels=num_sentinels, is_transposed=is_transposed)
+        check_product(public_product("auto"), case)
+        check_grad(public_grad("auto"), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rank", "has_bias"), [(0, True), (4, False), (8, True), (16, True), (17, False)])
+def test_bias_and_low_rank_product_equal_the_truth(rank, has_bias, dtype):
+    case = make_case((5, 0, 7), 9, 11, dtype=dtype, num_sentinels=2, rank=rank, has_bias=has_bias)
+    check_product(public_product("reference"), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "has_bias"), [(0, False), (0, True), (5, False), (8, True)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_composition_around_torch_equals_the_truth(is_transposed, rank, has_bias, dtype):
+    case = make_case((5, 0, 7), 16, 24, dtype=dtype, num_sentinels=2, rank=rank, has_bias=has_bias, is_transposed=is_transposed, step=8)
+    check_product(public_product("torch"), case, step=8, is_tail_kept=rank > 0 or has_bias)
+    check_grad(public_grad("torch"), case)
+    fresh_NO = grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), backend="torch")
+    out_NO = public_product("torch")(case, torch.empty_like(fresh_NO))
+    assert torch.equal(fresh_NO[: case.num_real], out_NO[: case.num_real])
+
+
+def test_a_gradient_may_be_wider_than_its_inputs():
+    case = make_case((30, 0, 7), 9, 11, dtype=torch.bfloat16)
+    check_grad(public_grad("auto"), case, dtype=torch.float32)
+    with pytest.raises(OptionError, match="result has the dtype of its inputs"):
+        public_grad("torch")(case, torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_without_rows_without_columns_without_experts(backend):
+    for counts, num_sentinels, num_inputs, num_outputs in (((0, 0), 0, 8, 8), ((0, 0), 3, 8, 8), ((2, 1), 0, 0, 8), ((2, 1), 0, 8, 0)):
+        case = make_case(counts, num_inputs, num_outputs, dtype=torch.float32, num_sentinels=num_sentinels, rank=4, has_bias=True, step=8)
+        if backend == "torch" and min(case.x_NI.shape[0], num_inputs, num_outputs) == 0:
+            with pytest.raises(OptionError, match="above 0"):
+                public_product(backend)(case, torch.empty(case.d_NO.shape))
+            continue
+        check_product(public_product(backend), case, step=8)
+        check_grad(public_grad(backend), case)
+    no_ends = torch.zeros(0, dtype=torch.int32)
+    assert grouped_mm(torch.zeros(3, 8), torch.zeros(0, 8, 4), no_ends).shape == (3, 4)
+    assert grouped_weight_grad(torch.zeros(3, 8), torch.zeros(3, 4), no_ends).shape == (0, 8, 4)
+
+
+def test_results_have_no_graph_and_autocast_changes_nothing():
+    case = make_case((3, 2), 4, 6, dtype=torch.float32, rank=4)
+    expected = grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments())
+    with torch.autocast("cpu", torch.bfloat16):
+        y_NO = grouped_mm(case.x_NI.requires_grad_(), case.weight_EIO.requires_grad_(), case.end_E, **case.addend_arguments())
+        grad_EIO = grouped_weight_grad(case.x_NI, case.d_NO, case.end_E)
+    assert torch.equal(y_NO, expected)
+    assert not y_NO.requires_grad
+    assert not grad_EIO.requires_grad
+    assert grad_EIO.dtype is torch.float32
+
+
+FAULTS = {
+    "scale lost": ("product = product + addend.low_scale * (", "product = product + ("),
+    "bias of the neighbour": ("addend.bias_EO[expert]", "addend.bias_EO[expert - 1]"),
+    "low-rank matrix of the neighbour": ("addend.low_ERO[expert]", "addend.low_ERO[expert - 1]"),
+    "matrix of the neighbour": ("weight_EIO[expert]", "weight_EIO[expert - 1]"),
+    "last row of every expert lost": ("slice(begin, end) for", "slice(begin, max(begin, end - 1)) for"),
+    "rows of nobody written": ("borders = [0, *end_E.tolist()]", "borders = [0, *end_E.tolist()[:-1], num_rows]"),
+    "low precision": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_the_twin(faulty)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_the_twin(reference)
+
+
+def check_the_twin(module):
+    case = make_case(**FULL, dtype=torch.float32)
+    check_product(lambda case, out: module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=out), case)
+    y_NO = case.d_NO
+    check_product(lambda case, out: module.add_to_rows(y_NO, case.end_E, addend=case.addend, out_NO=out), case, y_NO=y_NO)
+    check_grad(lambda case, dtype: module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype), case)
+
+
+OP_FAULTS = {
+    "addend forgotten": ("if addend.is_empty:", "if True:"),
+    "bias not passed on": ("RowAddend(bias_EO, low_NR", "RowAddend(None, low_NR"),
+    "scale not passed on": ('check_float("low_scale", low_scale, low=-float("inf"))', "1.0"),
+    "out forgotten": ("y_NO if out_NO is None else out_NO)", "y_NO)"),
+}
+
+
+@pytest.mark.parametrize("fault", OP_FAULTS)
+def test_a_fault_planted_in_the_composition_is_seen(fault, tmp_path):
+    faulty = load_with_fault(op, *OP_FAULTS[fault], tmp_path)
+    case = make_case((5, 0, 7), 16, 24, dtype=torch.float32, rank=8, has_bias=True, step=8)
+    check_product(public_product("torch"), case, step=8)
+    with pytest.raises(AssertionError):
+        check_product(public_product("torch", faulty), case, step=8)
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch):
+    """Tensors without memory that say they are on a CUDA device, and the capability of that device."""
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: tuple(capability))
+    with FakeTensorMode():
+        yield capability
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def test_torch_serves_bf16_on_hopper_and_blackwell_and_triton_the_rest(pretend_cuda):
+    def picks(dtype):
+        x_NI, d_NO = empty(64, 16, dtype=dtype), empty(64, 24, dtype=dtype)
+        return choose_backend(x_NI, empty(4, 16, 24, dtype=dtype)), choose_grad_backend(x_NI, d_NO, num_experts=4)
+
+    expected = {
+        (8, 0): ("triton", "triton"),
+        (8, 9): ("triton", "triton"),
+        (9, 0): ("torch", "torch"),
+        (10, 0): ("torch", "triton"),
+        (12, 0): ("triton", "triton"),
+    }
+    for capability, names in expected.items():
+        pretend_cuda[:] = capability
+        assert picks(torch.bfloat16) == names
+        assert picks(torch.float16) == picks(torch.float32) == ("triton", "triton")
+
+
+def test_torch_is_picked_only_where_every_row_is_aligned(pretend_cuda):
+    x_NI, weight_EIO = empty(64, 16), empty(4, 24, 16).transpose(1, 2)
+    assert choose_backend(x_NI, weight_EIO) == choose_backend(x_NI, weight_EIO, has_addend=True) == "torch"
+    misfits = {
+        "inputs": (empty(64, 12), empty(4, 12, 24)),
+        "outputs": (x_NI, empty(4, 16, 20)),
+        "view of fewer inputs": (empty(64, 16).narrow(1, 0, 12), empty(4, 12, 24)),
+        "row stride": (empty(64, 20).narrow(1, 0, 16), weight_EIO),
+        "begin": (empty(64, 24).narrow(1, 4, 16), weight_EIO),
+        "weight stride": (x_NI, empty(4, 16, 28).narrow(2, 0, 24)),
+        "expert stride": (x_NI, empty(4 * 388).as_strided((4, 16, 24), (388, 24, 1))),
+        "overlap": (empty(16).expand(64, 16), weight_EIO),
+        "experts": (x_NI, empty(1024, 16, 24)),
+        "no rows": (empty(0, 16), weight_EIO),
+    }
+    for name, (x, weight) in misfits.items():
+        assert choose_backend(x, weight) == "triton", name
+    assert choose_grad_backend(x_NI, empty(64, 24), num_experts=4, dtype=torch.float32) == "triton"
+    assert choose_grad_backend(x_NI, empty(64, 28).narrow(1, 0, 24), num_experts=4) == "triton"
+
+
+def test_one_constant_decides_who_adds(pretend_cuda, monkeypatch):
+    x_NI, weight_EIO = empty(64, 16), empty(4, 16, 24)
+    monkeypatch.setattr(op, "TORCH_WITH_ADDEND", False)
+    assert (choose_backend(x_NI, weight_EIO, has_addend=True), choose_backend(x_NI, weight_EIO)) == ("triton", "torch")
+
+
+def test_a_backend_that_would_wait_or_be_wrong_is_refused(pretend_cuda):
+    end_E = torch.empty(4, dtype=torch.int32, device="cuda")
+    x_NI, weight_EIO, d_NO = empty(64, 16), empty(4, 16, 24), empty(64, 24)
+    with pytest.raises(OptionError, match="waits for a CUDA device"):
+        grouped_mm(x_NI, weight_EIO, end_E, backend="reference")
+    pretend_cuda[:] = (8, 0)
+    with pytest.raises(OptionError, match=r"waits for the device.*triton"):
+        grouped_mm(x_NI, weight_EIO, end_E, backend="torch")
+    pretend_cuda[:] = (10, 0)
+    with pytest.raises(OptionError, match="experts without rows a gradient"):
+        grouped_weight_grad(x_NI, d_NO, end_E, backend="torch")
+    with pytest.raises(ShapeError, match="float64 runs on a CPU only"):
+        grouped_mm(empty(64, 16, dtype=torch.float64), empty(4, 16, 24, dtype=torch.float64), end_E)
+
+
+def test_the_checks_and_the_choice_never_wait():
+    case = make_case((5, 0, 7), 16, 24, dtype=torch.float32, rank=8, has_bias=True, step=8)
+    with HostWaits() as waits:
+        op._check_product(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=None)
+        assert op._why_not_torch(case.x_NI, case.weight_EIO) is None
+    assert waits.total == 0
+
+
+def ends(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_NI": torch.zeros(6, 4, 1)}, "2 axes"),
+        ({"x_NI": torch.zeros(6, 5)}, "must agree"),
+        ({"x_NI": torch.zeros(6, 4).double()}, "float64"),
+        ({"x_NI": torch.zeros(6, 4).int()}, "dtype"),
+        ({"x_NI": torch.zeros(4, 6).T}, "last axis"),
+        ({"weight_EIO": torch.zeros(2, 8, 6)[:, ::2, ::2]}, "one of its last two axes"),
+        ({"weight_EIO": torch.zeros(4, 3)}, "3 axes"),
+        ({"weight_EIO": torch.zeros(3, 4, 3)}, "must agree"),
+        ({"weight_EIO": torch.empty(2, 4, 3, device="meta")}, "meta"),
+        ({"end_E": torch.tensor([2, 4])}, "int32"),
+        ({"end_E": ends(2, 3, 4, 5)[::2]}, "contiguous"),
+        ({"end_E": ends(4, 2)}, "must rise"),
+        ({"end_E": ends(4, 7)}, "must rise"),
+        ({"end_E": ends(-1, 6)}, "must rise"),
+        ({"bias_EO": torch.zeros(2, 4)}, "bias_EO"),
+        ({"bias_EO": torch.zeros(3, 2).T}, "last axis"),
+        ({"low_NR": torch.zeros(6, 2)}, "together"),
+        ({"low_ERO": torch.zeros(2, 2, 3)}, "together"),
+        ({"low_NR": torch.zeros(6, 3), "low_ERO": torch.zeros(2, 2, 3)}, "low_NR"),
+        ({"low_NR": torch.zeros(6, 2), "low_ERO": torch.zeros(2, 2, 4)}, "low_ERO"),
+        ({"low_NR": torch.zeros(6, 2), "low_ERO": torch.zeros(2, 3, 2).mT}, "contiguous"),
+        ({"low_NR": torch.zeros(6, 0), "low_ERO": torch.zeros(2, 0, 3)}, "rank above 0"),
+        ({"low_NR": torch.zeros(6, 2), "low_ERO": torch.zeros(2, 3)}, "low_NR|low_ERO"),
+        ({"out": torch.zeros(5, 3)}, "out has shape"),
+        ({"out": torch.zeros(6, 3).half()}, "float16"),
+        ({"out": torch.zeros(3).expand(6, 3)}, "overlap"),
+    ],
+)
+def test_what_a_kernel_would_read_wrongly_is_refused(change, message):
+    arguments = {"x_NI": torch.zeros(6, 4), "weight_EIO": torch.zeros(2, 4, 3), "end_E": ends(2, 6), **change}
+    with pytest.raises(ShapeError, match=message):
+        grouped_mm(**arguments)
+
+
+def test_impossible_options_are_refused():
+    x_NI, weight_EIO = torch.zeros(6, 4), torch.zeros(2, 4, 3)
+    with pytest.raises(OptionError, match="cutlass"):
+        grouped_mm(x_NI, weight_EIO, ends(2, 6), backend="cutlass")
+    with pytest.raises(OptionError, match="needs tensors on CUDA"):
+        grouped_mm(x_NI, weight_EIO, ends(2, 6), backend="triton")
+    with pytest.raises(OptionError, match="multiples of 4"):
+        grouped_mm(x_NI, weight_EIO, ends(2, 6), backend="torch")
+    with pytest.raises(OptionError, match="low_scale"):
+        grouped_mm(x_NI, weight_EIO, ends(2, 6), low_scale=float("nan"))
+    with pytest.raises(ShapeError, match="float64"):
+        grouped_weight_grad(x_NI, torch.zeros(6, 3), ends(2, 6), dtype=torch.float64)
+
+
+COMPILE_SCRIPT = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.grouped_mm import triton as grouped_mm
+
+def compile_kernel(kernel, dtype, capability, tiles, strides_of_one=(), **constants):
+    constants.update(BLOCK_N=tiles.rows, BLOCK_O=tiles.outputs, **dict.fromkeys(strides_of_one, 1))
+    if kernel is not grouped_mm._add_to_rows_kernel:
+        constants["BLOCK_I"] = tiles.inputs
+    kinds = {"end_ptr": "*i32", "grad_ptr": "*fp32", "low_scale": "fp32", **dict.fromkeys(constants, "constexpr")}
+    signature = {name: kinds.get(name, "*" + dtype if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    # Sizes, strides and addresses in whole 16s: with them loads are asynchronous and need shared memory.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and name not in ("num_rows", "num_experts", "low_scale")
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    print(json.dumps([capability, kernel.__name__, compiled.metadata.shared]))
+
+shared = {"BLOCK_E": 128, "GROUP": grouped_mm.ROW_TILES_PER_GROUP}
+for capability, dtype in ((86, "bf16"), (86, "fp32"), (90, "bf16"), (90, "fp16"), (100, "bf16")):
+    is_wide = dtype == "fp32"
+    products = [grouped_mm.PRODUCT_TILES_FP32] if is_wide else [grouped_mm.PRODUCT_TILES_MANY, grouped_mm.PRODUCT_TILES_FEW]
+    for tiles in products:
+        for rank, axis, is_whole in ((0, "output", True), (16, "input", False), (100, "output", True)):
+            compile_kernel(
+                grouped_mm._grouped_mm_kernel, dtype, capability, tiles, ("weight_stride_" + axis,), RANK=rank, HAS_BIAS=rank > 0,
+                IS_WHOLE=is_whole, BLOCK_R=grouped_mm._rank_block(rank, tiles), **shared,
+            )
+    tiles = grouped_mm.ADD_TILES
+    compile_kernel(
+        grouped_mm._add_to_rows_kernel, dtype, capability, tiles, RANK=16, HAS_BIAS=True, BLOCK_R=grouped_mm._rank_block(16, tiles), **shared
+    )
+    compile_kernel(grouped_mm._weight_grad_kernel, dtype, capability, grouped_mm.GRAD_TILES_FP32 if is_wide else grouped_mm.GRAD_TILES)
+"""
+# Bytes of shared memory that a program may have, by compute capability.
+SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_compile_and_fit_consumer_cards():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(compiled) == 4 * 8 + 5
+    for capability, name, shared_bytes in compiled:
+        assert shared_bytes <= SHARED_BYTES[capability], f"{name} on {capability}"
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_grouped_mm.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

@@ -1,0 +1,177 @@
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+
+``test_expert_gate.py`` runs them in the interpreter, ``tests/gpu/test_expert_gate_gpu.py`` on the device.
+"""
+
+import os
+
+import pytest
+import torch
+
+from lightning_fastft.kernels.expert_gate import triton
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from tests.kernels.test_expert_gate import (
+    DTYPES,
+    FORMS,
+    check_against_truth,
+    check_in_place,
+    check_large_values,
+    check_rows_of_nan_stay_alone,
+    fresh_memory_is_nan,
+    make_inputs,
+)
+from tests.kernels.truth import load_with_fault
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+TILE = triton.MAX_BLOCK_COLUMNS
+ROWS = (1, triton.BLOCK_ROWS - 1, triton.BLOCK_ROWS, triton.BLOCK_ROWS + 1, 65)
+COLUMNS = (1, 2, 5, 16, 33, 130, TILE - 1, TILE, TILE + 1, 2 * TILE + 37)
+NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+CLAMPED = GateForm(is_interleaved=True, activation="clamped")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_equals_the_truth(form, dtype):
+    for num_rows, num_columns in ((1, 1), (7, 5), (9, 33), (65, 16), (9, TILE + 1)):
+        check_against_truth(triton, num_rows, num_columns, dtype, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("num_columns", COLUMNS)
+@pytest.mark.parametrize("form", [GateForm(), CLAMPED])
+def test_number_of_columns(num_columns, form):
+    check_against_truth(triton, 9, num_columns, NARROW, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("form", [GateForm(), CLAMPED])
+def test_number_of_rows(num_rows, form):
+    check_against_truth(triton, num_rows, 33, NARROW, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("form", [CLAMPED._replace(limit=1.5, alpha=0.7), CLAMPED._replace(limit=0.0, alpha=1.0)])
+def test_other_limits_and_steepness(form):
+    check_against_truth(triton, 9, 33, torch.float32, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
+def test_dtype_of_the_routing_weight(weight_dtype):
+    check_against_truth(triton, 9, 33, NARROW, GateForm(), device=DEVICE, weight_dtype=weight_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_large_values_stay_finite_and_true(form, dtype):
+    check_large_values(triton, dtype, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_nan_stay_alone(form):
+    check_rows_of_nan_stay_alone(triton, torch.bfloat16, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_columns", [1, 33, TILE + 1])
+@pytest.mark.parametrize("form", [GateForm(), CLAMPED])
+def test_the_input_may_be_overwritten(form, num_columns, dtype):
+    check_in_place(triton, 9, num_columns, dtype, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 6), (3, 0)])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_without_rows_or_columns(shape, is_interleaved):
+    num_rows, num_columns = shape
+    d_act_NF = torch.ones(num_rows, num_columns, device=DEVICE)
+    gate_up_NP, weight_N = torch.ones(num_rows, 2 * num_columns, device=DEVICE), torch.ones(num_rows, device=DEVICE)
+    with fresh_memory_is_nan():
+        act_NF = triton.gate_forward(gate_up_NP, form=GateForm(is_interleaved))
+        gradients = triton.gate_backward(d_act_NF, gate_up_NP, form=GateForm(is_interleaved), weight_N=weight_N, need_act=True)
+    assert act_NF.shape == gradients.act_NF.shape == shape
+    assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
+    assert torch.equal(gradients.d_weight_N, torch.zeros_like(weight_N))
+
+
+def test_without_weight_it_counts_as_one_and_has_no_gradient():
+    d_act_NF, gate_up_NP, weight_N = make_inputs(9, 33, torch.bfloat16, CLAMPED, device=DEVICE)
+    ours = triton.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED)
+    expected = triton.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=torch.ones_like(weight_N))
+    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
+    assert ours.act_NF is ours.d_weight_N is None
+
+
+@pytest.mark.parametrize("form", [GateForm(), CLAMPED])
+def test_two_runs_are_bit_equal(form):
+    d_act_NF, gate_up_NP, weight_N = make_inputs(65, 2 * TILE + 37, torch.bfloat16, form, device=DEVICE)
+    first, second = (triton.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+
+
+def test_rows_beyond_two_to_the_31_elements_are_reached():
+    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the rest is a hole.
+    d_act_NF, gate_up_NP, weight_N = make_inputs(3, 32, torch.bfloat16, CLAMPED, device=DEVICE)
+    far_NP = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided((3, 64), (2**30, 1))
+    far_NP.copy_(gate_up_NP)
+    assert torch.equal(triton.gate_forward(far_NP, form=CLAMPED), triton.gate_forward(gate_up_NP, form=CLAMPED))
+    expected = triton.gate_backward(d_act_NF, gate_up_NP, form=CLAMPED, weight_N=weight_N)
+    ours = triton.gate_backward(d_act_NF, far_NP, form=CLAMPED, weight_N=weight_N, out=far_NP)
+    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
+    assert torch.equal(ours.d_weight_N, expected.d_weight_N)
+
+
+ACT_STORE = "tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)"
+ROW_STRIDES = "gate_up_NP,\n        act_NF,\n        gate_up_NP.stride(0),"
+WALK = "for start in range(0, num_columns, BLOCK_F):"
+BARRIER = "            # A value may be read by more than one thread: all have read before one of them writes.\n            tl.debug_barrier()\n"
+EARLY_STORE = BARRIER + "            tl.store(out_rows[:, None] + cols[None, :], d_act.to(out_ptr.dtype.element_ty), mask=inside)\n"
+FAULTS = {
+    "limit on the wrong side of the gate": ("tl.where(raw_gate > limit, limit, raw_gate)", "tl.where(raw_gate < limit, limit, raw_gate)"),
+    "up clamped on one side": ("tl.where(raw_up < -limit, -limit, raw_up)) + 1.0", "raw_up) + 1.0"),
+    "one not added": ("-limit, raw_up)) + 1.0", "-limit, raw_up))"),
+    "steepness lost": ("exponent = gate * alpha", "exponent = gate"),
+    "slope of the steepness lost": ("exponent_slope = alpha", "exponent_slope = 1.0"),
+    "cube lost": ("(gate + _TANH_CUBE * gate * gate * gate)", "(gate + _TANH_CUBE * gate * gate)"),
+    "slope of the cube lost": ("(1.0 + 3.0 * _TANH_CUBE * gate * gate)", "(1.0 + _TANH_CUBE * gate * gate)"),
+    "sign of the gate lost": ("tl.where(is_negative, gate * decay, gate)", "gate"),
+    "sign of the exponent lost": ("share = tl.where(is_negative, smaller, larger)", "share = larger"),
+    "gradient beyond the bound": ("tl.where(raw_gate <= limit, gate_slope, 0.0)", "gate_slope"),
+    "gradient of up beyond the bound": ("tl.where(tl.abs(raw_up) <= limit, up_slope, 0.0)", "up_slope"),
+    "no gradient on the bound": ("raw_gate <= limit, gate_slope", "raw_gate < limit, gate_slope"),
+    "no gradient of up on its bound": ("tl.abs(raw_up) <= limit", "tl.abs(raw_up) < limit"),
+    "columns swapped": ("gate, up = tl.split(", "up, gate = tl.split("),
+    "gradients of the columns swapped": ("tl.interleave(d_gate, d_up)", "tl.interleave(d_up, d_gate)"),
+    "halves overlap": ("up = tl.load(ptrs + num_columns,", "up = tl.load(ptrs + num_columns - 1,"),
+    "weight not applied": ("d_act *= weight", "d_act *= 1.0"),
+    "weight of the first row": ("weight_ptr + rows * weight_stride", "weight_ptr + rows * 0"),
+    "sum of the last tile only": ("weight_terms += d_act * act", "weight_terms = d_act * act"),
+    "sum of the last tile lost": ("weight_terms += d_act * act", "weight_terms += tl.where(start + BLOCK_F < num_columns, d_act * act, 0.0)"),
+    "sum after the weight": ("weight_terms += d_act * act\n            d_act *= weight", "d_act *= weight\n            weight_terms += d_act * act"),
+    "sum in the narrow dtype": ("weight_terms += d_act * act", "weight_terms += (d_act * act).to(out_ptr.dtype.element_ty).to(tl.float32)"),
+    "fp32 lost": ("return glu * factor, gate_slope", "return glu.to(tl.float16).to(tl.float32) * factor, gate_slope"),
+    "last tile not written": (WALK, WALK.replace("num_columns,", "num_columns - BLOCK_F,")),
+    "last column not written": (ACT_STORE, ACT_STORE.replace("mask=inside", "mask=inside & (cols < num_columns - 1)[None, :]")),
+    "columns beyond the last are read as gate": ("(cols < 2 * num_columns)[None, :]", "(cols < 2 * num_columns + 2)[None, :]"),
+    "sum of the last row not written": ("mask=inside_rows)\n\n\ndef gate_forward", "mask=rows < num_rows - 1)\n\n\ndef gate_forward"),
+    "wrong stride": (ROW_STRIDES, ROW_STRIDES.replace("gate_up_NP.stride(0)", "2 * num_columns")),
+    "wrong stride of the gradient": ("d_act_ptr + rows * d_act_stride", "d_act_ptr + rows * num_columns"),
+    "wrong stride of the output": ("out_ptr + rows * out_stride", "out_ptr + rows * 2 * num_columns"),
+    "written before it is read": (BARRIER, EARLY_STORE),
+}  # fmt: skip
+
+
+def check_every_part(functions):
+    for form in FORMS:
+        check_against_truth(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
+    for form in (GateForm(), CLAMPED):
+        check_in_place(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(triton)

@@ -1,0 +1,231 @@
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+
+``test_grouped_mm.py`` runs them in the interpreter, ``tests/gpu/test_grouped_mm_gpu.py`` on the device.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fastft.kernels.grouped_mm import triton
+from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+from lightning_fastft.kernels.grouped_mm.triton import Tiles
+from tests.kernels.test_grouped_mm import COUNTS, FULL, check_grad, check_product, formula, inside, make_case
+from tests.kernels.truth import load_with_fault
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Small enough that a handful of rows has tails along every axis.
+SMALL = Tiles(rows=16, inputs=16, outputs=16, num_warps=4, num_stages=2)
+
+if DEVICE == "cpu":
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    _create_dot = InterpreterBuilder.create_dot
+
+    def _dot_of_values(self, a, b, d, *arguments):
+        """The interpreter keeps bf16 in 16-bit integers and would multiply those: hand it their values."""
+        for handle in (a, b):
+            if str(handle.dtype.scalar) == "bf16":
+                handle.data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return _create_dot(self, a, b, d, *arguments)
+
+    InterpreterBuilder.create_dot = _dot_of_values
+
+
+def product(module=triton, tiles=SMALL):
+    return lambda case, out_NO: module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=out_NO, tiles=tiles)
+
+
+def added(y_NO, module=triton, tiles=SMALL):
+    return lambda case, out_NO: module.add_to_rows(y_NO, case.end_E, addend=case.addend, out_NO=out_NO, tiles=tiles)
+
+
+def grad(module=triton, tiles=SMALL):
+    return lambda case, dtype: module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, tiles=tiles)
+
+
+def case_of(*arguments, **options):
+    return make_case(*arguments, **options, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_product_and_weight_gradient_equal_the_truth(counts, dtype):
+    for num_sentinels, is_transposed in ((0, False), (3, True)):
+        case = case_of(counts, 13, 17, dtype=dtype, num_sentinels=num_sentinels, is_transposed=is_transposed)
+        check_product(product(), case)
+        check_grad(grad(), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_inputs", [1, 15, 16, 33])
+@pytest.mark.parametrize("num_outputs", [1, 17, 32])
+def test_widths_around_a_tile(num_outputs, num_inputs, dtype):
+    for is_transposed in (False, True):
+        case = case_of((5, 0, 18), num_inputs, num_outputs, dtype=dtype, num_sentinels=2, is_transposed=is_transposed)
+        check_product(product(), case)
+        check_grad(grad(), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rank", "has_bias"), [(0, True), (1, False), (4, True), (8, False), (16, True), (17, False), (40, True)])
+def test_bias_and_low_rank_product_equal_the_truth(rank, has_bias, dtype):
+    case = case_of((5, 0, 18), 19, 21, dtype=dtype, num_sentinels=2, rank=rank, has_bias=has_bias)
+    check_product(product(), case)
+    y_NO = case.d_NO
+    check_product(added(y_NO), case, y_NO=y_NO)
+
+
+def test_a_sum_in_place():
+    case = case_of(**FULL, dtype=torch.float32)
+    apart = added(case.d_NO)(case, torch.empty_like(case.d_NO))
+    in_place = added(case.d_NO)(case, case.d_NO)
+    assert torch.equal(apart[: case.num_real], in_place[: case.num_real])
+    assert in_place[case.num_real :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(127, 0, 1), (130, 257)])
+def test_the_tiles_that_are_used(counts, dtype):
+    case = case_of(counts, 65, 129, dtype=dtype, num_sentinels=3, rank=16, has_bias=True, is_transposed=True)
+    check_product(product(tiles=None), case)
+    check_product(added(case.d_NO, tiles=triton.ADD_TILES), case, y_NO=case.d_NO)
+    check_grad(grad(tiles=None), case)
+
+
+def test_a_table_of_tiles_by_dtype_and_rows():
+    assert triton.product_tiles(torch.bfloat16, rows_per_expert=127) == triton.PRODUCT_TILES_FEW
+    assert triton.product_tiles(torch.float16, rows_per_expert=128) == triton.PRODUCT_TILES_MANY
+    assert triton.product_tiles(torch.float32, rows_per_expert=4096) == triton.PRODUCT_TILES_FP32
+
+
+def test_more_groups_of_tiles_than_one_and_more_experts_than_rows():
+    counts = [0] * 20
+    for expert in (0, 3, 4, 19):
+        counts[expert] = 2
+    case = case_of(counts, 5, 20, dtype=torch.float32, num_sentinels=1)
+    check_product(product(), case)
+    check_grad(grad(), case)
+    check_product(product(), case_of((16 * 9 + 3, 2), 5, 20, dtype=torch.float32))
+
+
+def test_a_wide_gradient_of_narrow_rows():
+    check_grad(grad(), case_of((30, 0, 7), 9, 11, dtype=torch.bfloat16), dtype=torch.float32)
+
+
+def test_nothing_to_do():
+    for counts, num_inputs, num_outputs in (((0, 0), 8, 8), ((2, 1), 0, 8), ((2, 1), 8, 0)):
+        case = case_of(counts, num_inputs, num_outputs, dtype=torch.float32, rank=4, has_bias=True)
+        check_product(product(), case)
+        check_product(added(case.d_NO), case, y_NO=case.d_NO)
+        check_grad(grad(), case)
+    out_NO = torch.ones(3, 4, device=DEVICE)
+    no_ends = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    nothing = {"addend": RowAddend(), "out_NO": out_NO}
+    assert (triton.grouped_mm(torch.ones(3, 2, device=DEVICE), torch.ones(0, 2, 4, device=DEVICE), no_ends, **nothing) == 1).all()
+
+
+def check_impossible_borders(module):
+    """A border behind the rows: none behind the last is read or written. One row too many, which lies in the buffers around."""
+    case = case_of((3, 9), 5, 6, dtype=torch.float32)
+    case.end_E[1] += 1
+    out_NO = inside(torch.zeros_like(case.d_NO), fill=7.0)
+    product(module)(case, out_NO)
+    assert (out_NO._base == 7.0).sum() == out_NO._base.numel() - out_NO.numel()
+    assert grad(module)(case, torch.float32).isfinite().all()
+
+
+def test_impossible_borders_are_cut_off():
+    check_impossible_borders(triton)
+
+
+def test_addresses_beyond_two_to_the_31_elements_are_reached():
+    if DEVICE == "cuda":
+        pytest.skip("gigabytes of memory; the arithmetic is the interpreter's")
+    # Pages of the file that are not touched are a hole: rows, experts and input columns lie further apart than 32 bits of elements reach.
+    far = 2**31 + 64
+    hole = torch.empty(2 * far, dtype=torch.bfloat16)
+    end_E = torch.tensor([1, 2], dtype=torch.int32)
+    x_NI, weight_EIO = torch.randn(2, 2).bfloat16(), torch.randn(2, 2, 3).bfloat16()
+    nothing = RowAddend()
+
+    def run(x, weight):
+        return triton.grouped_mm(x, weight, end_E, addend=nothing, out_NO=torch.empty(2, 3, dtype=torch.bfloat16), tiles=SMALL)
+
+    expected_NO = run(x_NI, weight_EIO)
+    for strides in ((far, 3, 1), (16, far, 1)):
+        assert torch.equal(run(x_NI, hole.as_strided((2, 2, 3), strides).copy_(weight_EIO)), expected_NO)
+    far_x_NI = hole.as_strided((2, 2), (far, 1)).copy_(x_NI)
+    assert torch.equal(run(far_x_NI, weight_EIO), expected_NO)
+    d_NO = torch.randn(2, 3).bfloat16()
+    grads = [triton.grouped_weight_grad(x, d_NO, end_E, dtype=torch.float32, tiles=SMALL) for x in (x_NI, far_x_NI)]
+    assert torch.equal(*grads)
+
+
+ROW_LOSS = "for start in range(begin, stop, BLOCK_N):"
+X_LOAD = "mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)"
+D_LOAD = "mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)\n        total = tl.dot"
+FAULTS = {
+    "lost mask on the input tail of x": ("x_inside &= inputs[None, :] < num_inputs - start", "x_inside &= inputs[None, :] >= 0"),
+    "lost mask on the input tail of the weight": ("weight_inside &= inputs[:, None] < num_inputs - start", "weight_inside &= inputs[:, None] >= 0"),
+    "tail taken for a whole tile": ("IS_WHOLE=num_inputs % tiles.inputs == 0", "IS_WHOLE=True"),
+    "last tile of inputs lost": ("for start in range(0, num_inputs, BLOCK_I):", "for start in range(0, num_inputs - BLOCK_I, BLOCK_I):"),
+    "wrong expert at a border": ("border // BLOCK_N + experts + 1 <= row_tile", "border // BLOCK_N + experts + 1 < row_tile"),
+    "tiles of an expert shifted": ("(row_tile - start // BLOCK_N - expert)", "(row_tile - expert)"),
+    "rows of the next expert written": ("inside_rows = rows < stop\n    inside_cols", "inside_rows = rows < num_rows\n    inside_cols"),
+    "last row lost": ("inside_rows = rows < stop\n    inside_cols", "inside_rows = rows < stop - 1\n    inside_cols"),
+    "last column lost": ("    inside_cols = cols < num_outputs\n    return", "    inside_cols = cols < num_outputs - 1\n    return"),
+    "columns behind the last": ("    inside_cols = cols < num_outputs\n    return", "    inside_cols = cols < num_outputs + 1\n    return"),
+    "tiles of the last group lost": ("group_size = tl.minimum(num_row_tiles - group * GROUP, GROUP)", "group_size = GROUP"),
+    "too few programs": ("(num_rows // tiles.rows + num_experts) *", "(num_rows // tiles.rows) *"),
+    "scale lost": ("total *= low_scale", "total *= 1.0"),
+    "bias of the neighbour": ("bias_ptr + expert * bias_stride", "bias_ptr + (expert - 1) * bias_stride"),
+    "low-rank matrix of the first expert": ("factor_row = expert * RANK + ranks", "factor_row = ranks"),
+    "lost mask on the rank": ("inside_ranks = ranks < RANK", "inside_ranks = ranks < RANK + 1"),
+    "second step of ranks lost": ("ranks = start + tl.arange(0, BLOCK_R)", "ranks = tl.arange(0, BLOCK_R)"),
+    "input stride for a step of one": ("weight_ptrs += weight_step", "weight_ptrs += BLOCK_I"),
+    "wrong stride of rows": ("x_ptrs = x_ptr + rows[:, None] * x_stride", "x_ptrs = x_ptr + rows[:, None] * num_inputs"),
+    "low precision": ("tl.dot(x, weight, total,", "tl.dot(x, weight, total.to(tl.float16).to(tl.float32),"),
+    "operands with the bits of TF32": ("tl.dot(x, weight, total,", "tl.dot(x.to(tl.float16).to(tl.float32), weight, total,"),
+    "gradient: operands with the bits of TF32": ("tl.dot(x, d, total,", "tl.dot(x.to(tl.float16).to(tl.float32), d, total,"),
+    "low-rank product with the bits of TF32": ("tl.dot(low, factor,", "tl.dot(low.to(tl.float16).to(tl.float32), factor,"),
+    "sum without y": ("total += tl.load(y_ptr", "total += 0.0 * tl.load(y_ptr"),
+    "gradient: last tile of rows lost": (ROW_LOSS, ROW_LOSS.replace("stop,", "stop - BLOCK_N,")),
+    "gradient: x of the next expert": (X_LOAD, X_LOAD.replace("inside_rows[None, :] &", "")),
+    "gradient: d of nobody": (D_LOAD, D_LOAD.replace("inside_rows[:, None] &", "")),
+    "gradient: rows from the first on": (ROW_LOSS, ROW_LOSS.replace("begin,", "0,")),
+    "gradient: low precision": ("tl.dot(x, d, total,", "tl.dot(x, d, total.to(tl.float16).to(tl.float32),"),
+    "gradient: last column lost": ("    inside_cols = cols < num_outputs\n    begin", "    inside_cols = cols < num_outputs - 1\n    begin"),
+    "gradient: matrix of the first expert": ("grad_row = expert.to(tl.int64) * num_inputs + inputs", "grad_row = inputs"),
+    "product: borders trusted": ("stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n    first", "stop = tl.load(end_ptr + expert)\n    first"),
+    "gradient: borders trusted": ("stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n\n", "stop = tl.load(end_ptr + expert)\n\n"),
+}  # fmt: skip
+
+
+def check_every_part(module):
+    case = case_of(**{**FULL, "rank": 20}, dtype=torch.float32)
+    check_product(product(module), case)
+    check_product(added(case.d_NO, module), case, y_NO=case.d_NO)
+    check_grad(grad(module), case)
+    check_impossible_borders(module)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(triton)
+
+
+def test_the_truth_itself_knows_every_part():
+    case = case_of(**FULL, dtype=torch.float32)
+    without = [case._replace(addend=addend) for addend in (RowAddend(), case.addend._replace(bias_EO=None), case.addend._replace(low_scale=1.0))]
+    assert all((formula(case, torch.float64) - formula(other, torch.float64)).abs().max() > 0.1 for other in without)
