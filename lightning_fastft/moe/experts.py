@@ -1,0 +1,332 @@
+"""The experts of one layer on routed tokens: one stable sort, one count, grouped products, and a hand-written backward.
+
+Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P = 2 F columns of gate and up, I input
+columns, O output columns, R adapter rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.checks import check_int, check_tensor
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
+from lightning_fastft.kernels.expert_sort.op import sort_by_expert
+from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
+from lightning_fastft.offload.segments import Session
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Parameters of one product, in the order in which the Function takes them.
+_PER_LINEAR = 4
+
+
+class ExpertAdapter(NamedTuple):
+    """LoRA on a stack of expert weights: ``x @ weight[e] + scale * (x @ a[e]) @ b[e]``.
+
+    Args:
+        a_EIR: Shape (E, I, R); any floating dtype (it computes in that of the tokens); any view.
+        b_ERO: Shape (E, R, O); as a_EIR.
+        scale: Factor on the low-rank product.
+    """
+
+    a_EIR: torch.Tensor
+    b_ERO: torch.Tensor
+    scale: float
+
+
+class ExpertLinear(NamedTuple):
+    """One product of every expert.
+
+    Args:
+        weight_EIO: Shape (E, I, O), so that ``x @ weight[e]``; dtype of the tokens; any view with a stride of 1 along I or O.
+        bias_EO: Shape (E, O), dtype of the tokens; None for none.
+        adapter: LoRA beside the weight; None for none.
+    """
+
+    weight_EIO: torch.Tensor
+    bias_EO: torch.Tensor | None = None
+    adapter: ExpertAdapter | None = None
+
+
+class ExpertPoint(NamedTuple):
+    """Where a plan may hold the first product instead of computing it again: the open session of the decoder layer, and the experts' name in it."""
+
+    session: Session
+    name: str
+
+
+def run_experts(
+    x_TD: torch.Tensor,
+    expert_TK: torch.Tensor,
+    weight_TK: torch.Tensor,
+    *,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
+    form: GateForm,
+    num_experts: int,
+    has_gate: bool = True,
+    point: ExpertPoint | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of the outputs of each token's experts.
+
+    ``y[t] = sum over k of weight[t, k] * (gate(x[t] @ gate_up[e]) @ down[e])`` with ``e = expert[t, k]``. Slots with an id outside [0, num_experts)
+    (sentinels of expert parallelism) contribute nothing. Two runs are bit-equal.
+
+    Args:
+        x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous.
+        expert_TK: Experts of each token. Shape (T, K); int64 or int32.
+        weight_TK: Their routing weights. Shape (T, K); any floating dtype.
+        gate_up: First product, D to 2 F columns (to F without a gate).
+        down: Second product, F to D columns.
+        form: What stands between the two.
+        num_experts: E.
+        has_gate: False where the first product has no gate: the activation of its columns is the input of the second one.
+        point: Where a plan holds values; None outside activation checkpointing.
+
+    Returns:
+        y_TD: Shape, dtype and device of x_TD; with gradients for x_TD, weight_TK and every parameter that requires one.
+
+    Raises:
+        ShapeError: Shapes, dtypes, devices or layouts do not fit.
+
+    Cost:
+        Forward 2 N (D P + F D) FLOP and six passes over rows besides; backward as much again for the inputs, and again for weights that are trained.
+        Kept for the backward: x_TD, N x P values, the order and the routing weights. No copy of a weight stack. No host synchronisation on CUDA.
+
+    Source:
+        Routing by one sort: Unsloth and NVIDIA, as published. Gradient of the routing weights without experts' outputs: SonicMoE, arXiv 2512.14080.
+
+    Example:
+        >>> identity = ExpertLinear(torch.eye(2).repeat(2, 1, 1))
+        >>> first = ExpertLinear(torch.cat([torch.eye(2), torch.eye(2)], dim=1).repeat(2, 1, 1))
+        >>> x, expert, weight = torch.tensor([[0.0, 100.0]]), torch.tensor([[1]]), torch.tensor([[0.5]])
+        >>> run_experts(x, expert, weight, gate_up=first, down=identity, form=GateForm(), num_experts=2)
+        tensor([[   0., 5000.]])
+    """
+    check_tensor("x_TD", x_TD, ndim=2, dtypes=_FLOATING)
+    check_int("num_experts", num_experts, low=1)
+    if expert_TK.shape != weight_TK.shape or expert_TK.ndim != 2 or expert_TK.shape[0] != x_TD.shape[0]:
+        raise ShapeError(
+            f"expert_TK has shape {tuple(expert_TK.shape)}, weight_TK {tuple(weight_TK.shape)} and x_TD {tuple(x_TD.shape)}; the first two must be "
+            "equal, with a row per token."
+        )
+    call = _Call(expert_TK, num_experts, form, has_gate, (_scale_of(gate_up), _scale_of(down)), point)
+    tensors = (*_tensors_of(gate_up), *_tensors_of(down))
+    if point is None:
+        return _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
+    is_unneeded = point.session.is_last(point.name)
+    with point.session.watch_end(point.name):
+        y_TD = _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
+    if is_unneeded:
+        # The second run went on, so somebody may read the output after all.
+        with torch.no_grad():
+            y_TD.data = _RoutedExperts.apply(call._replace(point=None), x_TD, weight_TK, *tensors)
+    return y_TD
+
+
+class _Call(NamedTuple):
+    """What is not differentiated."""
+
+    expert_TK: torch.Tensor
+    num_experts: int
+    form: GateForm
+    has_gate: bool
+    scales: tuple[float, float]
+    point: ExpertPoint | None
+
+
+class _Linear(NamedTuple):
+    """One product in the dtype of the tokens, with its factors laid out as the grouped products want them."""
+
+    weight_EIO: torch.Tensor
+    bias_EO: torch.Tensor | None
+    a_EIR: torch.Tensor | None
+    b_ERO: torch.Tensor | None
+    scale: float
+
+
+class _RoutedExperts(torch.autograd.Function):
+    """The experts of one layer.
+
+    Saves x_TD, the first product, the order and the routing weights, and trained parameters as they are: the activation is rebuilt from the first
+    product, the experts' outputs are needed by no gradient, and rows of x_TD are gathered again where a weight or an adapter is trained.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        call: _Call,
+        x_TD: torch.Tensor,
+        weight_TK: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        first, second = _linears(parameters, call, dtype=x_TD.dtype)
+        order = sort_by_expert(call.expert_TK, num_experts=call.num_experts)
+
+        def first_product() -> tuple[torch.Tensor, ...]:
+            x_ND = gather_rows(x_TD, order.slot_N, num_experts_per_token=call.expert_TK.shape[1])
+            return _product(x_ND, first, order.end_E)
+
+        point = call.point
+        held = first_product() if point is None else point.session.value(f"{point.name}.gate_up", first_product)
+        needs = ctx.needs_input_grad[-len(parameters) :]
+        ctx.call, ctx.num_held = call, len(held)
+        ctx.frozen = [None if is_trained else parameter for is_trained, parameter in zip(needs, parameters)]
+        trained = [parameter for is_trained, parameter in zip(needs, parameters) if is_trained]
+        ctx.save_for_backward(x_TD, weight_TK, *order, *held, *trained)
+        if point is not None and point.session.is_last(point.name):
+            return x_TD.new_full((1,), float("nan")).expand(x_TD.shape)
+        act_NF = gate_forward(_with_gate(held[0], has_gate=call.has_gate), form=call.form)
+        y_ND, *_ = _product(act_NF, second, order.end_E)
+        return combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        call: _Call = ctx.call
+        # Read once: under a checkpoint a saved tensor can be asked for only once.
+        x_TD, weight_TK, slot_N, place_TK, end_E, *others = ctx.saved_tensors
+        (gate_up_NP, *low_1), trained = others[: ctx.num_held], iter(others[ctx.num_held :])
+        needs_x, needs_weight, *needs = ctx.needs_input_grad[1:]
+        parameters = [next(trained) if is_trained else frozen for is_trained, frozen in zip(needs, ctx.frozen)]
+        first, second = _linears(parameters, call, dtype=x_TD.dtype)
+        num_chosen = weight_TK.shape[1]
+        weight_N = weight_TK.reshape(-1).index_select(0, slot_N)
+
+        d_y_ND = gather_rows(d_y_TD.contiguous(), slot_N, num_experts_per_token=num_chosen)
+        d_act_NF, d_low_2 = _input_gradient(d_y_ND, second, end_E)
+        gate = gate_backward(
+            d_act_NF, _with_gate(gate_up_NP, has_gate=call.has_gate), form=call.form, weight_N=weight_N, need_act=any(needs[_PER_LINEAR:])
+        )
+        d_gate_up_NP = gate.d_gate_up_NP if call.has_gate else gate.d_gate_up_NP[:, : gate_up_NP.shape[1]]
+        del d_act_NF, gate_up_NP
+        dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
+        d_first: list[torch.Tensor | None] = [None] * _PER_LINEAR
+        d_second = d_first
+        if gate.act_NF is not None:
+            low_2 = None if second.a_EIR is None else grouped_mm(gate.act_NF, second.a_EIR, end_E)
+            rows = _Rows(gate.act_NF, d_y_ND, low_2, d_low_2, weight_N)
+            d_second = _parameter_gradients(rows, second, end_E, needs=needs[_PER_LINEAR:], dtypes=dtypes[_PER_LINEAR:])
+            del rows
+        del d_y_ND
+
+        d_x_ND, d_low_1 = _input_gradient(d_gate_up_NP, first, end_E)
+        d_x_TD = combine_rows(d_x_ND, place_TK, end_E) if needs_x else None
+        del d_x_ND
+        if any(needs[:_PER_LINEAR]):
+            x_ND = gather_rows(x_TD, slot_N, num_experts_per_token=num_chosen)
+            rows = _Rows(x_ND, d_gate_up_NP, low_1[0] if low_1 else None, d_low_1, None)
+            d_first = _parameter_gradients(rows, first, end_E, needs=needs[:_PER_LINEAR], dtypes=dtypes[:_PER_LINEAR])
+        d_weight_TK = None
+        if needs_weight:
+            assert gate.d_weight_N is not None
+            d_weight_TK = _routing_gradient(gate.d_weight_N, d_y_TD, call, second.bias_EO, place_TK, end_E).to(weight_TK.dtype)
+        return None, d_x_TD, d_weight_TK, *d_first, *d_second
+
+
+def _tensors_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
+    """What of a product is differentiated; as many entries as _PER_LINEAR."""
+    adapter = linear.adapter
+    return (linear.weight_EIO, linear.bias_EO, *((None, None) if adapter is None else (adapter.a_EIR, adapter.b_ERO)))
+
+
+def _scale_of(linear: ExpertLinear) -> float:
+    return 0.0 if linear.adapter is None else linear.adapter.scale
+
+
+def _linears(parameters: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.dtype) -> tuple[_Linear, _Linear]:
+    """Return both products with their factors in dtype; made anew in each pass, so that no narrow copy of an adapter is held."""
+    first, second = (
+        _cast_linear(*parameters[start : start + _PER_LINEAR], scale=scale, dtype=dtype) for start, scale in zip((0, _PER_LINEAR), call.scales)
+    )
+    return first, second
+
+
+def _cast_linear(
+    weight_EIO: torch.Tensor | None,
+    bias_EO: torch.Tensor | None,
+    a_EIR: torch.Tensor | None,
+    b_ERO: torch.Tensor | None,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+) -> _Linear:
+    assert weight_EIO is not None
+    return _Linear(weight_EIO, bias_EO, None if a_EIR is None else a_EIR.to(dtype), None if b_ERO is None else b_ERO.to(dtype).contiguous(), scale)
+
+
+def _product(x_NI: torch.Tensor, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the output of one product, and the adapter's narrow rows where there is one."""
+    if linear.a_EIR is None:
+        return (grouped_mm(x_NI, linear.weight_EIO, end_E, bias_EO=linear.bias_EO),)
+    low_NR = grouped_mm(x_NI, linear.a_EIR, end_E)
+    y_NO = grouped_mm(x_NI, linear.weight_EIO, end_E, bias_EO=linear.bias_EO, low_NR=low_NR, low_ERO=linear.b_ERO, low_scale=linear.scale)
+    return y_NO, low_NR
+
+
+def _input_gradient(d_NO: torch.Tensor, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradient of a product's input, and of the adapter's narrow rows without its scale."""
+    weight_EOI = linear.weight_EIO.transpose(1, 2)
+    if linear.a_EIR is None or linear.b_ERO is None:
+        return grouped_mm(d_NO, weight_EOI, end_E), None
+    d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E)
+    # PEFT holds A in this order already.
+    a_ERI = linear.a_EIR.transpose(1, 2).contiguous()
+    return grouped_mm(d_NO, weight_EOI, end_E, low_NR=d_low_NR, low_ERO=a_ERI, low_scale=linear.scale), d_low_NR
+
+
+class _Rows(NamedTuple):
+    """Rows of one product in the backward: its input, the gradient of its output, the same of the adapter, and the factor on that gradient."""
+
+    x_NI: torch.Tensor
+    d_NO: torch.Tensor
+    low_NR: torch.Tensor | None
+    d_low_NR: torch.Tensor | None
+    weight_N: torch.Tensor | None
+
+    def weighted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows times the routing weights: of two factors of a gradient the thinner one carries them."""
+        return rows if self.weight_N is None else (rows * self.weight_N[:, None]).to(rows.dtype)
+
+
+def _parameter_gradients(
+    rows: _Rows, linear: _Linear, end_E: torch.Tensor, *, needs: Sequence[bool], dtypes: Sequence[torch.dtype | None]
+) -> list[torch.Tensor | None]:
+    """Return the gradients of weight, bias, A and B of one product; None where not needed."""
+    needs_weight, needs_bias, needs_a, needs_b = needs
+    weight = bias = a = b = None
+    if needs_weight:
+        weight = grouped_weight_grad(rows.weighted(rows.x_NI), rows.d_NO, end_E, dtype=dtypes[0])
+    if needs_bias:
+        ones_N1 = rows.d_NO.new_ones(rows.d_NO.shape[0], 1)
+        bias = grouped_weight_grad(rows.weighted(ones_N1), rows.d_NO, end_E, dtype=dtypes[1])[:, 0]
+    if needs_a:
+        assert rows.d_low_NR is not None
+        a = grouped_weight_grad(rows.x_NI, rows.weighted(rows.d_low_NR), end_E, dtype=dtypes[2]).mul_(linear.scale)
+    if needs_b:
+        assert rows.low_NR is not None
+        b = grouped_weight_grad(rows.weighted(rows.low_NR), rows.d_NO, end_E, dtype=dtypes[3]).mul_(linear.scale)
+    return [weight, bias, a, b]
+
+
+def _routing_gradient(
+    d_weight_N: torch.Tensor, d_y_TD: torch.Tensor, call: _Call, bias_ED: torch.Tensor | None, place_TK: torch.Tensor, end_E: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the routing weights from its share in sorted order, which has no bias in it; 0 for sentinels."""
+    d_weight_TK = d_weight_N.index_select(0, place_TK.reshape(-1)).view(place_TK.shape)
+    if bias_ED is not None:
+        # Of every expert, in one dense product: E columns are fewer than the D columns of each slot.
+        score_TE = d_y_TD.to(d_weight_N.dtype) @ bias_ED.to(d_weight_N.dtype).T
+        d_weight_TK = d_weight_TK + score_TE.gather(1, call.expert_TK.clamp(0, call.num_experts - 1).long())
+    return torch.where(place_TK < end_E[-1], d_weight_TK, 0.0)
+
+
+def _with_gate(columns_NP: torch.Tensor, *, has_gate: bool) -> torch.Tensor:
+    """Return columns of gate and up; without a gate the up half is 1."""
+    return columns_NP if has_gate else torch.cat([columns_NP, torch.ones_like(columns_NP)], dim=1)
