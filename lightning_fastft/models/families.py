@@ -94,6 +94,17 @@ def num_decoder_layers(model: PreTrainedModel) -> int:
     return len(decoder_layers(model))
 
 
+def is_on_interface(module: nn.Module) -> bool:
+    """Whether a module holds experts that transformers dispatches through its ExpertsInterface.
+
+    Example:
+        >>> is_on_interface(nn.Linear(2, 2))
+        False
+    """
+    names = ("num_experts", "is_transposed", "is_concatenated", "has_bias", "has_gate", "config", "down_proj")
+    return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in names)
+
+
 def text_config_key(model: PreTrainedModel) -> str:
     """Return the attribute of a composite configuration that holds the text configuration; empty where the configuration is the text's own."""
     text = model.config.get_text_config(decoder=True)

@@ -1,4 +1,4 @@
-"""Value points: linear layers and attention inside a decoder layer whose outputs a plan can hold instead of computing them again."""
+"""Value points: linear layers, attention and experts inside a decoder layer whose outputs a plan can hold instead of computing them again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from lightning_fastft.models.families import is_on_interface
 from lightning_fastft.models.swap import SwapLedger, share_state
 from lightning_fastft.offload.segments import Segment, Session
 
@@ -39,6 +40,9 @@ def install_value_points(root: nn.Module, layers: Sequence[nn.Module], segments:
     num_points = 0
     for layer, segment in zip(layers, segments):
         for name, module in list(layer.named_modules()):
+            if is_on_interface(module):
+                ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+                ledger.set_attribute(module, _NAME_ATTRIBUTE, name)
             if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
                 ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
                 num_points += 1

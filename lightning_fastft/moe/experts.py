@@ -60,6 +60,16 @@ class ExpertPoint(NamedTuple):
     session: Session
     name: str
 
+    @property
+    def first(self) -> str:
+        """Name of the first product, which can be held."""
+        return f"{self.name}.gate_up"
+
+    @property
+    def last(self) -> str:
+        """Name of the second product and the sum behind it, whose output no backward reads."""
+        return f"{self.name}.down"
+
 
 def run_experts(
     x_TD: torch.Tensor,
@@ -120,8 +130,8 @@ def run_experts(
     tensors = (*_tensors_of(gate_up), *_tensors_of(down))
     if point is None:
         return _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
-    is_unneeded = point.session.is_last(point.name)
-    with point.session.watch_end(point.name):
+    is_unneeded = point.session.is_last(point.last)
+    with point.session.watch_end(point.last):
         y_TD = _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
     if is_unneeded:
         # The second run went on, so somebody may read the output after all.
@@ -174,13 +184,13 @@ class _RoutedExperts(torch.autograd.Function):
             return _product(x_ND, first, order.end_E)
 
         point = call.point
-        held = first_product() if point is None else point.session.value(f"{point.name}.gate_up", first_product)
+        held = first_product() if point is None else point.session.value(point.first, first_product)
         needs = ctx.needs_input_grad[-len(parameters) :]
         ctx.call, ctx.num_held = call, len(held)
         ctx.frozen = [None if is_trained else parameter for is_trained, parameter in zip(needs, parameters)]
         trained = [parameter for is_trained, parameter in zip(needs, parameters) if is_trained]
         ctx.save_for_backward(x_TD, weight_TK, *order, *held, *trained)
-        if point is not None and point.session.is_last(point.name):
+        if point is not None and point.session.is_last(point.last):
             return x_TD.new_full((1,), float("nan")).expand(x_TD.shape)
         act_NF = gate_forward(_with_gate(held[0], has_gate=call.has_gate), form=call.form)
         y_ND, *_ = _product(act_NF, second, order.end_E)
@@ -258,7 +268,11 @@ def _cast_linear(
     dtype: torch.dtype,
 ) -> _Linear:
     assert weight_EIO is not None
-    return _Linear(weight_EIO, bias_EO, None if a_EIR is None else a_EIR.to(dtype), None if b_ERO is None else b_ERO.to(dtype).contiguous(), scale)
+    if a_EIR is not None and b_ERO is not None:
+        a_EIR, b_ERO = a_EIR.to(dtype), b_ERO.to(dtype).contiguous()
+        # Expert fastest, as PEFT stores the factor behind: no grouped product reads that.
+        a_EIR = a_EIR if 1 in a_EIR.stride()[1:] else a_EIR.contiguous()
+    return _Linear(weight_EIO, bias_EO, a_EIR, b_ERO, scale)
 
 
 def _product(x_NI: torch.Tensor, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,6 @@ PLACES = (
     ("packing/collate.py", (2, 0)),
     ("packing/stream.py", (2, 0)),
     ("packing/", (1, 0)),
-    ("moe/routing.py", (1, 0)),
     *((f"offload/{name}.py", (1, 0)) for name in ("step", "prediction", "search", "plan", "machines", "picture")),
     ("checkpoint/files.py", (1, 0)),
     ("kernels/*/op.py", (2, 1)),

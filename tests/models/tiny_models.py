@@ -73,13 +73,71 @@ TINY = {
     "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
 }
+# More mixture models, for the experts alone: their attention is not in the list of tested families.
+MORE_MOE = {
+    "qwen2_moe": (
+        "qwen2_moe",
+        dict(decoder_sparse_step=1, mlp_only_layers=[], shared_expert_intermediate_size=24, use_sliding_window=False, **_EXPERTS),
+    ),
+    "deepseek_v2": ("deepseek_v2", {**TINY["deepseek_v3"][1], "topk_method": "greedy", "n_shared_experts": 1}),
+    "phimoe": ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 1,
+        },
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size_mlp": 40,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layers": [1, 1],
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "minimax_m3_vl_text": ("minimax_m3_vl_text", {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "mlp_hidden_act": "silu",
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 1,
+            "topk_group": 1,
+            "layers_block_type": ["attention", "moe"],
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+}
 MOE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in TINY if name not in MOE)
 
 
 def build_tiny(name, *, attention="eager", experts=None, **overrides):
     """A tiny model in float32 with weights large enough that attention is far from uniform."""
-    model_type, differences = TINY[name]
+    model_type, differences = {**TINY, **MORE_MOE}[name]
     config = AutoConfig.for_model(model_type, **{**_SHARED, **differences, **overrides})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **({"experts_implementation": experts} if experts else {}))

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.moe import experts
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.offload.segments import RECOMPUTE
 from lightning_fastft.offload.step import SegmentPlan
@@ -19,7 +21,9 @@ LENGTHS = (40, 1, 25, 30)
 
 
 def make_model(name, **options):
-    model = build_tiny(name, **options).train()
+    model = build_tiny(name.removesuffix(" routed"), **options).train()
+    if name.endswith(" routed"):
+        install_bincount_router(model, SwapLedger())
     return model, [make_batch(LENGTHS, seed=seed) for seed in range(3)]
 
 
@@ -35,13 +39,14 @@ def is_clean(use):
     return use is None or {key: use[key] for key in CLEAN} == CLEAN
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "qwen3_moe routed"])
 def test_random_plans_are_bit_equal(name):
     model, batches = make_model(name, **({} if name == "gemma2" else {"num_hidden_layers": 4}))
     expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
     for count in (1, 3):
         assert_equal(kept_gradients(model, batches, count, policy="torch"), expected[count], what=f"{name}: torch's checkpoint")
     planned = PlannedModel(model, batches, make_lanes=late(seed=1))
+    assert ("mlp.experts.gate_up" in planned.value_names[0]) == name.endswith(" routed")
     for seed in range(50):
         planned.follow(random_plan(planned.value_names, seed=seed))
         for count in (1, 3):
@@ -183,6 +188,24 @@ def test_gradient_of_the_router_arrives_with_the_auxiliary_loss():
     found = planned.gradients(1)
     assert found["model.layers.0.mlp.gate.weight"].abs().sum() > 0
     assert_equal(found, expected, what="auxiliary loss")
+
+
+def test_the_second_run_of_routed_experts_leaves_out_what_nobody_needs(monkeypatch):
+    """With the first product held: no gather, no product; without: the first one alone."""
+    model, batches = make_model("qwen3_moe routed", num_hidden_layers=2)
+    expected = kept_gradients(model, batches, 1)
+    planned = PlannedModel(model, batches)
+    products = []
+    real = experts.grouped_mm
+    monkeypatch.setattr(experts, "grouped_mm", lambda *args, **options: products.append(args[1].shape[-1]) or real(*args, **options))
+    counts = {}
+    for place, values in (("recomputed", ()), ("held", (("mlp.experts.gate_up", "device"),))):
+        planned.follow([RECOMPUTE._replace(values=values)] * 2)
+        products.clear()
+        assert_equal(planned.gradients(1), expected, what=place)
+        counts[place] = len(products)
+    # Two products forward and two backward in each of two layers, and the first one again.
+    assert counts == {"recomputed": 10, "held": 8}
 
 
 def test_the_choice_of_experts_is_kept_not_made_again():
