@@ -42,6 +42,7 @@ from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 
+RUNS = ("one", "accumulate", "ddp", "fsdp")
 STRATEGIES = {"one": FastFTStrategy, "ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy}
 MIN_SPEEDUP = {"ddp": 1.9, "fsdp": 1.75}
 # Sums in another order, in bf16; measured from equal weights.
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("multi", parents=[shared], help="one GPU, DDP and FSDP2")
     one.add_argument("--workload", default="qwen3-8b-lora")
     one.add_argument("--ranks", type=int, default=2)
+    one.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
     two = commands.add_parser("full32b", parents=[shared], help="every weight of a large model")
     two.add_argument("--workload", default="qwen3-32b-qlora", help="whose configuration is trained, in bf16 and without adapters")
     two.add_argument("--ranks", type=int, default=4)
@@ -163,11 +165,14 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float) -> str:
 
 def multi(driver: Driver, options: argparse.Namespace) -> None:
     """One GPU, one GPU with as much accumulation as there are ranks, DDP, FSDP2."""
-    driver.run("one GPU", strategy="one", num_ranks=1, num_steps=options.steps)
-    arguments = ["--accumulate", str(options.ranks)]
-    driver.run(f"one GPU, accumulation {options.ranks}", strategy="one", num_ranks=1, num_steps=NUM_LOSSES - NUM_WARMUP, arguments=arguments)
+    if "one" in options.runs:
+        driver.run("one GPU", strategy="one", num_ranks=1, num_steps=options.steps)
+    if "accumulate" in options.runs:
+        arguments = ["--accumulate", str(options.ranks)]
+        driver.run(f"one GPU, accumulation {options.ranks}", strategy="one", num_ranks=1, num_steps=NUM_LOSSES - NUM_WARMUP, arguments=arguments)
     for strategy in ("ddp", "fsdp"):
-        driver.run(f"{strategy} x{options.ranks}", strategy=strategy, num_ranks=options.ranks, num_steps=options.steps)
+        if strategy in options.runs:
+            driver.run(f"{strategy} x{options.ranks}", strategy=strategy, num_ranks=options.ranks, num_steps=options.steps)
 
 
 def full(driver: Driver, options: argparse.Namespace) -> None:
