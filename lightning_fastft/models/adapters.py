@@ -66,6 +66,8 @@ class AdapterShadows:
     def __init__(self, *, compute_dtype: torch.dtype, status: Status) -> None:
         self.compute_dtype = compute_dtype
         self.status = status
+        # Masters are held in pieces, and gathered in the dtype that computes.
+        self.is_sharded = False
         self._layers: list[LoraLayer] = []
 
     def __len__(self) -> int:
@@ -115,7 +117,7 @@ class _ShadowForward:
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PEFT's signature
         shadows: AdapterShadows = vars(self)[_LAYER_ATTRIBUTE]
-        name = None if args or kwargs else _plain_adapter(self, x, dtype=shadows.compute_dtype)  # type: ignore[arg-type]
+        name = None if args or kwargs else _plain_adapter(self, x, shadows=shadows)  # type: ignore[arg-type]
         if name is None:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         lora_A, lora_B = self.lora_A[name], self.lora_B[name]  # type: ignore[attr-defined]
@@ -153,7 +155,7 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
     and is plain LoRA (no variant such as DoRA, no LoRA bias, no mixed batch); anything else runs PEFT's own forward.
 
     Args:
-        model: A PEFT model, or a module around one; not sharded.
+        model: A PEFT model, or a module around one. Sharded adapters, which FSDP2 gathers in compute_dtype, are read as they are gathered.
         ledger: Where the swaps are written down.
         compute_dtype: torch.bfloat16 or torch.float16; with torch.float32 nothing is changed.
 
@@ -176,6 +178,7 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
     shadows.status = _judge(layers, served=served, compute_dtype=compute_dtype)
     if shadows.status.state != "active":
         return shadows
+    shadows.is_sharded = _has_pieces(served)
     for name, layer in served.items():
         new = share_state(layer, classes[type(layer)])
         ledger.replace_module(model, name, new)
@@ -191,14 +194,18 @@ def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], comput
     if not served:
         return Status(STATUS_NAME, "inactive", f"no plain LoRA layer; found {others}" if others else "no LoRA layers")
     weights = [linear.weight for layer in served.values() for linear in (*layer.lora_A.values(), *layer.lora_B.values())]
-    if any(hasattr(weight, "device_mesh") for weight in weights):
-        return Status(STATUS_NAME, "refused", "adapter weights are sharded: FSDP's own mixed precision casts them")
     dtypes = {weight.dtype for weight in weights}
     named = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if dtypes == {compute_dtype} or compute_dtype is torch.float32:
         return Status(STATUS_NAME, "inactive", f"adapters compute in the dtype they are held in ({named})")
-    reason = f"{len(served)} LoRA layers: {named} masters, {str(compute_dtype).removeprefix('torch.')} compute"
+    held = "sharded " if _has_pieces(served) else ""
+    reason = f"{len(served)} LoRA layers: {held}{named} masters, {str(compute_dtype).removeprefix('torch.')} compute"
     return Status(STATUS_NAME, "active", f"{reason}; PEFT's own forward for {others}" if others else reason)
+
+
+def _has_pieces(layers: dict[str, LoraLayer]) -> bool:
+    """Whether adapter weights are held in pieces over ranks."""
+    return any(hasattr(parameter, "device_mesh") for layer in layers.values() for parameter in layer.parameters() if parameter.requires_grad)
 
 
 def _count_types(layers: list[LoraLayer]) -> str:
@@ -207,7 +214,7 @@ def _count_types(layers: list[LoraLayer]) -> str:
     return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
 
 
-def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, dtype: torch.dtype) -> str | None:
+def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, shadows: AdapterShadows) -> str | None:
     """Return the one adapter that this call can serve from shadows, or None where PEFT's own forward must run."""
     if layer.disable_adapters or layer.merged or not layer.cast_input_dtype_enabled:
         return None
@@ -215,9 +222,11 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, dtype: torch.dtype) ->
     if len(names) != 1:
         return None
     name = names[0]
-    linears = (layer.lora_A[name], layer.lora_B[name])
+    linears, dtype = (layer.lora_A[name], layer.lora_B[name]), shadows.compute_dtype
     is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
     is_plain = is_plain and x.dtype is dtype and not torch.is_autocast_enabled(x.device.type)
+    # What was gathered from pieces in another dtype would need a copy that goes stale unseen.
+    is_plain = is_plain and not (shadows.is_sharded and any(linear.weight.dtype is not dtype for linear in linears))
     # A hook or another class on lora_A or lora_B is somebody's extension: it must run.
     is_plain = is_plain and all(type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears)
     return name if is_plain else None

@@ -26,7 +26,7 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
         model: The base model, quantised or not.
         lora: PEFT's configuration; it is copied. ``task_type`` is set to CAUSAL_LM.
         adapter_dtype: Dtype of the adapter Parameters.
-        seed: Seed of their initialisation, the same on every rank.
+        seed: Seed of their initialisation, the same on every rank, device and strategy.
 
     Raises:
         OptionError: The configuration selects no layer of this model.
@@ -41,7 +41,8 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     lora.task_type = TaskType.CAUSAL_LM
     if lora.target_modules is None and not lora.target_parameters:
         lora.target_modules = "all-linear"
-    with seeded(seed, device=next(model.parameters()).device):
+    # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under every strategy.
+    with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
             adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except ValueError as error:

@@ -38,6 +38,17 @@ def test_adapters_follow_their_seed_and_keep_targets_and_configuration():
     assert adapted.peft_config["default"].task_type == "CAUSAL_LM"
 
 
+def test_adapters_are_the_same_under_any_default_device():
+    """Lightning's strategies build a model under default devices of their own, some on the GPU and some on the host."""
+    weights = []
+    for device in ("cpu", "meta"):
+        model = random_model()
+        with torch.device(device):
+            adapted = add_adapters(model, lora=LoraConfig(r=4, init_lora_weights=False), adapter_dtype=torch.float32, seed=1)
+        weights.append({name: value for name, value in adapted.named_parameters() if value.requires_grad})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_lora_that_fits_nothing_or_is_misspelt_is_refused():
     with pytest.raises(OptionError, match="no_such_layer"):
         add_adapters(random_model(), lora=LoraConfig(target_modules=["no_such_layer"]), adapter_dtype=torch.float32)

@@ -14,6 +14,7 @@ from lightning_fastft.status import Status
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.strategies.strategy_worker import (
+    ACCUMULATE,
     BOUND,
     FSDP_EQUALITY,
     NUM_WINDOWS,
@@ -21,6 +22,7 @@ from tests.strategies.strategy_worker import (
     difference,
     fit,
     make_tuner,
+    narrow_adapters,
     run_on_two_ranks,
     train,
     trained_state,
@@ -149,6 +151,17 @@ def test_bf16_is_trained_from_fp32_masters_unless_asked_otherwise(two_ranks):
     assert wide["layer"] == narrow["layer"] == [("torch.bfloat16", "torch.bfloat16")]
     assert [wide[key] for key in ("parameter", "gradient", "average")] == [["torch.float32"]] * 3
     assert [narrow[key] for key in ("parameter", "gradient", "average")] == [["torch.bfloat16"]] * 3
+
+
+@pytest.mark.slow
+def test_narrow_adapters_compute_as_on_one_device(two_ranks):
+    """From weights that FSDP2 has gathered in bf16: the same forward to the bit, gradients rounded once before they are reduced."""
+    ours, one = two_ranks["bf16 adapters"], narrow_adapters(strategy=FastFTStrategy())
+    assert ours["calls"] > 0
+    # One process has the micro-batches of both ranks, in turns, and divides by twice as many.
+    first_window = slice(0, 2 * ACCUMULATE, 2)
+    assert torch.equal(ours["losses"][:ACCUMULATE], 2 * one["losses"][first_window])
+    assert difference(ours["state"], one["state"]) <= torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.slow
