@@ -60,9 +60,10 @@ class ModelSource:
                 return AutoConfig.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
             except (OSError, ValueError) as error:
                 reason = str(error).strip().splitlines()[0]
-                raise OptionError(
-                    f"The configuration of {self.model!r} cannot be read: {reason} Check the name and the connection, or give a local folder."
-                ) from error
+                advice = "Check the name and the connection, or give a local folder."
+                if "custom code" in reason:
+                    advice = "Code of a model repository is never run here, as with trust_remote_code=False: load the model yourself and pass it."
+                raise OptionError(f"The configuration of {self.model!r} cannot be read: {reason} {advice}") from error
         if isinstance(self.model, Mapping):
             content = dict(self.model)
             if "model_type" not in content:
@@ -107,6 +108,7 @@ def build_model(
     Raises:
         DataError: Weights are missing, left over, of another shape, or not finite; the message names the tensors.
         MissingDependencyError: quantization needs bitsandbytes and it is not installed.
+        OptionError: quantization="nf4" for a checkpoint in MXFP4, which is read dequantised.
 
     Cost:
         One read of the weights (two where they are quantised), one reduction over them on the device and one host wait. A random model is made block
@@ -220,6 +222,17 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
     if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise OptionError(f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a checkpoint.")
     options = {} if quantization_config is None else {"quantization_config": quantization_config}
+    is_mxfp4 = _holds_mxfp4(source.config)
+    if is_mxfp4:
+        if quantization_config is not None:
+            raise OptionError(
+                f"{source.model} holds its experts in MXFP4, which is read as bf16 or fp32, and quantization='nf4' quantises what is read in such a "
+                "dtype. Leave quantization away, or save the model dequantised first."
+            )
+        from transformers import Mxfp4Config
+
+        # In MXFP4 itself transformers has no backward.
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     model, report = AutoModelForCausalLM.from_pretrained(
         source.model,
         revision=source.revision or "main",
@@ -246,7 +259,19 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
             f"The weights of {source.model} do not fit {type(model).__name__}: {'; '.join(faults)}. "
             "Check the files and the configuration, or load the model yourself and pass it to FineTuner."
         )
+    if is_mxfp4:
+        # transformers 5.17 leaves what it dequantised in bf16 whatever dtype is asked for.
+        for parameter in model.parameters():
+            if parameter.ndim == 3:
+                parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _holds_mxfp4(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint holds expert weights in MXFP4, as those of gpt-oss do."""
+    held = getattr(config, "quantization_config", None) or {}
+    method = held.get("quant_method") if isinstance(held, Mapping) else getattr(held, "quant_method", None)
+    return str(getattr(method, "value", method)) == "mxfp4"
 
 
 def _initialise(
