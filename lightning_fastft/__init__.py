@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from lightning_fastft.strategies.registry import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_fastft.callbacks.bincount_router import BincountRouter
     from lightning_fastft.callbacks.gradient_health import GradientHealth
     from lightning_fastft.callbacks.packed_training import PackedTraining
     from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
     from lightning_fastft.callbacks.token_throughput import TokenThroughput
     from lightning_fastft.datamodule import PackedDataModule
     from lightning_fastft.errors import FastFTError
-    from lightning_fastft.models.attention import register
+    from lightning_fastft.models.registration import register
     from lightning_fastft.module import FineTuner
     from lightning_fastft.offload.checkpointing import OffloadCheckpointing
     from lightning_fastft.packing.collate import Document, PackedBatch, collate
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 # The public list, and where each name lives. A stored copy of it is compared in tests/meta.
 _PLACES = {
     "BatchContext": "packing.context",
+    "BincountRouter": "callbacks.bincount_router",
     "Document": "packing.collate",
     "FastFTDDPStrategy": "strategies.ddp",
     "FastFTError": "errors",
@@ -46,11 +48,12 @@ _PLACES = {
     "Status": "status",
     "TokenThroughput": "callbacks.token_throughput",
     "collate": "packing.collate",
-    "register": "models.attention",
+    "register": "models.registration",
 }
 
 __all__ = [
     "BatchContext",
+    "BincountRouter",
     "Document",
     "FastFTDDPStrategy",
     "FastFTError",

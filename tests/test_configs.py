@@ -18,7 +18,17 @@ SIZES = {
     "head_dim": 32,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES = {"moe_qwen3": {"model_type": "qwen3_moe", **EXPERTS}, "long_context_llama": {"model_type": "llama"}}
+FAMILIES = {
+    "moe_qwen3": {"model_type": "qwen3_moe", **EXPERTS},
+    "moe_gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "long_context_llama": {"model_type": "llama"},
+}
 HEAD = ("# Purpose: ", "# Command: fastft ", "# Hardware: ", "# Expected: ")
 
 

@@ -11,7 +11,9 @@ from torch.nn.utils import parametrize
 
 from lightning_fastft.models.expert_adapters import ParamWrapper, install_expert_adapters
 from lightning_fastft.models.moe import install_bincount_router
+from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
+from tests.models.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
 from tests.models.test_moe import assert_same, distance, results, run
 from tests.models.tiny_models import build_tiny
 
@@ -165,3 +167,17 @@ def test_adapters_elsewhere_are_left_to_peft():
 
 def test_nothing_to_swap():
     assert install_expert_adapters(build_tiny("qwen3_moe"), SwapLedger(), experts=[]) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_those_one_by_one(family):
+    """Attention with sinks and windows, routed experts and their adapters together: no document sees another."""
+    model, alone = (with_adapters(build_tiny(family, experts="eager")) for _ in range(2))
+    ledger, _ = install(model)
+    install_packed_training(model, ledger)
+    batch = make_batch()
+    loss, logits = run_packed(model, batch)
+    true_loss, true_logits = run_one_by_one(alone, make_documents(), num_items=batch.context.num_items)
+    assert_close(loss, true_loss)
+    assert_close(logits, true_logits)
+    assert_close(take_gradients(model), take_gradients(alone))

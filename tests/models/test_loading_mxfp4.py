@@ -24,8 +24,9 @@ def checkpoint(tmp_path):
     """A folder, and the expert weights in it as plain numbers."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "gpt_oss", vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_local_experts=4, num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], sliding_window=8, max_position_embeddings=128,
+        "gpt_oss", vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], sliding_window=8,
+        max_position_embeddings=128,
     )  # fmt: skip
     tensors, expected = {}, {}
     for name, tensor in AutoModelForCausalLM.from_config(config).bfloat16().state_dict().items():
@@ -66,5 +67,5 @@ def test_every_expert_can_be_trained(checkpoint):
 
 
 def test_nf4_on_top_is_refused_by_name(checkpoint):
-    with pytest.raises(OptionError, match="MXFP4.*Leave quantization away"):
+    with pytest.raises(OptionError, match=r"MXFP4.*Leave quantization away"):
         build_model(ModelSource(str(checkpoint[0])), device=CPU, dtype=torch.float32, quantization="nf4")
