@@ -173,7 +173,9 @@ class CaseRecorder:
         num_tokens = sum(pack.input_id_T.size for pack in timed)
         num_labelled = sum(int((pack.label_T(self.case.label_share) != -100).sum()) for pack in timed)
         summary = summarise_ms(step_ms)
-        seconds = summary["median"] / 1e3
+        # Where steps have as many real tokens as happens (padded batches), the rate is that of all of them together.
+        is_even = len({pack.input_id_T.size for pack in timed}) == 1
+        seconds = (summary["median"] if is_even else sum(step_ms) / len(step_ms)) / 1e3
         self.record.update(
             ms=step_ms,
             summary=summary,

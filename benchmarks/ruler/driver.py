@@ -23,7 +23,8 @@ LEAST_SECONDS = 30.0
 def parse_arm(text: str, *, template: Case) -> list[Case]:
     """Return the cases of one arm from "system:mode,mode": one process.
 
-    A mode may carry a label share and an optimizer: "keep+liger@0.3/adamw_fused". "plain:reference" leaves the reference gradients and is not timed.
+    A mode may carry a label share and an optimizer: "keep+liger@0.3/adamw_fused". "plain:reference" leaves the reference gradients and is not timed;
+    what follows it ("reference+flex") is kept.
 
     Raises:
         ValueError: The text has no system or no mode.
@@ -40,13 +41,23 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
         rest, _, optimizer = item.partition("/")
         mode, _, share = rest.partition("@")
         case = replace(template, system=system, mode=mode, label_share=float(share or 1.0), optimizer=optimizer or template.optimizer)
-        if mode == "reference":
-            case = replace(case, mode="recompute", num_warmup=1, num_steps=0)
+        if mode.partition("+")[0] == "reference":
+            case = replace(case, mode=mode.replace("reference", "recompute", 1), num_warmup=1, num_steps=0)
         cases.append(case)
     return cases
 
 
-def run_arms(arms: Sequence[Sequence[Case]], *, root: Path, raw: Path, log: Path, device: str, budget_seconds: float, arm_seconds: float) -> None:
+def run_arms(
+    arms: Sequence[Sequence[Case]],
+    *,
+    root: Path,
+    raw: Path,
+    log: Path,
+    device: str,
+    budget_seconds: float,
+    arm_seconds: float,
+    module: str = "benchmarks.train_step",
+) -> None:
     """Run every arm that the budget allows.
 
     Args:
@@ -57,6 +68,7 @@ def run_arms(arms: Sequence[Sequence[Case]], *, root: Path, raw: Path, log: Path
         device: "cuda" or "cpu".
         budget_seconds: For all arms together.
         arm_seconds: Most for one arm.
+        module: Whose "arm" command runs one of them.
     """
     deadline = time.monotonic() + budget_seconds
     for cases in arms:
@@ -67,15 +79,15 @@ def run_arms(arms: Sequence[Sequence[Case]], *, root: Path, raw: Path, log: Path
             continue
         num_before = len(read_records(raw))
         start = time.monotonic()
-        reason = _run_process(cases, root=root, raw=raw, log=log, device=device, seconds=min(left, arm_seconds))
+        reason = _run_process(cases, root=root, raw=raw, log=log, device=device, seconds=min(left, arm_seconds), module=module)
         print(f"arm: {names}: {time.monotonic() - start:.0f} s{'; ' + reason if reason else ''}", flush=True)
         _note_missing(cases, raw=raw, num_before=num_before, reason=reason or "its process left no record")
 
 
-def _run_process(cases: Sequence[Case], *, root: Path, raw: Path, log: Path, device: str, seconds: float) -> str:
+def _run_process(cases: Sequence[Case], *, root: Path, raw: Path, log: Path, device: str, seconds: float, module: str) -> str:
     """Run one arm; return what went wrong with its process, or nothing."""
     command = [
-        sys.executable, "-m", "benchmarks.train_step", "arm", "--cases", json.dumps([asdict(case) for case in cases]),
+        sys.executable, "-m", module, "arm", "--cases", json.dumps([asdict(case) for case in cases]),
         "--root", str(root), "--raw", str(raw), "--device", device,
     ]  # fmt: skip
     with log.open("ab") as sink:

@@ -18,6 +18,8 @@ import torch
 
 MIN_COSINE = 0.999
 MAX_NORM_ERROR = 0.02
+# PEFT wraps a stack of expert weights by the name of its module, and the second stack around the first.
+_WRAPPED_STACKS = {"experts.base_layer": "experts.gate_up_proj", "experts": "experts.down_proj"}
 _ADAPTER_NAME = re.compile(r"layers\.(\d+)\.([\w.]+?)\.lora_([AB])\b")
 
 
@@ -52,15 +54,57 @@ class Verdict:
         return asdict(self)
 
 
-def canonical_name(name: str) -> str | None:
+def canonical_name(name: str, *, parameter: str | None = None) -> str | None:
     """Return "<layer>.<module>.<A|B>" for an adapter tensor, whatever wraps the model; None for another tensor.
+
+    Args:
+        name: Of the tensor.
+        parameter: What the wrapper of a stack of expert weights says that it wraps; None to go by the order in which PEFT 0.21 nests wrappers.
 
     Example:
         >>> canonical_name("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
         '3.self_attn.q_proj.A'
+        >>> canonical_name("base_model.model.model.layers.3.mlp.experts.base_layer.lora_A.weight")
+        '3.mlp.experts.gate_up_proj.A'
     """
     match = _ADAPTER_NAME.search(name)
-    return f"{match[1]}.{match[2]}.{match[3]}" if match else None
+    if match is None:
+        return None
+    parent, _, last = match[2].rpartition("experts")
+    module = match[2]
+    if parent and f"experts{last}" in _WRAPPED_STACKS:
+        module = parent + (f"experts.{parameter}" if parameter else _WRAPPED_STACKS[f"experts{last}"])
+    return f"{match[1]}.{module}.{match[3]}"
+
+
+def fit_layout(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """Return adapter tensors with A and B of a stack exchanged where that gives the wanted shapes, and all others as they are.
+
+    Who reads a stack the other way round holds the low-rank product of its transpose: B of each expert, transposed, stands where A is.
+    """
+    fitted = dict(tensors)
+    ranks = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".A") and ".experts." not in name]
+    for name in tensors:
+        other = f"{name.removesuffix('.A')}.B"
+        if ".experts." in name and name.endswith(".A") and ranks and other in tensors and shapes.get(name) not in (None, tensors[name].shape):
+            pair = exchange_factors(tensors[name], tensors[other], rank=ranks[0])
+            if (pair[0].shape, pair[1].shape) == (shapes.get(name), shapes.get(other)):
+                fitted[name], fitted[other] = pair
+    return fitted
+
+
+def exchange_factors(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of the transposed stack; twice gives back what was there.
+
+    Args:
+        a: Shape (E * R, X), the expert slowest.
+        b: Shape (Y, R * E), the expert fastest.
+        rank: R.
+    """
+    num_experts = a.shape[0] // rank
+    turned_a = b.reshape(b.shape[0], rank, num_experts).permute(2, 1, 0).reshape(num_experts * rank, -1)
+    turned_b = a.reshape(num_experts, rank, -1).permute(2, 1, 0).reshape(-1, rank * num_experts)
+    return turned_a, turned_b
 
 
 def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -70,10 +114,11 @@ def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         ValueError: Something other than adapters is trained, or two tensors share a name.
     """
     adapters: dict[str, torch.nn.Parameter] = {}
+    wrapped = {name: module.parameter_name for name, module in model.named_modules() if isinstance(getattr(module, "parameter_name", None), str)}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        key = canonical_name(name)
+        key = canonical_name(name, parameter=wrapped.get(name.partition(".lora_")[0]))
         if key is None or key in adapters:
             raise ValueError(f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}.")
         adapters[key] = parameter
@@ -92,7 +137,10 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
     if set(adapters) != set(values):
         difference = sorted(set(adapters) ^ set(values))
         raise ValueError(f"The model trains {len(adapters)} tensors, the adapter file has {len(values)}; they differ in {difference[:4]}.")
+    values = fit_layout(values, {name: parameter.shape for name, parameter in adapters.items()})
     for name, parameter in adapters.items():
+        if parameter.shape != values[name].shape:
+            raise ValueError(f"{name} has the shape {tuple(parameter.shape)} in the model and {tuple(values[name].shape)} in the adapter file.")
         parameter.copy_(values[name])
 
 
@@ -129,6 +177,11 @@ def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.T
         return Verdict(
             False, f"{len(missing)} tensors without a gradient {missing[:3]}, {len(surplus)} that the plain arm does not train {surplus[:3]}"
         )
+    gradients = fit_layout(gradients, {name: tensor.shape for name, tensor in reference.items()})
+    misshapen = [name for name in reference if gradients[name].shape != reference[name].shape]
+    if misshapen:
+        first = misshapen[0]
+        return Verdict(False, f"{first} has the shape {tuple(gradients[first].shape)}, the plain arm's {tuple(reference[first].shape)}")
     rows = [(name, *_compare(gradients[name].to(device), reference[name].to(device))) for name in reference]
     by_cosine = sorted(rows, key=lambda row: _low_first(row[1]))
     by_norm = sorted(rows, key=lambda row: -_high(row[2]))

@@ -20,6 +20,9 @@ import torch
 
 LENGTHS_PATH = Path(__file__).parents[1] / "lengths" / "lognormal_mean512.json"
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# In mixture models: adapters on attention, and on the stacks of expert weights. PEFT names the wrapper of the first stack after the one around it.
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERT_PARAMETERS = {"base_layer.": "gate_up_proj", "": "down_proj"}
 IGNORED_LABEL = -100
 # Documents shorter than this are not cut off at the end of a pack; the document before them grows instead.
 SHORTEST_DOCUMENT = 16
@@ -30,6 +33,13 @@ ADAPTER_SHARE = 0.05
 # What the branches of all layers together add to the residual stream, and the size of what enters a gate: see _condition.
 BRANCH_SHARE = 0.3
 GATE_STD = 0.7
+# Mixture models: every token id carries the directions of its experts in its embedding, this strong, where nothing else of it lies, and routers read
+# them with this gain. With random routers two correct bf16 systems choose another last expert for 2 to 7 % of the tokens of a layer, and cosines fall
+# to 0.995 (CPU, 12 layers, 128 experts); so, both choose the same. With a lower gain a system that drops the routers' gradient would pass the judge.
+EXPERT_CODES = (2.0, 3.5)
+ROUTER_GAIN = 1.2
+# Tokens on which routers are measured.
+NUM_ROUTED_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Workload:
         length_divisor: Document lengths of the list are divided by this (1 except in CPU tests).
         num_packs: Packs in the token file; a run that needs more starts again.
         weights_of: Workload whose model and adapters this one trains, on packs of its own; None for its own.
+        is_skewed: Whether half of the rows go to a tenth of the experts.
     """
 
     name: str
@@ -57,6 +68,12 @@ class Workload:
     lora_rank: int = 16
     lora_alpha: int = 16
     weights_of: str | None = None
+    is_skewed: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 in a dense model."""
+        return int(self.model_config.get("num_experts", self.model_config.get("num_local_experts", 0)))
 
 
 def _qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, Any]:
@@ -81,6 +98,38 @@ _TINY = {
     "head_dim": 16, "max_position_embeddings": 1024, "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 
+
+def _qwen3_moe(*, layers: int) -> dict[str, Any]:
+    return {
+        **_qwen3(hidden=2048, inner=6144, layers=layers, heads=32, kv_heads=4, tied=False),
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    }  # fmt: skip
+
+
+def _gpt_oss(*, layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": layers, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+_TINY_MOE = {**_TINY, "moe_intermediate_size": 24, "num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_TINY_GPT_OSS = {
+    **{key: value for key, value in _TINY.items() if key != "rope_parameters"},
+    "intermediate_size": 48, "num_local_experts": 32, "num_experts_per_tok": 2, "sliding_window": 8,
+}  # fmt: skip
+
+
+def _with_routings(name: str, model_type: str, config: dict[str, Any]) -> list[Workload]:
+    """A mixture workload at 8,192 tokens, its packs of 16,384, and the same two with skewed routing, which are a model of their own."""
+    found = []
+    for title, is_skewed in ((name, False), (f"{name}-skewed", True)):
+        found.append(Workload(title, model_type, config, None, is_skewed=is_skewed))
+        found.append(Workload(f"{title}-16k", model_type, config, None, max_tokens=16_384, num_packs=24, weights_of=title, is_skewed=is_skewed))
+    return found
+
+
 # Packs of other lengths on the same weights: name of the suffix, tokens, packs that the stored list of documents fills.
 _LONGER = (("16k", 16_384, 24), ("32k", 32_768, 12), ("48k", 49_152, 8))
 
@@ -103,6 +152,26 @@ WORKLOADS = {
         Workload("qwen3-8b-lora", "qwen3", _QWEN3_8B, None),
         Workload("qwen3-0.6b-lora", "qwen3", _QWEN3_06B, None),
         Workload("llama-3.2-1b-lora", "llama", _LLAMA_1B, None),
+        *_with_routings("qwen3-30b-a3b-12l-lora", "qwen3_moe", _qwen3_moe(layers=12)),
+        *_with_routings("qwen3-30b-a3b-lora", "qwen3_moe", _qwen3_moe(layers=48)),
+        *_with_routings("gpt-oss-20b-12l-lora", "gpt_oss", _gpt_oss(layers=12)),
+        *_with_routings("gpt-oss-20b-lora", "gpt_oss", _gpt_oss(layers=24)),
+        *(
+            Workload(
+                f"{name}{'-skewed' if is_skewed else ''}",
+                model_type,
+                config,
+                None,
+                max_tokens=256,
+                length_divisor=16,
+                num_packs=8,
+                lora_rank=4,
+                lora_alpha=4,
+                is_skewed=is_skewed,
+            )
+            for name, model_type, config in (("tiny-moe", "qwen3_moe", _TINY_MOE), ("tiny-gpt-oss", "gpt_oss", _TINY_GPT_OSS))
+            for is_skewed in (False, True)
+        ),
         Workload("tiny", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
         Workload("tiny-long", "qwen3", _TINY, None, max_tokens=512, length_divisor=16, num_packs=6, lora_rank=4, lora_alpha=4, weights_of="tiny"),
         Workload("tiny-qlora", "qwen3", _TINY, "nf4", max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
@@ -209,6 +278,7 @@ class WorkloadFiles:
         weights = root / (workload.weights_of or workload.name)
         self.model = weights / "model"
         self.adapter = weights / "adapter"
+        self.routing = weights / "routing.json"
         self.tokens = self.folder / "tokens.safetensors"
         self.done = self.folder / "done.json"
 
@@ -265,7 +335,7 @@ def build(workload: Workload, *, root: Path, device: str, dtype: torch.dtype) ->
 
 
 def _fingerprint(workload: Workload) -> dict[str, Any]:
-    return json.loads(json.dumps({**vars(workload), "shares": [ADAPTER_SHARE, BRANCH_SHARE, GATE_STD]}))
+    return json.loads(json.dumps({**vars(workload), "shares": [ADAPTER_SHARE, BRANCH_SHARE, GATE_STD, *EXPERT_CODES, ROUTER_GAIN]}))
 
 
 def _write_model(files: WorkloadFiles, *, device: str, dtype: torch.dtype) -> dict[str, tuple[int, int, float]]:
@@ -278,7 +348,12 @@ def _write_model(files: WorkloadFiles, *, device: str, dtype: torch.dtype) -> di
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _condition(model, tied=bool(files.workload.model_config["tie_word_embeddings"]))
+    if files.workload.num_experts:
+        _write_routes(model, is_skewed=files.workload.is_skewed)
+        files.routing.write_text(json.dumps(_measure_routing(model, make_packs(files.workload)[0])))
     model.save_pretrained(files.model, max_shard_size="6GB")
+    if files.workload.num_experts:
+        return _mixture_shapes(model)
     return {
         name: (*module.weight.shape, float(module.weight.detach().float().std()))
         for name, module in model.named_modules()
@@ -304,13 +379,119 @@ def _condition(model: Any, *, tied: bool) -> None:
         # Attention averages values, so its output is smaller than its input; 2 makes up for some of it. silu(gate) * up has 0.6 of its inputs'
         # squares.
         gains = [(attention.q_proj, 1.0), (attention.k_proj, 1.0), (attention.v_proj, 1.0), (attention.o_proj, 2.0 * branch)]
-        gains += [(mlp.gate_proj, GATE_STD), (mlp.up_proj, GATE_STD), (mlp.down_proj, branch / (0.6 * GATE_STD**2))]
+        if hasattr(mlp, "experts"):
+            _condition_experts(layer, branch=branch)
+        else:
+            gains += [(mlp.gate_proj, GATE_STD), (mlp.up_proj, GATE_STD), (mlp.down_proj, branch / (0.6 * GATE_STD**2))]
         for linear, gain in gains:
             _set_std(linear, gain / math.sqrt(linear.in_features))
 
 
 def _set_std(module: torch.nn.Module, std: float) -> None:
     module.weight.mul_(std / module.weight.float().std())
+
+
+def _condition_experts(layer: Any, *, branch: float) -> None:
+    """Scale the expert stacks of one layer; draw what gpt-oss adds (biases, sinks), so that nothing is zero that a system could drop."""
+    mlp, attention, is_gpt_oss = layer.mlp, layer.self_attn, hasattr(layer.mlp, "router")
+    router, experts = _router(mlp), mlp.experts
+    # gpt-oss stores (experts, inputs, outputs), and its gate, (up + 1) * gate * sigmoid(1.7 gate), has 0.55 where silu(gate) * up has 0.6 of squares.
+    num_inner = experts.down_proj.shape[1 if is_gpt_oss else 2]
+    inner = 0.55 if is_gpt_oss else 0.6 * GATE_STD**2
+    experts.gate_up_proj.normal_(std=GATE_STD * router.weight.shape[1] ** -0.5)
+    # A weighted mean of experts is smaller than each of them: 1.5 makes up for it.
+    experts.down_proj.normal_(std=1.5 * branch / inner * num_inner**-0.5)
+    if is_gpt_oss:
+        router.bias.normal_(std=0.1)
+        experts.gate_up_proj_bias.normal_(std=0.1 * GATE_STD)
+        experts.down_proj_bias.normal_(std=0.1 * branch)
+        attention.sinks.normal_()
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+            linear.bias.normal_(std=0.1)
+        attention.o_proj.bias.normal_(std=0.1 * branch)
+
+
+def _router(mlp: Any) -> Any:
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
+
+
+@torch.no_grad()
+def _write_routes(model: Any, *, is_skewed: bool) -> None:
+    """Give every token id its experts: their directions in its embedding, and routers that read them, each layer with other experts for them.
+
+    Experts are drawn evenly, or half of each token's from a tenth of the experts.
+    """
+    generator = torch.Generator().manual_seed(13)
+    routers = [_router(layer.mlp) for layer in model.model.layers]
+    table = model.model.embed_tokens.weight
+    num_experts, num_chosen, width = routers[0].num_experts, routers[0].top_k, table.shape[1]
+    num_words = min(TOKENIZER_WORDS, table.shape[0])
+    score = torch.rand(num_words, num_experts, generator=generator)
+    if is_skewed:
+        # Every token has as many of the busy experts as of the others.
+        busy = num_busy(num_experts)
+        parts = (score[:, :busy].topk(num_chosen // 2).indices, score[:, busy:].topk(num_chosen - num_chosen // 2).indices + busy)
+        expert_WK = torch.cat(parts, dim=1)
+    else:
+        expert_WK = score.topk(num_chosen).indices
+    # In an order of its own, so that the weights of busy experts are not the small ones.
+    expert_WK = expert_WK.gather(1, torch.rand(expert_WK.shape, generator=generator).argsort(dim=1))
+    direction_ED = torch.linalg.qr(torch.randn(width, num_experts, generator=generator)).Q.T.contiguous().to(table.device)
+    direction_DE = direction_ED.T.to(table.dtype)
+    table -= table @ direction_DE @ direction_DE.T
+    for strength, expert_W in zip(torch.linspace(*EXPERT_CODES, num_chosen).tolist(), expert_WK.unbind(dim=1)):
+        table[:num_words] += (strength * direction_ED[expert_W.to(table.device)]).to(table.dtype)
+    for number, router in enumerate(routers):
+        router.weight.copy_(ROUTER_GAIN * direction_ED.roll(7 * number, dims=0))
+
+
+@torch.no_grad()
+def _measure_routing(model: Any, pack: Pack) -> dict[str, Any]:
+    """Return what the busiest tenth of the experts gets in each layer, on the longest document of a pack."""
+    shares: list[float] = []
+    handles = [
+        _router(layer.mlp).register_forward_hook(lambda router, _, outputs: shares.append(busiest_share(outputs[2], router.num_experts)))
+        for layer in model.model.layers
+    ]
+    start, end = max(pack.borders(), key=lambda border: border[1] - border[0])
+    ids = torch.from_numpy(pack.input_id_T[start:end][:NUM_ROUTED_TOKENS])[None].to(model.device)
+    model.model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return {"busiest_tenth": sum(shares) / len(shares), "lowest": min(shares), "highest": max(shares), "num_tokens": ids.numel()}
+
+
+def busiest_share(expert_TK: torch.Tensor, num_experts: int) -> float:
+    """Return the share of rows that go to the busiest tenth of the experts.
+
+    Example:
+        >>> busiest_share(torch.tensor([[0, 1], [0, 2]]), 10)
+        0.5
+    """
+    counts = torch.bincount(expert_TK.reshape(-1), minlength=num_experts)
+    return float(counts.topk(num_busy(num_experts)).values.sum() / expert_TK.numel())
+
+
+def num_busy(num_experts: int) -> int:
+    """Return how many experts are a tenth of them."""
+    return max(1, num_experts // 10)
+
+
+def _mixture_shapes(model: Any) -> dict[str, tuple[int, int, float]]:
+    """Return rows and columns of B and A for every adapted weight by the name of its wrapper; stacks count all their experts' ranks apart."""
+    found = {
+        name: (*module.weight.shape, float(module.weight.detach().float().std()))
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in ATTENTION_MODULES
+    }
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            for wrapper, parameter in EXPERT_PARAMETERS.items():
+                _, rows, columns = (stack := getattr(module, parameter).detach()).shape
+                if getattr(module, "is_transposed", False):
+                    rows, columns = columns, rows
+                found[f"{name}.{wrapper}".rstrip(".")] = (rows, columns, float(stack.float().std()))
+    return found
 
 
 def _write_tokenizer(files: WorkloadFiles) -> None:
@@ -334,12 +515,13 @@ def _write_adapter(files: WorkloadFiles, shapes: dict[str, tuple[int, int, float
     """Write non-zero adapters in PEFT's format; values are exact in bf16, so that bf16 and fp32 adapters hold the same numbers."""
     from safetensors.torch import save_file
 
-    rank = files.workload.lora_rank
+    rank, num_experts = files.workload.lora_rank, files.workload.num_experts
     generator = torch.Generator().manual_seed(11)
     tensors = {}
     for name, (num_rows, num_columns, weight_std) in shapes.items():
-        a = (torch.rand(rank, num_columns, generator=generator) * 2 - 1) / math.sqrt(num_columns)
-        b = torch.randn(num_rows, rank, generator=generator) * (ADAPTER_SHARE * weight_std * math.sqrt(num_columns / rank))
+        num_ranks = rank * num_experts if ".experts" in name else rank
+        a = (torch.rand(num_ranks, num_columns, generator=generator) * 2 - 1) / math.sqrt(num_columns)
+        b = torch.randn(num_rows, num_ranks, generator=generator) * (ADAPTER_SHARE * weight_std * math.sqrt(num_columns / rank))
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16).float()
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(torch.bfloat16).float()
     files.adapter.mkdir(exist_ok=True)
@@ -356,7 +538,8 @@ def lora_config(workload: Workload) -> Any:
         lora_alpha=workload.lora_alpha,
         lora_dropout=0.0,
         bias="none",
-        target_modules=list(TARGET_MODULES),
+        target_modules=list(ATTENTION_MODULES if workload.num_experts else TARGET_MODULES),
+        target_parameters=[f"mlp.experts.{name}" for name in EXPERT_PARAMETERS.values()] if workload.num_experts else None,
         task_type="CAUSAL_LM",
     )
 

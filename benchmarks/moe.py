@@ -1,0 +1,522 @@
+r"""Whole training steps of mixture models in the ruler: transformers' experts, the published form, ours with BincountRouter, Unsloth.
+
+    python -m benchmarks.train_step build --workload qwen3-30b-a3b-12l-lora --root /dev/shm/fastft
+    python -m benchmarks.moe run --workload qwen3-30b-a3b-12l-lora --root /dev/shm/fastft --out runs/moe \
+        --arms plain:reference ours:recompute,keep unsloth:unsloth unsloth:off plain:recompute+grouped_mm,recompute+eager,recompute+published
+    python -m benchmarks.moe table runs/moe/raw.jsonl
+
+Judge, clock and files are those of ``benchmarks.train_step``; arms are its arms on mixture models, LoRA on q, k, v, o and on both stacks of expert
+weights. Modes:
+
+- ``plain``: recompute or keep, with +eager, +grouped_mm or +published (the experts function of transformers; without one its own default); +flex for
+  FlexAttention where the family has sinks (its default, eager attention, builds every score of the pack).
+- ``ours``: as in the ruler; BincountRouter is always there.
+- ``unsloth``: unsloth (its default) and off; +paddedN for models that it never packs: length-grouped batches of N documents, right-padded. The judged
+  step has the documents of the first pack. Then all documents of the token file, sorted by length and cut into batches, in an order in which every
+  beginning holds short and long ones; only real tokens are counted, and the rate is that of all timed steps together.
+
+A run that follows in the same folder goes on where the last one ended: cases that have a verdict are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# As in train_step: set before anything is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+if __name__ == "__main__" and '"system": "unsloth"' in " ".join(sys.argv):
+    # It patches torch and transformers when it is imported, and wants to come before them.
+    import unsloth  # noqa: F401
+
+import numpy as np
+import torch
+
+from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, run_case
+from benchmarks.ruler.driver import parse_arm, run_arms
+from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.plans import describe_plan, least_warmup, parse_mode
+from benchmarks.ruler.report import read_records, render_table, result_rows
+from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
+
+# Issue's bars: ours against Unsloth, in tokens/s. The third is asked of the fastest of ours that needs no more memory than Unsloth's default.
+BARS = {
+    "qwen3_moe": (("its default", 2.0, False), ("its best", 1.5, False), ("its default, at no more than its memory", 1.5, True)),
+    "gpt_oss": (("its best", 2.5, False),),
+}
+# What tells one case from another.
+_KEY = ("workload", "system", "mode", "label_share", "optimizer")
+_GOLDEN = (5**0.5 - 1) / 2
+# What a case that was not measured says when it is worth another try.
+_UNFINISHED = ("not started", "stopped after")
+
+
+# The plain arm
+
+
+def parse_plain_mode(mode: str) -> tuple[bool, str | None, bool]:
+    """Return whether everything is kept, the experts implementation (None for transformers' default), and whether FlexAttention is asked for.
+
+    Raises:
+        ValueError: There is no such mode.
+
+    Example:
+        >>> parse_plain_mode("recompute+eager")
+        (False, 'eager', False)
+    """
+    from benchmarks.moe_layer import PUBLISHED
+
+    names = {"eager": "eager", "grouped_mm": "grouped_mm", "published": PUBLISHED}
+    name, *added = mode.split("+")
+    experts = [names[part] for part in added if part in names]
+    if name not in ("recompute", "keep") or len(experts) > 1 or len(experts) + added.count("flex") != len(added):
+        raise ValueError(f"A mode of plain is recompute or keep, with one of +eager, +grouped_mm, +published, and +flex; got {mode!r}.")
+    return name == "keep", experts[0] if experts else None, "flex" in added
+
+
+def run_plain(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+    """Run the cases on one loaded model; the first leaves the reference gradients where there are none."""
+    from benchmarks.moe_layer import register_published
+    from benchmarks.ruler.arms import plain
+
+    register_published()
+    modes = [parse_plain_mode(case.mode) for case in cases]
+    is_cuda, packs, adapter = device == "cuda", files.read_packs(), files.read_adapter()
+    model = _load_plain(files, device=device)
+    base = model.get_base_model()
+    if files.workload.model_type == "gpt_oss":
+        base.model.register_forward_pre_hook(isolate_documents, with_kwargs=True)
+    own = (base.config._experts_implementation, base.config._attn_implementation)
+    for case, (is_kept, experts, is_flex) in zip(cases, modes):
+        base.set_experts_implementation(experts or own[0])
+        base.set_attn_implementation("flex_attention" if is_flex else own[1])
+        is_reference = case.num_steps == 0 or not files.reference(case.label_share).exists()
+        recorder = _recorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
+
+        def body(recorder: CaseRecorder, *, is_kept: bool = is_kept) -> None:
+            load_adapter(model, adapter)
+            plain._set_checkpointing(model, enabled=not is_kept)
+            plain._train(model, recorder, device=device)
+
+        run_case(recorder, body, log=log)
+        model.zero_grad(set_to_none=True)
+
+
+def _load_plain(files: WorkloadFiles, *, device: str) -> Any:
+    """Load as the plain arm does; models with sinks take transformers' own attention for them, since no flash kernel of this image has any."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    is_cuda = device == "cuda"
+    attention = "eager" if files.workload.model_type == "gpt_oss" else "flash_attention_2" if is_cuda else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(
+        files.model, dtype=base_dtype(is_cuda=is_cuda), attn_implementation=attention, device_map={"": 0 if is_cuda else "cpu"}
+    )
+    model.config.use_cache = False
+    return get_peft_model(model, lora_config(files.workload)).train()
+
+
+def isolate_documents(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand gpt-oss the masks that keep packed documents apart; a forward pre-hook.
+
+    The family builds its masks without positions, so that documents in one row see each other unless a flash kernel separates them. It takes ready
+    masks: transformers' own functions make them here, from the positions of the batch.
+    """
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    if keywords.get("attention_mask") is None and keywords.get("position_ids") is not None:
+        states = model.embed_tokens.weight.new_empty((*keywords["position_ids"].shape, 1))
+        given = {
+            "config": model.config,
+            "inputs_embeds": states,
+            "attention_mask": None,
+            "past_key_values": None,
+            "position_ids": keywords["position_ids"],
+        }
+        masks = {"full_attention": create_causal_mask(**given), "sliding_attention": create_sliding_window_causal_mask(**given)}
+        keywords = {**keywords, "attention_mask": masks}
+    return arguments, keywords
+
+
+# Ours
+
+
+def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+    """Run the cases through FineTuner, FastFTStrategy and Trainer with BincountRouter; cases with the same optimizer share one FineTuner."""
+    from benchmarks.ruler.arms import ours
+
+    is_cuda, packs, adapter = device == "cuda", files.read_packs(), files.read_adapter()
+    held: dict[str, Any] = {}
+
+    def body(recorder: CaseRecorder) -> None:
+        name = recorder.case.optimizer
+        if name not in held:
+            held.clear()
+            held[name] = ours.make_tuner(files, optimizer=name, is_cuda=is_cuda)
+        _train_ours(held[name], recorder, adapter=adapter, is_cuda=is_cuda)
+        held[name].zero_grad(set_to_none=True)
+
+    for case in cases:
+        case = replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode)))
+        recorder = _recorder(case, files=files, packs=packs, is_cuda=is_cuda)
+        if "error" in run_case(recorder, body, log=log):
+            # Whatever a failed fit left behind is not trusted.
+            held.clear()
+
+
+def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
+    from benchmarks.ruler.arms import ours
+    from lightning_fastft.callbacks.bincount_router import BincountRouter
+    from lightning_fastft.strategies.single_device import FastFTStrategy
+
+    checkpointing, wants_liger = parse_mode(recorder.case.mode)
+    measure = ours.MeasuringCallback(recorder, adapter=adapter, wants_liger=wants_liger, checkpointing=checkpointing, is_cuda=is_cuda)
+    strategy, router = FastFTStrategy(activations=checkpointing), BincountRouter()
+    num_steps = recorder.num_total + measure.num_extra_steps
+    trainer = ours.make_trainer(strategy, measure, max_steps=num_steps, is_cuda=is_cuda)
+    trainer.callbacks.append(router)
+    loader = torch.utils.data.DataLoader(
+        [recorder.pack_at(step) for step in range(num_steps)],
+        batch_size=None,
+        collate_fn=functools.partial(ours.collate_pack, share=recorder.case.label_share),
+        pin_memory=is_cuda,
+    )
+    try:
+        trainer.fit(tuner, train_dataloaders=loader)
+    finally:
+        measure.ledger.undo()
+    recorder.record["statuses"] = measure.status_table
+    recorder.record["router"] = [status._asdict() for status in router.status()]
+    recorder.record.setdefault("plan", describe_plan(checkpointing))
+
+
+# Unsloth
+
+
+def parse_unsloth_mode(mode: str) -> tuple[str, int]:
+    """Return the mode of the ruler's arm, and documents in a padded batch; 0 to pack.
+
+    Raises:
+        ValueError: There is no such mode.
+
+    Example:
+        >>> parse_unsloth_mode("off+padded32")
+        ('off', 32)
+    """
+    name, _, added = mode.partition("+")
+    size = added.removeprefix("padded")
+    if name not in ("unsloth", "off", "skip-auto", "skip-max") or (added and not (added.startswith("padded") and size.isdecimal() and int(size))):
+        raise ValueError(f"A mode of unsloth is unsloth, off, skip-auto or skip-max, and +paddedN with N documents; got {mode!r}.")
+    return name, int(size) if added else 0
+
+
+def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
+    """Run cases of one mode on one trainer, with adapters on the experts asked for as its documentation does."""
+    from benchmarks.ruler.arms import sft
+    from benchmarks.ruler.arms.unsloth import MODES, FastLanguageModel
+
+    # After Unsloth, which replaces them.
+    from trl import SFTConfig, SFTTrainer  # isort: skip
+
+    name, batch_size = parse_unsloth_mode(cases[0].mode)
+    workload, is_cuda = files.workload, device == "cuda"
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(files.model), max_seq_length=workload.max_tokens, load_in_4bit=False, dtype=base_dtype(is_cuda=is_cuda), local_files_only=True
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=workload.lora_rank,
+        lora_alpha=workload.lora_alpha,
+        lora_dropout=0,
+        bias="none",
+        target_modules=[*ATTENTION_MODULES, *EXPERT_PARAMETERS.values()],
+        random_state=3407,
+        max_seq_length=workload.max_tokens,
+        **MODES[name],
+    )
+    print("unsloth trains, in layer 0:", json.dumps(trained_in_layer(model, 0)), flush=True)
+    arguments = {**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), "packing": not batch_size}
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=sft.seed_documents(),
+        args=SFTConfig(**arguments, dataset_text_field="text", dataset_num_proc=1),
+    )
+    if batch_size:
+        run_padded_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda, batch_size=batch_size)
+    else:
+        sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda)
+
+
+def trained_in_layer(model: torch.nn.Module, number: int) -> dict[str, list[int]]:
+    """Return names and shapes of what is trained in one layer, as the system itself calls it."""
+    start = f"layers.{number}."
+    return {name: list(tensor.shape) for name, tensor in model.named_parameters() if tensor.requires_grad and start in name}
+
+
+def run_padded_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool, batch_size: int) -> None:
+    """Train on padded batches with the trainer's own collator, model, loss and step.
+
+    A row of the data set is a whole batch, so that the judged one may have as many documents as the first pack.
+    """
+    from benchmarks.ruler.arms import sft
+
+    driver, adapter, packs = sft._install_driver(trainer), files.read_adapter(), files.read_packs()
+    own_collator, seen = trainer.data_collator, set()
+    for case in cases:
+        groups = padded_batches(packs, batch_size=batch_size, num_warmup=case.num_warmup, num_steps=case.num_steps)
+        case = replace(case, num_steps=len(groups) - case.num_warmup)
+        recorder = _recorder(case, files=files, packs=groups, is_cuda=is_cuda)
+        recorder.record["real_share"] = real_share(groups[case.num_warmup :])
+
+        def collate(rows: list[dict[str, Any]], *, case: Case = case) -> dict[str, Any]:
+            ((_, ids), (_, labels)) = sorted(rows[0].items())
+            batch = own_collator([{"input_ids": one, "labels": other} for one, other in zip(ids, labels)])
+            if case not in seen:
+                check_padded(batch, [(np.asarray(one), np.asarray(other)) for one, other in zip(ids, labels)])
+                seen.add(case)
+            return batch
+
+        def body(recorder: CaseRecorder, *, groups: list[Pack] = groups, collate: Callable[..., Any] = collate) -> None:
+            load_adapter(trainer.model, adapter)
+            driver.recorder, driver.expected = recorder, {}
+            trainer.train_dataset = _batches_data_set(groups, share=recorder.case.label_share)
+            trainer._signature_columns = ["input_ids", "labels"]
+            trainer.data_collator = collate
+            trainer.optimizer = trainer.lr_scheduler = None
+            try:
+                trainer.train()
+            finally:
+                driver.recorder = None
+
+        run_case(recorder, body, log=log)
+        trainer.model.zero_grad(set_to_none=True)
+
+
+def _batches_data_set(groups: Sequence[Pack], *, share: float) -> Any:
+    from datasets import Dataset
+
+    documents = [group.documents(share) for group in groups]
+    return Dataset.from_dict(
+        {name: [[pair[place].tolist() for pair in group] for group in documents] for place, name in enumerate(("input_ids", "labels"))}
+    )
+
+
+def padded_batches(packs: Sequence[Pack], *, batch_size: int, num_warmup: int, num_steps: int) -> list[Pack]:
+    """Return the documents of each step, one after the other as a Pack: the first pack's, then length-grouped batches.
+
+    Args:
+        packs: Packs of the token file; all their documents are grouped.
+        batch_size: Documents in a batch; the batch of the shortest ones may have fewer.
+        num_warmup: Steps before the first timed one, the judged one with them.
+        num_steps: Most timed steps; no batch is timed twice.
+    """
+    documents = [pack.input_id_T[start:end] for pack in packs for start, end in pack.borders()]
+    documents.sort(key=len, reverse=True)
+    groups = [documents[start : start + batch_size] for start in range(0, len(documents), batch_size)]
+    made = [Pack(input_id_T=np.concatenate(group), lengths=[len(ids) for ids in group]) for group in groups]
+    # Steps of the golden ratio from the middle: every beginning of the order is spread over all lengths, and 10 batches have their mean within 10 %.
+    places = (int((0.5 + number * _GOLDEN) % 1 * len(made)) for number in itertools.count())
+    order: dict[int, None] = {}
+    while len(order) < len(made):
+        order[next(places)] = None
+    spread = [made[place] for place in order]
+    # The longest one is met before the clock runs: what it allocates and compiles is no part of a timed step.
+    warmup = [made[0], *itertools.islice(itertools.cycle(spread), max(0, num_warmup - 2))][: num_warmup - 1]
+    return [packs[0], *warmup, *spread[:num_steps]]
+
+
+def real_share(groups: Sequence[Pack]) -> float:
+    """Return the share of real tokens in padded batches."""
+    padded = sum(len(group.lengths) * max(group.lengths) for group in groups)
+    return sum(group.input_id_T.size for group in groups) / max(1, padded)
+
+
+def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Check that a collator padded the given documents and nothing else.
+
+    Raises:
+        ValueError: Tokens, labels or mask are not those of the documents.
+    """
+    ids, labels, mask = (batch[name].cpu().numpy() for name in ("input_ids", "labels", "attention_mask"))
+    if ids.shape[0] != len(documents):
+        raise ValueError(f"The trainer's batch has {ids.shape[0]} rows for {len(documents)} documents.")
+    for row, (own_ids, own_labels) in enumerate(documents):
+        length = len(own_ids)
+        # The first label of a document is no target of anything.
+        same = np.array_equal(ids[row, :length], own_ids) and np.array_equal(labels[row, 1:length], own_labels[1:])
+        if not same or mask[row].sum() != length or not mask[row, :length].all() or (labels[row, length:] != -100).any():
+            raise ValueError(f"Row {row} of the trainer's batch is not document {row} with padding behind it.")
+
+
+# One process, one run, the table
+
+ARMS: dict[str, Callable[..., None]] = {"plain": run_plain, "ours": run_ours, "unsloth": run_unsloth}
+
+
+def _recorder(case: Case, *, files: WorkloadFiles, packs: list[Pack], is_cuda: bool, is_reference: bool = False) -> CaseRecorder:
+    """Return the recorder of a case whose record also says how rows are spread over experts."""
+    recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
+    recorder.record["routing"] = json.loads(files.routing.read_text(encoding="utf-8"))
+    return recorder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return {"run": _run, "arm": _arm, "table": _table}[options.command](options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run arms and print the table")
+    run.add_argument("--workload", required=True, choices=[name for name, workload in WORKLOADS.items() if workload.num_experts])
+    run.add_argument("--arms", nargs="+", required=True)
+    run.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, log.txt, rows.csv and table.txt")
+    run.add_argument("--steps", type=int, default=30)
+    run.add_argument("--warmup", type=int, default=6)
+    run.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
+    run.add_argument("--diagnose", action="store_true", help="time refused cases for the raw log; they still get no row")
+    run.add_argument("--budget-s", type=float, default=3600.0)
+    run.add_argument("--arm-s", type=float, default=400.0)
+    arm = commands.add_parser("arm", help="one process of run")
+    arm.add_argument("--cases", required=True)
+    arm.add_argument("--raw", type=Path, required=True)
+    table = commands.add_parser("table", help="print the table of raw logs")
+    table.add_argument("raw", type=Path, nargs="+")
+    for command in (run, arm):
+        command.add_argument("--root", type=Path, required=True, help="where the workloads are built: a folder in memory")
+        command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from benchmarks.results import append_rows
+
+    template = Case(
+        options.workload, "", "", optimizer=options.optimizer, num_warmup=options.warmup, num_steps=options.steps, diagnose=options.diagnose
+    )
+    arms = [parse_arm(text, template=template) for text in options.arms]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options.out.mkdir(parents=True, exist_ok=True)
+    raw = options.out / "raw.jsonl"
+    records = read_records(raw)
+    files = WorkloadFiles(options.root, WORKLOADS[options.workload])
+    arms = [left for cases in arms if (left := [case for case in cases if not is_done(case, records, files=files)])]
+    run_arms(
+        arms,
+        root=options.root,
+        raw=raw,
+        log=options.out / "log.txt",
+        device=options.device,
+        budget_seconds=options.budget_s,
+        arm_seconds=options.arm_s,
+        module="benchmarks.moe",
+    )
+    num_before, records = len(records), read_records(raw)
+    command = "python -m benchmarks.moe " + " ".join(sys.argv[1:])
+    append_rows(moe_rows(records[num_before:], command=command), path=options.out / "rows.csv")
+    table = describe(records)
+    (options.out / "table.txt").write_text(table + "\n", encoding="utf-8")
+    print(table, flush=True)
+    return 0
+
+
+def _arm(options: argparse.Namespace) -> int:
+    cases = [Case(**case) for case in json.loads(options.cases)]
+    files = WorkloadFiles(options.root, WORKLOADS[cases[0].workload])
+    ARMS[cases[0].system](cases, files=files, log=CaseLog(options.raw), device=options.device)
+    return 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    print(describe([record for path in options.raw for record in read_records(path)]))
+    return 0
+
+
+def is_done(case: Case, records: Sequence[dict[str, Any]], *, files: WorkloadFiles) -> bool:
+    """Whether a case needs no other try: it was measured, refused or failed; reference gradients must lie where this machine can read them."""
+    if case.num_steps == 0:
+        return files.reference(case.label_share).exists()
+    return any(
+        all(record[name] == getattr(case, name) for name in _KEY) and record.get("num_steps") != 0 and not record["reason"].startswith(_UNFINISHED)
+        for record in records
+    )
+
+
+def moe_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
+    """Return the ruler's rows, under this benchmark's name and with the routing in the workload."""
+    return [
+        {**row, "benchmark": "moe", "workload": f"{row['workload']}, busiest tenth {record['routing']['busiest_tenth']:.0%}"}
+        for record in records
+        for row in result_rows([record], command=command)
+    ]
+
+
+def describe(records: Sequence[dict[str, Any]]) -> str:
+    """Return the ruler's table of what was last said about each case, how rows were spread, and the bars."""
+    latest = {(*(record[name] for name in _KEY), record.get("num_steps") == 0): record for record in records}
+    lines = [render_table(list(latest.values()))]
+    for workload in dict.fromkeys(record["workload"] for record in latest.values()):
+        own = [record for record in latest.values() if record["workload"] == workload]
+        told = next((record["routing"] for record in own if "routing" in record), None)
+        if told is not None:
+            spread = f"layers {told['lowest']:.1%} to {told['highest']:.1%}"
+            lines.append(f"{workload}: the busiest tenth of the experts gets {told['busiest_tenth']:.1%} of the rows ({spread})")
+        lines += [
+            f"{workload}: {record['title']}: {record['real_share']:.0%} of the padded tokens are real"
+            for record in own
+            if "real_share" in record and not record["reason"]
+        ]
+        lines += bars(own)
+    return "\n".join(lines)
+
+
+def bars(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line for each bar of a workload that its records can answer.
+
+    Args:
+        records: Of one workload, each case once.
+    """
+    timed = [record for record in records if not record["reason"] and record["label_share"] == 1.0]
+    ours = [record for record in timed if record["system"] == "ours"]
+    theirs = [record for record in timed if record["system"] == "unsloth"]
+    if not ours or not theirs:
+        return []
+    lines = []
+    workload = WORKLOADS[records[0]["workload"]]
+    for against, factor, is_bounded in BARS[workload.model_type]:
+        rivals = theirs if "best" in against else [record for record in theirs if record["mode"].partition("+")[0] == "unsloth"]
+        if not rivals:
+            continue
+        rival = max(rivals, key=_rate)
+        able = [record for record in ours if not is_bounded or record["peak_gib"]["allocated"] <= rival["peak_gib"]["allocated"]]
+        if not able:
+            lines.append(f"{workload.name}: MISSED: no mode of ours within {rival['peak_gib']['allocated']:.1f} GiB of {rival['title']}")
+            continue
+        best = max(able, key=_rate)
+        ratio = _rate(best) / _rate(rival)
+        memory = f"{best['peak_gib']['allocated']:.1f} against {rival['peak_gib']['allocated']:.1f} GiB"
+        found = f"{best['title']} {ratio:.2f}x {rival['title']} in tokens/s, {factor}x asked of {against}; {memory}"
+        lines.append(f"{workload.name}: {'met' if ratio >= factor else 'MISSED'}: {found}")
+    return lines
+
+
+def _rate(record: dict[str, Any]) -> float:
+    return float(record["tokens_per_s"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
