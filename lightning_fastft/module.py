@@ -50,7 +50,7 @@ class FineTuner(LightningModule):
         model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers configuration, or a model that is
             loaded already (transformers or PEFT; used as it is).
         tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the one beside the model.
-        quantization: "nf4" holds the frozen base in 4 bits (QLoRA; needs lora and the extra ``qlora``); None for no quantisation.
+        quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra ``qlora``); None for no quantisation.
         lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the head is adapted unless it names
             targets. None trains every parameter.
         init: "pretrained" reads the weights, "random" initialises them from the configuration.
@@ -219,7 +219,10 @@ class FineTuner(LightningModule):
         found = [] if self._sharding is None else [self._sharding]
         found += [Status("NF4 base", "inactive", "not asked for")]
         if self.quantization is not None:
-            found[-1:] = [Status("NF4 base", "active", "bitsandbytes, double quantisation")]
+            from lightning_fastft.models.expert_nf4 import describe_experts
+
+            experts = describe_experts(self.model)
+            found[-1:] = [Status("NF4 base", "active", "bitsandbytes, double quantisation"), *([experts] if experts.state == "active" else [])]
         if self.adapter_shadows is not None:
             found.append(self.adapter_shadows.status)
         return found

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lightning_fastft.checks import check_choice, check_float, check_int
 from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.kernels.cross_entropy.op import DEFAULT_CHUNK_ROWS
+from lightning_fastft.models.expert_nf4 import check_experts
 from lightning_fastft.models.families import decoder_layers
 from lightning_fastft.models.loading import ModelSource
 from lightning_fastft.models.metering import NF4_BYTES_PER_WEIGHT, WINDOW_ATTRIBUTE, Meter, Reading, set_metered_attention
@@ -67,7 +68,7 @@ def model_costs(
     base = model if isinstance(model, PreTrainedModel) else _build(model, dtype=dtype)
     set_metered_attention(base)
     head = base.get_output_embeddings()
-    quantized = _linear_weights(base, skipped=head) if quantization else []
+    quantized = _quantised_weights(base, skipped=head) if quantization else []
     if lora_rank is not None:
         _add_adapters(base, rank=check_int("lora_rank", lora_rank, low=1), targets=lora_targets)
     bytes_of = _ByteCounter(quantized, has_adapters=lora_rank is not None)
@@ -116,8 +117,10 @@ def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[
             parameter.data = parameter.data.to(model.dtype)
 
 
-def _linear_weights(model: nn.Module, *, skipped: nn.Module | None) -> list[torch.Tensor]:
-    return [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not skipped]
+def _quantised_weights(model: nn.Module, *, skipped: nn.Module | None) -> list[torch.Tensor]:
+    """What quantization="nf4" holds in 4 bits: linear layers but the head, and stacks of experts."""
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not skipped]
+    return [*linear, *(module.get_parameter(name) for module, name in check_experts(model))]
 
 
 class _ByteCounter:

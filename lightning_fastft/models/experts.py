@@ -20,8 +20,9 @@ from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
 from lightning_fastft.kernels.grouped_mm.op import choose_backend
 from lightning_fastft.models.expert_adapters import find_adapter
+from lightning_fastft.models.expert_nf4 import read_nf4
 from lightning_fastft.models.values import find_session, value_name
-from lightning_fastft.moe.experts import ExpertLinear, ExpertPoint, run_experts
+from lightning_fastft.moe.experts import ExpertLinear, ExpertPoint, dense_weight, run_experts
 
 NAME = "fastft"
 # A plain attribute of instances, so no state_dict has it: the gate as it was recognised.
@@ -131,7 +132,7 @@ def grouped_backends(module: nn.Module) -> set[str]:
     picks = set()
     for name in weight_names(module):
         linear = read_linear(module, name)
-        weight_EIO = linear.weight_EIO
+        weight_EIO = dense_weight(linear.weight_EIO)
         picks.add(choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=linear.bias_EO is not None))
     return picks
 
@@ -151,6 +152,9 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
     is_transposed = bool(getattr(module, "is_transposed", True))
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
     adapter = find_adapter(module, name, is_transposed=is_transposed)
+    packed = read_nf4(module, name, weight)
+    if packed is not None:
+        return ExpertLinear(packed, bias, adapter)
     return ExpertLinear(weight if is_transposed else weight.transpose(1, 2), bias, adapter)
 
 

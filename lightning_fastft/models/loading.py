@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,7 +99,8 @@ def build_model(
         source: Where the model comes from.
         device: Where every tensor goes; nothing passes through another device's memory.
         dtype: Dtype of all floating tensors that are not quantised.
-        quantization: "nf4" holds every linear layer but the head in NF4 with doubly quantised scales; None for no quantisation.
+        quantization: "nf4" holds every linear layer but the head, and every stack of experts, in NF4 with doubly quantised scales; None for no
+            quantisation.
         seed: Seed of a random initialisation, the same on every rank; the global generators are left as they were.
 
     Returns:
@@ -117,6 +118,8 @@ def build_model(
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314, through bitsandbytes.
     """
+    from lightning_fastft.models.expert_nf4 import quantise_experts
+
     quantization_config = None if quantization is None else _nf4_config(dtype)
     # Lightning calls configure_model under a default device and dtype of its own; a load names both itself.
     with torch.device("cpu"), default_dtype(torch.float32):
@@ -128,6 +131,8 @@ def build_model(
             model = _read(source, device=device, dtype=dtype, quantization_config=quantization_config)
     if quantization is not None:
         _check_nf4_layers(model, name=source.name)
+        # Whatever was not quantised on the way, and one dense buffer for all.
+        quantise_experts(model)
     check_finite(model, name=source.name)
     return model.train()
 
@@ -217,11 +222,13 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
     """Read a checkpoint and verify that every weight of the model came from it."""
     from transformers import AutoModelForCausalLM
 
+    from lightning_fastft.models.expert_nf4_reading import quantise_experts_too
+
     assert isinstance(source.model, str)
     folder = Path(source.model)
     if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise OptionError(f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a checkpoint.")
-    options = {} if quantization_config is None else {"quantization_config": quantization_config}
+    options = {} if quantization_config is None else {"quantization_config": quantise_experts_too(quantization_config)}
     is_mxfp4 = _holds_mxfp4(source.config)
     if is_mxfp4:
         if quantization_config is not None:
@@ -296,8 +303,9 @@ def _initialise(
         with default_dtype(dtype):
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
     tied = set(model.all_tied_weights_keys)
+    is_quantised = quantizer is not None
     with seeded(seed, device=device), torch.no_grad():
-        _materialise(model, name="", owner=model, tied=tied, device=device, is_block=True)
+        _materialise(model, name="", owner=model, tied=tied, device=device, finish=_quantise if is_quantised else None, is_block=True)
     model.tie_weights()
     if quantizer is not None:
         model = quantizer.postprocess_model(model)
@@ -308,15 +316,25 @@ def _initialise(
     return model
 
 
-def _materialise(module: nn.Module, *, name: str, owner: Any, tied: set[str], device: torch.device, is_block: bool) -> None:  # noqa: ANN401
-    """Give module and what is below it real, initialised tensors, children first; quantise at the end of a block."""
+def _materialise(
+    module: nn.Module,
+    *,
+    name: str,
+    owner: Any,  # noqa: ANN401 - a model of transformers
+    tied: set[str],
+    device: torch.device,
+    finish: Callable[[nn.Module], None] | None,
+    is_block: bool,
+) -> None:
+    """Give module and what is below it real, initialised tensors, children first; finish each block that is complete."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
         owner = module
     prefix = f"{name}." if name else ""
     for child_name, child in module.named_children():
-        _materialise(child, name=prefix + child_name, owner=owner, tied=tied, device=device, is_block=isinstance(module, nn.ModuleList))
+        is_layer = isinstance(module, nn.ModuleList)
+        _materialise(child, name=prefix + child_name, owner=owner, tied=tied, device=device, finish=finish, is_block=is_layer)
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.device.type == "meta" and prefix + key not in tied:
             real = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)
@@ -327,12 +345,15 @@ def _materialise(module: nn.Module, *, name: str, owner: Any, tied: set[str], de
         if buffer is not None and buffer.device.type == "meta":
             module._buffers[key] = torch.empty_like(buffer, device=device)
     owner._init_weights(module)
-    if is_block:
-        _quantise(module)
+    if is_block and finish is not None:
+        finish(module)
 
 
 def _quantise(block: nn.Module) -> None:
-    """Turn the weights of every bitsandbytes layer of a finished block into NF4, as transformers does while it reads a file."""
+    """Turn the weights of every bitsandbytes layer and the experts of a finished block into NF4, as is done while a file is read."""
+    from lightning_fastft.models.expert_nf4 import quantise_block
+
+    quantise_block(block)
     for module in block.modules():
         for key, parameter in module._parameters.items():
             options = {} if parameter is None else vars(parameter).pop("fastft_options", {})

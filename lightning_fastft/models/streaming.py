@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lightning_fastft.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
 from lightning_fastft.kernels.host_gather.op import host_gather
+from lightning_fastft.models.expert_nf4 import ExpertsNF4
 from lightning_fastft.models.families import decoder_layers
 from lightning_fastft.models.swap import SwapLedger, share_state
 from lightning_fastft.offload.lanes import Lanes
@@ -237,6 +238,10 @@ def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]
         if parameter.requires_grad or id(parameter) in resident:
             continue
         _check_kind(parameter, name=f"{name} of decoder layer {number}")
+        if isinstance(parameter, ExpertsNF4):
+            stack = parameter.stack
+            found |= {name: stack.packed_EC, f"{name}.absmax": stack.absmax_EQ, f"{name}.nested_absmax": stack.nested_absmax_EG}
+            continue
         found[name] = parameter
         quant_state = getattr(parameter, "quant_state", None)
         if quant_state is not None:

@@ -7,7 +7,7 @@ columns, O output columns, R adapter rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -40,16 +40,27 @@ class ExpertAdapter(NamedTuple):
     scale: float
 
 
+class PackedWeight(Protocol):
+    """A frozen weight that is dense only while a product reads it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight as (E, I, O), valid until another packed weight is asked for."""
+
+
 class ExpertLinear(NamedTuple):
     """One product of every expert.
 
     Args:
-        weight_EIO: Shape (E, I, O), so that ``x @ weight[e]``; dtype of the tokens; any view with a stride of 1 along I or O.
+        weight_EIO: Shape (E, I, O), so that ``x @ weight[e]``; dtype of the tokens; any view with a stride of 1 along I or O, or a packed weight.
         bias_EO: Shape (E, O), dtype of the tokens; None for none.
         adapter: LoRA beside the weight; None for none.
     """
 
-    weight_EIO: torch.Tensor
+    weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None = None
     adapter: ExpertAdapter | None = None
 
@@ -154,7 +165,7 @@ class _Call(NamedTuple):
 class _Linear(NamedTuple):
     """One product in the dtype of the tokens, with its factors laid out as the grouped products want them."""
 
-    weight_EIO: torch.Tensor
+    weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None
     a_EIR: torch.Tensor | None
     b_ERO: torch.Tensor | None
@@ -275,18 +286,24 @@ def _cast_linear(
     return _Linear(weight_EIO, bias_EO, a_EIR, b_ERO, scale)
 
 
+def dense_weight(weight_EIO: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """Return a weight as a tensor; read it before the next packed weight is asked for."""
+    return weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
+
+
 def _product(x_NI: torch.Tensor, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the output of one product, and the adapter's narrow rows where there is one."""
+    weight_EIO = dense_weight(linear.weight_EIO)
     if linear.a_EIR is None:
-        return (grouped_mm(x_NI, linear.weight_EIO, end_E, bias_EO=linear.bias_EO),)
+        return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
     low_NR = grouped_mm(x_NI, linear.a_EIR, end_E)
-    y_NO = grouped_mm(x_NI, linear.weight_EIO, end_E, bias_EO=linear.bias_EO, low_NR=low_NR, low_ERO=linear.b_ERO, low_scale=linear.scale)
+    y_NO = grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO, low_NR=low_NR, low_ERO=linear.b_ERO, low_scale=linear.scale)
     return y_NO, low_NR
 
 
 def _input_gradient(d_NO: torch.Tensor, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradient of a product's input, and of the adapter's narrow rows without its scale."""
-    weight_EOI = linear.weight_EIO.transpose(1, 2)
+    weight_EOI = dense_weight(linear.weight_EIO).transpose(1, 2)
     if linear.a_EIR is None or linear.b_ERO is None:
         return grouped_mm(d_NO, weight_EOI, end_E), None
     d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E)

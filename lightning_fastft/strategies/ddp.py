@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
+    from torch import nn
 
     from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 
@@ -67,6 +69,16 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         """Install packed training, wrap the model and make the optimizer."""
         self._is_graph_recorded = False
         super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap the model, whose experts in NF4 are equal on every rank and cannot be sent."""
+        from lightning_fastft.models.expert_nf4_tensor import ExpertsNF4
+
+        frozen = [name for name, parameter in model.named_parameters() if isinstance(parameter, ExpertsNF4)]
+        if frozen:
+            ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *frozen]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        return super()._setup_model(model)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

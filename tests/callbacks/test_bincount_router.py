@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -105,6 +106,21 @@ def test_fit_validate_and_test_install_by_themselves(tmp_path, kind):
             run()
         assert core.calls, name
         assert is_plain(module), name
+
+
+def test_a_quantised_tuner_trains_adapters_on_experts_in_nf4(tmp_path):
+    lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    callback, module = BincountRouter(), tuner(lora=lora, quantization="nf4")
+    trainer = quiet_trainer(tmp_path, strategy="fastft", callbacks=[callback], max_steps=2)
+    found = []
+    trainer.callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: found.extend(trainer.strategy.statuses())))
+    trainer.fit(module, packed_loader(2))
+    states = {status.name: status for status in found}
+    assert states["NF4 experts"].state == states["expert router"].state == "active"
+    assert states["NF4 experts"].reason.startswith("4 stacks")
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert any("experts" in name for name in trained)
+    assert all(parameter.grad is None or torch.isfinite(parameter.grad).all() for parameter in trained.values())
 
 
 def test_a_tuner_that_stands_is_served_by_a_later_callback(tmp_path):

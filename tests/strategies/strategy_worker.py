@@ -43,9 +43,15 @@ KINDS = {
     "lora": {"lora": LORA},
     "lora, trained copies": {"lora": {**LORA, "modules_to_save": ["lm_head"]}, "tie_word_embeddings": False},
     "nf4": {"lora": LORA, "quantization": "nf4"},
+    "nf4 experts": {
+        "lora": {**LORA, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "quantization": "nf4",
+        "config": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    },
 }
 STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy, "one": FastFTStrategy}
 EQUALITY = [("full", "keep"), ("full", "recompute"), ("lora", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
+DDP_EQUALITY = [*EQUALITY, ("nf4 experts", "recompute")]
 FSDP_EQUALITY = [*EQUALITY, ("full, head of its own", "keep"), ("lora, trained copies", "recompute")]
 
 
@@ -113,10 +119,11 @@ class CountBuckets(Callback):
 
 def make_tuner(kind, *, dtype="float32", optimizer=None, **options):
     settings = {**KINDS[kind], **options}
+    config = {**CONFIG, **settings.pop("config", {})}
     tie = {"tie_word_embeddings": settings.pop("tie_word_embeddings", CONFIG["tie_word_embeddings"])}
     # Plain SGD: a step is linear in the gradient, so that a bound on sums is a bound on weights.
     optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.5))
-    return FineTuner({**CONFIG, **tie}, init="random", dtype=dtype, optimizer=optimizer, scheduler="constant", warmup_share=0.0, **settings)
+    return FineTuner({**config, **tie}, init="random", dtype=dtype, optimizer=optimizer, scheduler="constant", warmup_share=0.0, **settings)
 
 
 def batches_of(rank, *, world_size, num_windows=NUM_WINDOWS):
@@ -165,7 +172,7 @@ def train(kind, policy, strategy_name, *, rank=0, folder=None):
 
 def run_ddp(rank, folder):
     found = {}
-    for kind, policy in EQUALITY:
+    for kind, policy in DDP_EQUALITY:
         state, buckets = train(kind, policy, "ddp", rank=rank, folder=folder)
         found[kind, policy] = state
         found[kind, policy, "batches with a reduction"] = sorted(buckets.by_batch)

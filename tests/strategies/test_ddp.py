@@ -11,7 +11,7 @@ from lightning_fastft.errors import OptionError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.registry import register_strategies
-from tests.strategies.strategy_worker import ACCUMULATE, BOUND, EQUALITY, NUM_WINDOWS, difference, run_on_two_ranks, train
+from tests.strategies.strategy_worker import ACCUMULATE, BOUND, DDP_EQUALITY, NUM_WINDOWS, difference, run_on_two_ranks, train
 from tests.training_parts import quiet_trainer
 
 register_strategies()
@@ -23,13 +23,13 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EQUALITY, ids=str)
+@pytest.mark.parametrize("case", DDP_EQUALITY, ids=str)
 def test_two_ranks_equal_one_process_with_twice_the_accumulation(two_ranks, case):
     assert difference(two_ranks[case], train(*case, "one")[0]) <= BOUND
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EQUALITY, ids=str)
+@pytest.mark.parametrize("case", DDP_EQUALITY, ids=str)
 def test_gradients_are_sent_once_per_window(two_ranks, case):
     last_of_each = [window * ACCUMULATE + ACCUMULATE - 1 for window in range(NUM_WINDOWS)]
     assert two_ranks[(*case, "batches with a reduction")] == last_of_each

@@ -1,0 +1,122 @@
+"""Stacks in NF4 come back bit for bit as bitsandbytes reads each expert; the kernel itself in the interpreter and by the compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.nf4_experts import reference
+from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
+from tests.kernels.nf4_stacks import check, make_truth
+from tests.kernels.truth import Watch, load_with_fault
+
+ROOT = Path(__file__).parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+COMPILE_SCRIPT = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.nf4_experts import triton as nf4
+
+constants = {"BLOCK_BYTES": 32, "GROUP": 256, "TILE": nf4.TILE_BLOCKS, "TILES": nf4.TILES_PER_PROGRAM}
+for capability, dtype in ((80, "fp16"), (86, "fp32"), (90, "bf16")):
+    signature = {
+        "packed_ptr": "*u8", "absmax_ptr": "*u8", "nested_absmax_ptr": "*fp32", "offset_ptr": "*fp32", "quant_map_ptr": "*fp32",
+        "nested_quant_map_ptr": "*fp32", "out_ptr": "*" + dtype, "num_blocks": "i32", "num_groups": "i32", **dict.fromkeys(constants, "constexpr"),
+    }
+    # Allocations of torch are aligned to 16 bytes at least; without that no wide access is chosen.
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(7)}
+    source = ASTSource(nf4._dequantise_stack_kernel, signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": nf4.NUM_WARPS, "enable_fp_fusion": False})
+    if capability == 90:
+        print(compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_blocks", [1, 13, 255, 256, 257])
+def test_equals_bitsandbytes(num_blocks, dtype):
+    check(dequantise_stack, *make_truth(3, num_blocks, dtype))
+
+
+FAULTS = {
+    "low half first": ("(packed_C >> 4, packed_C & 15)", "(packed_C & 15, packed_C >> 4)"),
+    "scales not shifted": ("* nested_Q + stack.offset_E[expert]", "* nested_Q"),
+    "first group for all": (".repeat_interleave(GROUP_BLOCKS)[:num_blocks]", "[:1]"),
+    "first expert's scales": ("stack.absmax_EQ[expert]", "stack.absmax_EQ[0]"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check(faulty.dequantise_stack, *make_truth(2, 300, torch.float32))
+
+
+def test_no_experts_and_no_waits():
+    stack, truth_EX = make_truth(2, 3, torch.float32)
+    none = type(stack)(*(part[:0] for part in stack[:4]), *stack[4:])
+    assert dequantise_stack(none, truth_EX[:0]).shape == (0, 192)
+    with Watch() as watch:
+        dequantise_stack(stack, truth_EX)
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"packed_EC": torch.zeros(2, 96, dtype=torch.int8)}, "packed_EC"),
+        ({"packed_EC": torch.zeros(2, 95, dtype=torch.uint8)}, "packed_EC"),
+        ({"absmax_EQ": torch.zeros(3, 2, dtype=torch.uint8).T}, "contiguous"),
+        ({"nested_absmax_EG": torch.zeros(2, 2)}, "nested_absmax_EG"),
+        ({"offset_E": torch.zeros(1)}, "offset_E"),
+        ({"quant_map_M": torch.zeros(15)}, "quant_map_M"),
+        ({"nested_quant_map_M": torch.zeros(256, device="meta")}, "meta"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    stack, truth_EX = make_truth(2, 3, torch.float32)
+    with pytest.raises(ShapeError, match=message):
+        dequantise_stack(stack._replace(**change), truth_EX)
+
+
+@pytest.mark.parametrize(
+    ("out_EX", "message"),
+    [
+        (torch.zeros(192), "2 axes"),
+        (torch.zeros(2, 192).double(), "dtype"),
+        (torch.zeros(2, 190), "multiples of 64"),
+        (torch.zeros(192, 2).T, "strides"),
+    ],
+)
+def test_an_output_that_does_not_fit_is_refused(out_EX, message):
+    with pytest.raises(ShapeError, match=message):
+        dequantise_stack(make_truth(2, 3, torch.float32)[0], out_EX)
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_nf4_experts.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_compiles_without_fused_rounding_and_with_wide_stores():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # A fused product and sum rounds once; bitsandbytes rounds twice.
+    assert "fma.rn.f32" not in done.stdout
+    assert "st.global.v4.b32" in done.stdout
