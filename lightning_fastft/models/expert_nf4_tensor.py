@@ -144,6 +144,11 @@ class ExpertsNF4(_Lazy):
             dequantise_stack(stack, out.view(stack.packed_EC.shape[0], -1))
         return out
 
+    @property
+    def held_bytes(self) -> int:
+        """What the stack takes in memory; its shape and dtype are those of the dense one."""
+        return sum(part.numel() * part.element_size() for part in self.stack)
+
     def expert_state(self, expert: int) -> tuple[torch.Tensor, Any]:
         """Return one expert as bitsandbytes holds a weight: packed and QuantState, for ``bitsandbytes.functional.dequantize_4bit``."""
         bnb, stack = _bitsandbytes(), self.stack

@@ -410,7 +410,8 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
 def _frozen_bytes(layer: nn.Module) -> int:
     """Weights that could be streamed: frozen ones that are whole on this device."""
     return sum(
-        parameter.numel() * parameter.element_size()
+        # Packed weights look as large as they are when dense, and say what they take.
+        getattr(parameter, "held_bytes", parameter.numel() * parameter.element_size())
         for parameter in layer.parameters()
         if not parameter.requires_grad and not hasattr(parameter, "device_mesh")
     )

@@ -11,12 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fastft.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
 from lightning_fastft.models.adapters import install_adapter_shadows
+from lightning_fastft.models.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.models.families import decoder_layers
 from lightning_fastft.models.loading import ModelSource, build_model
 from lightning_fastft.models.lora import add_adapters
+from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.streaming import HostEmbedding, install_host_embedding, install_weight_streaming
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.offload.lanes import ImmediateLanes
+from lightning_fastft.offload.stack import _frozen_bytes
 from tests.host_waits import count_host_waits
 from tests.models.tiny_models import build_tiny
 from tests.offload.late_lanes import LateLanes
@@ -31,6 +34,10 @@ NF4_CONFIG = {
 def base_model(name, num_layers):
     if name == "nf4":
         source = ModelSource({**NF4_CONFIG, "num_hidden_layers": num_layers}, init="random")
+        return build_model(source, device=CPU, dtype=torch.bfloat16, quantization="nf4")
+    if name.startswith("nf4 experts"):
+        experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+        source = ModelSource({**NF4_CONFIG, **experts, "num_hidden_layers": num_layers}, init="random")
         return build_model(source, device=CPU, dtype=torch.bfloat16, quantization="nf4")
     options = {"layer_types": (["sliding_attention", "full_attention"] * 4)[:num_layers]} if "gemma" in name else {}
     model = build_tiny(name, num_hidden_layers=num_layers, **options)
@@ -160,16 +167,33 @@ def test_other_orders_are_bit_equal(script, recomputes):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("name", ["nf4", "qwen3_moe", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("name", ["nf4", "nf4 experts", "nf4 experts routed", "qwen3_moe", "gemma3_text", "phi3"])
 def test_families_and_nf4_are_bit_equal(name, recomputes):
     model = lora_model(name, num_layers=4, recomputes=recomputes)
+    if name.endswith("routed"):
+        install_bincount_router(model, SwapLedger())
     expected = plain_steps(model) + evaluation_between(model)
     streamer, ledger = install(model)
     assert_same(plain_steps(model) + evaluation_between(model), expected)
     frozen = [parameter for parameter in nn.ModuleList(decoder_layers(model.get_base_model())).parameters() if not parameter.requires_grad]
-    assert streamer.num_host_bytes >= sum(parameter.numel() * parameter.element_size() for parameter in frozen)
+    assert streamer.num_host_bytes >= sum(num_bytes_of(parameter) for parameter in frozen)
     ledger.undo()
     assert_same(plain_steps(model) + evaluation_between(model), expected)
+
+
+def test_packed_experts_count_as_what_they_take():
+    layer = decoder_layers(lora_model("nf4 experts", num_layers=2).get_base_model())[0]
+    frozen = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+    assert _frozen_bytes(layer) < sum(parameter.numel() * parameter.element_size() for parameter in frozen)
+    assert _frozen_bytes(layer) >= sum(num_bytes_of(parameter) for parameter in frozen)
+
+
+def num_bytes_of(parameter):
+    if not isinstance(parameter, ExpertsNF4):
+        return parameter.numel() * parameter.element_size()
+    # Four bits a weight, a byte for 64 of them, and what comes once.
+    assert parameter.numel() // 2 + parameter.numel() // 64 <= parameter.held_bytes < parameter.numel()
+    return parameter.numel() // 2 + parameter.numel() // 64
 
 
 class RecordingLanes(LateLanes):
