@@ -59,6 +59,30 @@ def test_other_dtypes_equal_the_truth(dtype):
     check_grad(public_grad("auto"), case)
 
 
+@pytest.mark.parametrize("num_terms", [2048, 4096])
+def test_long_fp32_sums_are_as_good_as_those_of_plain_products(num_terms):
+    assert torch.get_float32_matmul_precision() == "highest", "TF32 is no yardstick"
+
+    def relative_error(name, values, truth):
+        assert values.isfinite().all(), name
+        return ((values.double() - truth).norm() / truth.norm()).item()
+
+    def check(name, ours, pairs):
+        truth = torch.cat([a.double() @ b.double() for a, b in pairs])
+        plain_error = relative_error("torch.mm", torch.cat([torch.mm(a, b) for a, b in pairs]), truth)
+        error = relative_error(name, ours, truth)
+        assert error <= 2 * plain_error, f"{name} over {num_terms} terms: error {error:.3g}, that of torch.mm {plain_error:.3g}"
+
+    x_NI, weight_EIO = torch.randn(300, num_terms, device="cuda"), torch.randn(2, num_terms, 256, device="cuda")
+    end_E = torch.tensor([130, 300], dtype=torch.int32, device="cuda")
+    check("product", grouped_mm(x_NI, weight_EIO, end_E), [(x_NI[:130], weight_EIO[0]), (x_NI[130:], weight_EIO[1])])
+
+    x_NI, d_NO = torch.randn(2 * num_terms, 192, device="cuda"), torch.randn(2 * num_terms, 256, device="cuda")
+    end_E = torch.tensor([num_terms, 2 * num_terms], dtype=torch.int32, device="cuda")
+    halves = [(x.T, d) for x, d in zip(x_NI.chunk(2), d_NO.chunk(2))]
+    check("weight gradient", grouped_weight_grad(x_NI, d_NO, end_E).flatten(0, 1), halves)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_thin_products_of_adapters(backend):
     skip_without(backend)

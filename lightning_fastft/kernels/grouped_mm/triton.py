@@ -119,6 +119,20 @@ def _load_addend(
     return total
 
 
+@triton.jit
+def _add_step(total, lost, a, b, IS_COMPENSATED: tl.constexpr):
+    """Return the sum after one more step and what its rounding lost, which the next step begins with; without compensation one chain runs on."""
+    if IS_COMPENSATED:
+        # `total + tl.dot(a, b)` would not do: Triton turns it into the one chain. A sum that overflows ends as NaN, not as infinity.
+        part = tl.dot(a, b, lost, input_precision="ieee")
+        new_total = total + part
+        lost = part - (new_total - total)
+        total = new_total
+    else:
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total, lost
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped_mm_kernel(
     x_ptr,
@@ -143,6 +157,7 @@ def _grouped_mm_kernel(
     RANK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    IS_COMPENSATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -164,6 +179,7 @@ def _grouped_mm_kernel(
     x_ptrs = x_ptr + rows[:, None] * x_stride + inputs[None, :]
     weight_ptrs = weight_ptr + expert * weight_stride_expert + inputs[:, None] * weight_stride_input + cols[None, :] * weight_stride_output
     weight_step = tl.full((), BLOCK_I, tl.int64) * weight_stride_input
+    lost = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)
     for start in range(0, num_inputs, BLOCK_I):
         x_inside = inside_rows[:, None]
         weight_inside = inside_cols[None, :]
@@ -172,7 +188,7 @@ def _grouped_mm_kernel(
             weight_inside &= inputs[:, None] < num_inputs - start
         x = tl.load(x_ptrs, mask=x_inside, other=0.0)
         weight = tl.load(weight_ptrs, mask=weight_inside, other=0.0)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        total, lost = _add_step(total, lost, x, weight, IS_COMPENSATED)
         x_ptrs += BLOCK_I
         weight_ptrs += weight_step
     out_ptrs = out_ptr + rows[:, None] * out_stride + cols[None, :]
@@ -227,6 +243,7 @@ def _weight_grad_kernel(
     num_rows,
     num_inputs,
     num_outputs,
+    IS_COMPENSATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -242,13 +259,14 @@ def _weight_grad_kernel(
     stop = tl.minimum(tl.load(end_ptr + expert), num_rows)
 
     total = tl.zeros((BLOCK_I, BLOCK_O), dtype=tl.float32)
+    lost = tl.zeros((BLOCK_I, BLOCK_O), dtype=tl.float32)
     for start in range(begin, stop, BLOCK_N):
         rows = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
         # Rows of the next expert, or of nobody: both operands are cut off, since 0 times NaN is NaN.
         inside_rows = rows < stop
         x = tl.load(x_ptr + rows[None, :] * x_stride + inputs[:, None], mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)
         d = tl.load(d_ptr + rows[:, None] * d_stride + cols[None, :], mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)
-        total = tl.dot(x, d, total, input_precision="ieee")
+        total, lost = _add_step(total, lost, x, d, IS_COMPENSATED)
     grad_row = expert.to(tl.int64) * num_inputs + inputs
     grad_ptrs = grad_ptr + grad_row[:, None] * num_outputs + cols[None, :]
     tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), mask=inside_inputs[:, None] & inside_cols[None, :])
@@ -299,6 +317,7 @@ def grouped_mm(
         RANK=rank,
         HAS_BIAS=addend.bias_EO is not None,
         IS_WHOLE=num_inputs % tiles.inputs == 0,
+        IS_COMPENSATED=_is_compensated(x_NI.dtype),
         BLOCK_N=tiles.rows,
         BLOCK_I=tiles.inputs,
         BLOCK_O=tiles.outputs,
@@ -368,6 +387,7 @@ def grouped_weight_grad(
         num_rows,
         num_inputs,
         num_outputs,
+        IS_COMPENSATED=_is_compensated(x_NI.dtype),
         BLOCK_N=tiles.rows,
         BLOCK_I=tiles.inputs,
         BLOCK_O=tiles.outputs,
@@ -380,6 +400,11 @@ def grouped_weight_grad(
 def _grid(num_rows: int, num_experts: int, num_outputs: int, tiles: Tiles) -> tuple[int]:
     """Enough programs for any borders."""
     return ((num_rows // tiles.rows + num_experts) * triton.cdiv(num_outputs, tiles.outputs),)
+
+
+def _is_compensated(dtype: torch.dtype) -> bool:
+    """Only fp32: one chain of 2,048 terms was off by 1.4e-6 of the result on an H200, cuBLAS by 2.5e-7; a narrow result's rounding hides that."""
+    return dtype is torch.float32
 
 
 def _rank_block(rank: int, tiles: Tiles) -> int:
