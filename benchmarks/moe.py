@@ -44,7 +44,7 @@ if __name__ == "__main__" and '"system": "unsloth"' in " ".join(sys.argv):
 import numpy as np
 import torch
 
-from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, run_case
+from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, quantization_config, run_case
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.plans import describe_plan, least_warmup, parse_mode
@@ -115,14 +115,23 @@ def run_plain(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: 
 
 
 def _load_plain(files: WorkloadFiles, *, device: str) -> Any:
-    """Load as the plain arm does; models with sinks take transformers' own attention for them, since no flash kernel of this image has any."""
+    """Load as the plain arm does, experts in NF4 where the workload has them.
+
+    Models with sinks take transformers' own attention for them, since no flash kernel of this image has any.
+    """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    is_cuda = device == "cuda"
+    from lightning_fastft.models.expert_nf4_reading import quantise_experts_too
+
+    is_cuda, options = device == "cuda", {}
+    quantization = quantization_config(files.workload, is_cuda=is_cuda)
+    if quantization is not None:
+        # bitsandbytes leaves experts as they are: every system must train on the same weights.
+        options["quantization_config"] = quantise_experts_too(quantization)
     attention = "eager" if files.workload.model_type == "gpt_oss" else "flash_attention_2" if is_cuda else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
-        files.model, dtype=base_dtype(is_cuda=is_cuda), attn_implementation=attention, device_map={"": 0 if is_cuda else "cpu"}
+        files.model, dtype=base_dtype(is_cuda=is_cuda), attn_implementation=attention, device_map={"": 0 if is_cuda else "cpu"}, **options
     )
     model.config.use_cache = False
     return get_peft_model(model, lora_config(files.workload)).train()

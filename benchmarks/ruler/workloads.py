@@ -122,12 +122,12 @@ _TINY_GPT_OSS = {
 
 
 def _with_routings(name: str, model_type: str, config: dict[str, Any]) -> list[Workload]:
-    """A mixture workload at 8,192 tokens, its packs of 16,384, and the same two with skewed routing, which are a model of their own."""
+    """A mixture workload at 8,192 tokens, its packs of 16,384, the same two with skewed routing, which are a model of their own, and one in NF4."""
     found = []
     for title, is_skewed in ((name, False), (f"{name}-skewed", True)):
         found.append(Workload(title, model_type, config, None, is_skewed=is_skewed))
         found.append(Workload(f"{title}-16k", model_type, config, None, max_tokens=16_384, num_packs=24, weights_of=title, is_skewed=is_skewed))
-    return found
+    return [*found, Workload(name.replace("-lora", "-qlora"), model_type, config, "nf4", weights_of=name)]
 
 
 # Packs of other lengths on the same weights: name of the suffix, tokens, packs that the stored list of documents fills.
@@ -171,6 +171,18 @@ WORKLOADS = {
             )
             for name, model_type, config in (("tiny-moe", "qwen3_moe", _TINY_MOE), ("tiny-gpt-oss", "gpt_oss", _TINY_GPT_OSS))
             for is_skewed in (False, True)
+        ),
+        Workload(
+            "tiny-moe-qlora",
+            "qwen3_moe",
+            _TINY_MOE,
+            "nf4",
+            max_tokens=256,
+            length_divisor=16,
+            num_packs=8,
+            lora_rank=4,
+            lora_alpha=4,
+            weights_of="tiny-moe",
         ),
         Workload("tiny", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
         Workload("tiny-long", "qwen3", _TINY, None, max_tokens=512, length_divisor=16, num_packs=6, lora_rank=4, lora_alpha=4, weights_of="tiny"),

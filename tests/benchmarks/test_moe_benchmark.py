@@ -516,6 +516,19 @@ def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(root
 
 
 @pytest.mark.slow
+def test_experts_in_nf4_are_the_same_for_plain_and_ours(root, tmp_path):
+    """Both quantise what they read; the reference is made with transformers' experts on the same four bits."""
+    files = files_of(root, "tiny-moe-qlora")
+    build(WORKLOADS["tiny-moe-qlora"], root=root, device="cpu", dtype=torch.float32)
+    log, template = CaseLog(tmp_path / "raw.jsonl"), Case("tiny-moe-qlora", "", "", num_warmup=2, num_steps=2)
+    moe.run_plain(parse_arm("plain:reference,recompute", template=template), files=files, log=log, device="cpu")
+    moe.run_ours(parse_arm("ours:recompute", template=template), files=files, log=log, device="cpu")
+    records = [record for record in report.read_records(tmp_path / "raw.jsonl") if record["num_steps"]]
+    assert [record["reason"] for record in records] == ["", ""]
+    assert all(record["verdict"]["worst_cosine"][1] > 0.99999 for record in records)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-gpt-oss"])
 @pytest.mark.parametrize("spoil", [drop_last, forget_weights])
 def test_ours_with_a_fault_in_its_experts_gets_no_row(root, tmp_path, monkeypatch, spoil, name):
