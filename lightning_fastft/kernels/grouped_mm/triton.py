@@ -403,7 +403,7 @@ def _grid(num_rows: int, num_experts: int, num_outputs: int, tiles: Tiles) -> tu
 
 
 def _is_compensated(dtype: torch.dtype) -> bool:
-    """Only fp32: two products in a row, chains of 2,048 and 768 terms, were off by 1.4e-6 on an H200, with cuBLAS by 2.5e-7; narrow results hide that."""
+    """Only fp32: two products with chains of 2,048 and 768 terms were off by 1.4e-6 on an H200, with cuBLAS by 2.5e-7; narrow results hide it."""
     return dtype is torch.float32
 
 
