@@ -1,0 +1,1 @@
+"""Residual add and RMSNorm in one pass, and their gradient."""

@@ -1,0 +1,236 @@
+"""Residual add and RMSNorm in one pass over memory, and their gradient in one more.
+
+Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
+Neither function builds a graph: the Function of a layer calls both.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.checks import check_choice, check_float, check_tensor
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.rms_norm import reference
+from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
+
+BACKENDS = ("auto", "triton", "reference")
+# A row is held by one program from the first read to the last write.
+MAX_COLUMNS = 16_384
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (*_TRITON_DTYPES, torch.float64)
+
+
+def rms_norm_forward(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    residual_TD: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> NormOutput:
+    """Return ``weight * sum / rms(sum)`` of ``sum = x + residual``, and the sum.
+
+    The sum is rounded to its dtype before it is normed, as a model stores it. The arithmetic is fp32 (float64 for float64); y is rounded once, or
+    twice where the form says so. Rows do not mix: a row of NaN stays alone.
+
+    Args:
+        x_TD: Rows to norm, or what is added to residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or float64; last axis contiguous, any
+            distance between rows.
+        weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 whatever x_TD has, float64 only with float64.
+        form: Which of the forms of RMSNorm it is, with eps.
+        residual_TD: The stream that x_TD is added to. Like x_TD, rows any distance apart; None to norm x_TD itself.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first where it can, else the second.
+
+    Returns:
+        y_TD: Shape (T, D), contiguous, dtype and device of x_TD, no graph.
+        sum_TD: Shape (T, D), contiguous, dtype and device of x_TD; x_TD itself, not copied, without residual_TD.
+        rstd_T: Shape (T,), 1 over the root mean square of each row of the sum, fp32 (float64 for float64).
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another, or D is above 16,384 and the backend is not "reference".
+        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+
+    Cost:
+        Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host synchronisation. "reference" makes fp32 copies.
+
+    Source:
+        arXiv 1910.07467; order of roundings as in transformers.
+
+    Example:
+        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 3.0])
+        >>> rms_norm_forward(x, weight, form=NormForm(eps=0.0), residual_TD=torch.tensor([[1.0, 1.0]])).y_TD
+        tensor([[1., 3.]])
+    """
+    _check_rows("x_TD", x_TD)
+    _check_form(form)
+    _check_weight(weight_D, x_TD)
+    if residual_TD is not None:
+        _check_alike("residual_TD", residual_TD, "x_TD", x_TD)
+    with torch.no_grad():
+        return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
+
+
+def rms_norm_backward(
+    d_y_TD: torch.Tensor,
+    sum_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    rstd_T: torch.Tensor | None,
+    *,
+    form: NormForm,
+    d_sum_TD: torch.Tensor | None = None,
+    needs_weight: bool,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> NormGradients:
+    """Return the gradient of the sum, which is that of x and of the residual alike, and of the weight.
+
+    What comes through the norm and the gradient of the sum itself are added in fp32 (float64 for float64) and rounded once. Sums over rows have one
+    order: two calls are bit-equal.
+
+    Args:
+        d_y_TD: Gradient of y_TD. Shape (T, D); dtype and device of sum_TD; last axis contiguous, any distance between rows.
+        sum_TD: The sum that ``rms_norm_forward`` gave.
+        weight_D: What ``rms_norm_forward`` was given.
+        rstd_T: What ``rms_norm_forward`` gave; None to make it anew from sum_TD.
+        form: What ``rms_norm_forward`` was given.
+        d_sum_TD: Gradient that reaches the sum past the norm, along the residual stream. Like d_y_TD; None for 0.
+        needs_weight: Return the gradient of the weight.
+        out: Where d_x_TD is written: a tensor like sum_TD in memory of its own, or d_y_TD or d_sum_TD itself, whose values are then lost. None for
+            new memory.
+        backend: As in ``rms_norm_forward``.
+
+    Returns:
+        d_x_TD: Shape (T, D), dtype and device of sum_TD; contiguous, or ``out``.
+        d_weight_D: Shape (D,), sum over T of d_y_TD times the normed row, fp32 (float64 for float64); None unless needs_weight.
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or ``out`` overlaps an input
+            without being d_y_TD or d_sum_TD.
+        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+
+    Cost:
+        Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host synchronisation. With needs_weight a second launch over at most 512
+        partial sums of D fp32 values. "reference" makes fp32 copies.
+
+    Source:
+        The chain rule.
+
+    Example:
+        >>> ones, weight = torch.ones(1, 2), torch.tensor([1.0, 3.0])
+        >>> rms_norm_backward(ones, ones, weight, None, form=NormForm(eps=0.0), needs_weight=True)
+        NormGradients(d_x_TD=tensor([[-1.,  1.]]), d_weight_D=tensor([1., 1.]))
+    """
+    _check_rows("sum_TD", sum_TD)
+    _check_form(form)
+    _check_weight(weight_D, sum_TD)
+    check_choice("needs_weight", needs_weight, (False, True))
+    _check_alike("d_y_TD", d_y_TD, "sum_TD", sum_TD)
+    if d_sum_TD is not None:
+        _check_alike("d_sum_TD", d_sum_TD, "sum_TD", sum_TD)
+    if rstd_T is not None:
+        _check_rstd(rstd_T, sum_TD)
+    if out is not None:
+        _check_alike("out", out, "sum_TD", sum_TD)
+        _check_out(out, may_be=(d_y_TD, d_sum_TD), must_not_meet=(sum_TD, weight_D, rstd_T))
+    with torch.no_grad():
+        return _choose(backend, sum_TD).rms_norm_backward(
+            d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=needs_weight, out=out
+        )
+
+
+def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
+    """Return the module that does the work."""
+    check_choice("backend", backend, BACKENDS)
+    if backend == "reference":
+        return reference
+    if x_TD.shape[1] > MAX_COLUMNS:
+        raise ShapeError(f"The rows have {x_TD.shape[1]} columns, one pass holds at most {MAX_COLUMNS}; use backend 'reference' for wider ones.")
+    is_able = x_TD.is_cuda and x_TD.dtype in _TRITON_DTYPES
+    if backend == "triton" and not is_able:
+        raise OptionError(f"Backend 'triton' takes bf16, fp16 and fp32 on CUDA, got {x_TD.dtype} on {x_TD.device}; use 'reference' or 'auto' there.")
+    if not is_able:
+        return reference
+    from lightning_fastft.kernels.rms_norm import triton
+
+    return triton
+
+
+def _check_form(form: NormForm) -> None:
+    """Refuse a form that no backend knows."""
+    if not isinstance(form, NormForm):
+        raise OptionError(f"form must be a NormForm, got {type(form).__name__}; give NormForm(eps=...).")
+    check_float("form.eps", form.eps, low=0.0)
+    check_float("form.weight_offset", form.weight_offset, low=float("-inf"))
+    check_choice("form.is_weight_wide", form.is_weight_wide, (False, True))
+
+
+def _check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what the kernels would read wrongly."""
+    check_tensor(name, tensor, ndim=2, dtypes=_DTYPES)
+    if tensor.shape[1] == 0:
+        raise ShapeError(f"{name} has no columns; a mean needs one at least.")
+    _check_columns(name, tensor)
+
+
+def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Refuse a tensor that belongs to other rows."""
+    check_tensor(name, tensor, ndim=2, dtypes=(other.dtype,))
+    if tensor.shape != other.shape or tensor.device != other.device:
+        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as {other_name}: {tuple(other.shape)} on {other.device}.")
+    _check_columns(name, tensor)
+
+
+def _check_columns(name: str, tensor: torch.Tensor) -> None:
+    """Refuse rows whose columns are apart."""
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
+
+
+def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
+    """Refuse a weight that is not one number per column."""
+    check_tensor("weight_D", weight_D, ndim=1, dtypes=_DTYPES if x_TD.dtype is torch.float64 else _TRITON_DTYPES)
+    _check_vector("weight_D", weight_D, x_TD.shape[1], x_TD)
+
+
+def _check_rstd(rstd_T: torch.Tensor, x_TD: torch.Tensor) -> None:
+    """Refuse what the forward did not give."""
+    check_tensor("rstd_T", rstd_T, ndim=1, dtypes=(wide_dtype(x_TD.dtype),))
+    _check_vector("rstd_T", rstd_T, x_TD.shape[0], x_TD)
+
+
+def _check_vector(name: str, vector: torch.Tensor, size: int, x_TD: torch.Tensor) -> None:
+    """Refuse a vector of another size, place or layout."""
+    if vector.shape[0] != size or vector.device != x_TD.device:
+        raise ShapeError(
+            f"{name} has {vector.shape[0]} entries on {vector.device}; rows of shape {tuple(x_TD.shape)} on {x_TD.device} ask for {size} there."
+        )
+    if not vector.is_contiguous():
+        raise ShapeError(f"{name} has stride {vector.stride(0)}; it must be contiguous: call .contiguous() on it.")
+
+
+def _check_out(out: torch.Tensor, *, may_be: tuple[torch.Tensor | None, ...], must_not_meet: tuple[torch.Tensor | None, ...]) -> None:
+    """Refuse memory in which one program would write what another one has still to read, or what was saved."""
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ShapeError(f"The rows of out overlap: strides {out.stride()} with {out.shape[1]} columns. Give memory with a place for each row.")
+    is_shared = any(_do_ranges_overlap(out, other) for other in must_not_meet if other is not None)
+    for other in may_be:
+        if other is not None and not (out.data_ptr() == other.data_ptr() and out.stride() == other.stride()):
+            is_shared = is_shared or _do_ranges_overlap(out, other)
+    if is_shared:
+        raise ShapeError("out shares memory with an input. Give d_y_TD or d_sum_TD itself, memory of its own, or None.")
+
+
+def _do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the bytes from first to last element of two tensors meet."""
+    (one_begin, one_end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
+    return one_begin < other_end and other_begin < one_end
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first and of one past the last byte."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

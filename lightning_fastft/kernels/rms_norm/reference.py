@@ -1,0 +1,100 @@
+"""Residual add and RMSNorm in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
+
+Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class NormForm(NamedTuple):
+    """How a model family writes its RMSNorm.
+
+    Args:
+        eps: Added to the mean of the squares.
+        weight_offset: Added to the weight: 1 for Gemma, else 0.
+        is_weight_wide: True where the product with the weight is made in fp32 and rounded once (Gemma, gpt-oss); False where the normed row is
+            rounded to its dtype first and the product is rounded again (Llama, Qwen, Mistral, Phi-3).
+
+    Source:
+        arXiv 1910.07467; the forms as in transformers (modeling_llama.py, modeling_gemma3.py, modeling_gpt_oss.py).
+
+    Example:
+        >>> NormForm(weight_offset=1.0, is_weight_wide=True).eps
+        1e-06
+    """
+
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    is_weight_wide: bool = False
+
+
+class NormOutput(NamedTuple):
+    """The normed rows, the rows that were normed, and the reciprocal root mean square of each."""
+
+    y_TD: torch.Tensor
+    sum_TD: torch.Tensor
+    rstd_T: torch.Tensor
+
+
+class NormGradients(NamedTuple):
+    """Gradient of the rows that were normed, and of the weight; None where not asked for."""
+
+    d_x_TD: torch.Tensor
+    d_weight_D: torch.Tensor | None
+
+
+def rms_norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, residual_TD: torch.Tensor | None = None) -> NormOutput:
+    """Return the norm of the rounded sum; arithmetic in fp32 (float64 for float64)."""
+    dtype, wide = x_TD.dtype, wide_dtype(x_TD.dtype)
+    sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
+    wide_TD = sum_TD.to(wide)
+    rstd_T = _reciprocal_root(wide_TD, form)
+    normed_TD = wide_TD * rstd_T[:, None]
+    if not form.is_weight_wide:
+        normed_TD = normed_TD.to(dtype).to(wide)
+    return NormOutput((normed_TD * _shifted_weight(weight_D, wide, form)).to(dtype), sum_TD, rstd_T)
+
+
+def rms_norm_backward(
+    d_y_TD: torch.Tensor,
+    sum_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    rstd_T: torch.Tensor | None,
+    *,
+    form: NormForm,
+    d_sum_TD: torch.Tensor | None = None,
+    needs_weight: bool,
+    out: torch.Tensor | None = None,
+) -> NormGradients:
+    """Return the gradient of the sum, rounded once, and that of the weight, not rounded."""
+    wide = wide_dtype(sum_TD.dtype)
+    wide_TD, d_y_TD = sum_TD.to(wide), d_y_TD.to(wide)
+    rstd_T = _reciprocal_root(wide_TD, form) if rstd_T is None else rstd_T
+    normed_TD = wide_TD * rstd_T[:, None]
+    d_weight_D = (d_y_TD * normed_TD).sum(dim=0) if needs_weight else None
+    d_normed_TD = d_y_TD * _shifted_weight(weight_D, wide, form)
+    # The root mean square is itself a function of the row: what lies along the row is taken away.
+    along_T = (d_normed_TD * normed_TD).mean(dim=1)
+    d_x_TD = (d_normed_TD - normed_TD * along_T[:, None]) * rstd_T[:, None]
+    if d_sum_TD is not None:
+        d_x_TD = d_x_TD + d_sum_TD.to(wide)
+    return NormGradients(d_x_TD.to(sum_TD.dtype) if out is None else out.copy_(d_x_TD), d_weight_D)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _reciprocal_root(wide_TD: torch.Tensor, form: NormForm) -> torch.Tensor:
+    """Return 1 over the root of the mean square of each row."""
+    return torch.rsqrt(wide_TD.pow(2).mean(dim=1) + form.eps)
+
+
+def _shifted_weight(weight_D: torch.Tensor, wide: torch.dtype, form: NormForm) -> torch.Tensor:
+    """Return what the normed row is multiplied with."""
+    return weight_D.to(wide) + form.weight_offset

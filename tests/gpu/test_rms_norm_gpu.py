@@ -1,0 +1,93 @@
+"""Residual add and RMSNorm on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.rms_norm import reference
+from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
+from tests.kernels.test_rms_norm import (
+    GEMMA,
+    GPT_OSS,
+    LLAMA,
+    PublicEntries,
+    check_against_truth,
+    check_in_place,
+    check_rows_of_nan_stay_alone,
+    check_without_the_weight,
+    make_inputs,
+)
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+# A head of Qwen3, Qwen3-30B-A3B, gpt-oss, Llama-3 8B, Gemma 3 27B, the widest row; rows that fit no block.
+CASES = ((LLAMA, 100_003, 128), (LLAMA, 8_209, 2048), (GPT_OSS, 8_209, 2880), (LLAMA, 8_209, 4096), (GEMMA, 4_099, 5376), (LLAMA, 1_031, MAX_COLUMNS))
+
+
+@contextmanager
+def host_must_not_wait():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_triton_kernels_pass_their_tests_on_the_device():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_rms_norm.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
+def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows, num_columns, dtype):
+    check_against_truth(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
+    check_against_truth(PublicEntries, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32, is_rstd_given=False)
+    check_in_place(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
+    check_rows_of_nan_stay_alone(PublicEntries, dtype, form, device="cuda")
+    check_without_the_weight(PublicEntries, dtype, form, device="cuda")
+
+
+@pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
+def test_two_runs_are_bit_equal_and_the_host_never_waits(form, num_rows, num_columns):
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, torch.bfloat16, form, device="cuda")
+    runs = []
+    with host_must_not_wait():
+        for _ in range(2):
+            output = rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
+            arguments = {"form": form, "d_sum_TD": d_sum_TD, "needs_weight": True}
+            runs.append((*output, *rms_norm_backward(d_y_TD, output.sum_TD, weight_D, output.rstd_T, **arguments)))
+    assert all(torch.equal(one, other) for one, other in zip(*runs))
+
+
+@pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
+def test_overwriting_a_gradient_takes_no_memory(form, num_rows, num_columns):
+    x_TD, _, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, torch.bfloat16, form, device="cuda")
+    rstd_T = rms_norm_forward(x_TD, weight_D, form=form).rstd_T
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rms_norm_backward(d_y_TD, x_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=False, out=d_sum_TD)
+    assert torch.cuda.max_memory_allocated() == before
+
+
+def test_a_forced_reference_is_obeyed_float64_takes_it_and_wider_rows_ask_for_it():
+    x_TD, residual_TD, weight_D, d_y_TD, _ = make_inputs(65, 33, torch.float32, LLAMA, device="cuda")
+    forced = rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD, backend="reference")
+    expected = reference.rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
+    assert all(torch.equal(one, other) for one, other in zip(forced, expected))
+    x_TD, d_y_TD = x_TD.double(), d_y_TD.double()
+    wide = rms_norm_backward(d_y_TD, x_TD, weight_D, None, form=LLAMA, needs_weight=True)
+    assert wide.d_weight_D.dtype is torch.float64
+    with pytest.raises(OptionError, match="float64"):
+        rms_norm_forward(x_TD, weight_D, form=LLAMA, backend="triton")
+    wider_TD = torch.ones(3, MAX_COLUMNS + 1, device="cuda")
+    with pytest.raises(ShapeError, match="reference"):
+        rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA)

@@ -1,0 +1,493 @@
+"""Residual add and RMSNorm: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.rms_norm import reference
+from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm
+from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, poisoned
+
+ROOT = Path(__file__).parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LLAMA, GPT_OSS, GEMMA = NormForm(), NormForm(eps=1e-5, is_weight_wide=True), NormForm(weight_offset=1.0, is_weight_wide=True)
+FORMS = (LLAMA, GPT_OSS, GEMMA, NormForm(weight_offset=1.0))
+ROWS, COLUMNS = (1, 7, 65), (1, 5, 16, 64, 128, 131)
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of which ours are the first.
+NUM_MEASURED_ROWS = 513
+# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+NUM_FOR_SHARE, SHARE = 200, 0.01
+
+COMPILE_SCRIPT = """
+import itertools
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.rms_norm import triton as norm
+
+POINTERS = ("x_ptr", "residual_ptr", "y_ptr", "sum_ptr", "d_y_ptr", "d_sum_ptr", "out_ptr")
+ONES = {"num_rows", "num_columns", "num_steps", "x_stride", "residual_stride", "d_y_stride", "sum_stride", "d_sum_stride", "out_stride"}
+FLOATS = ("mean_scale", "eps", "weight_offset")
+for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (90, "bf16", "fp32")):
+    for num_columns, is_set in itertools.product((1, 128, 2880, 16384), (False, True)):
+        block_rows, block_columns, num_warps = norm._tile(num_columns)
+        block = {"BLOCK_T": block_rows, "BLOCK_D": block_columns}
+        forward = {"HAS_RESIDUAL": is_set, "IS_WEIGHT_WIDE": is_set, **block}
+        backward = {"HAS_D_SUM": is_set, "HAS_RSTD": not is_set, "NEEDS_WEIGHT": is_set, "IN_PLACE": is_set, **block}
+        for kernel, constants in ((norm._rms_norm_forward_kernel, forward), (norm._rms_norm_backward_kernel, backward)):
+            signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(FLOATS, "fp32")
+            signature |= {"weight_ptr": "*" + weight, "rstd_ptr": "*fp32", "partial_ptr": "*fp32"} | dict.fromkeys(POINTERS, "*" + dtype)
+            # An integer that is 1 when a kernel is launched is a constant to the compiler.
+            constants |= dict.fromkeys(ONES & set(kernel.arg_names), 1) if num_columns == 1 else {}
+            signature |= dict.fromkeys(constants, "constexpr")
+            signature = {name: signature[name] for name in kernel.arg_names}
+            source = ASTSource(kernel, signature, constexprs=constants)
+            triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+"""
+
+
+def formula(x_TD, weight_D, form):
+    """What transformers writes; ``test_the_formula_is_that_of_transformers`` compares."""
+    wide = reference.wide_dtype(x_TD.dtype)
+    hidden = x_TD.to(wide)
+    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + form.eps)
+    if form.is_weight_wide or form.weight_offset:
+        return ((hidden if form.is_weight_wide else hidden.to(x_TD.dtype)) * (form.weight_offset + weight_D.to(wide))).to(x_TD.dtype)
+    return (weight_D * hidden.to(x_TD.dtype)).to(x_TD.dtype)
+
+
+def run_formula(d_y_TD, sum_TD, weight_D, d_sum_TD, form, *, wide):
+    """Reciprocal root and gradients of the formula in a wide dtype through autograd; the weight has one gradient per row."""
+    sum_TD = sum_TD.detach().to(wide).requires_grad_()
+    weight_TD = weight_D.detach().to(wide).expand(sum_TD.shape).requires_grad_()
+    (formula(sum_TD, weight_TD, form) * d_y_TD.to(wide)).sum().backward()
+    d_sum_TD = sum_TD.grad if d_sum_TD is None else sum_TD.grad + d_sum_TD.to(wide)
+    rstd_T = torch.rsqrt(sum_TD.detach().pow(2).mean(-1) + form.eps)
+    return rstd_T, d_sum_TD, weight_TD.grad
+
+
+def make_inputs(num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=None, scale=1.0):
+    """Rows of different size, and a weight around 1 after the form's offset: x, residual, weight, d_y, d_sum."""
+    size_T1 = scale * (0.5 + torch.rand(num_rows, 1, device=device))
+    x_TD, residual_TD = ((torch.randn(num_rows, num_columns, device=device) * size_T1).to(dtype) for _ in range(2))
+    weight_D = (1.0 - form.weight_offset + 0.3 * torch.randn(num_columns, device=device)).to(weight_dtype or dtype)
+    d_y_TD, d_sum_TD = (torch.randn(num_rows, num_columns, device=device).to(dtype) for _ in range(2))
+    return x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD
+
+
+@contextmanager
+def fresh_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_mostly_equal(name, ours, expected, *, share=SHARE):
+    """In a narrow dtype values differ from those expected only where rounding is a matter of the last bit of fp32."""
+    if expected.dtype is not torch.float32 and ours.numel() >= NUM_FOR_SHARE:
+        differing = (ours != expected).double().mean().item()
+        assert differing <= share, f"{name}: {differing:.1%} of the values are others, at most {share:.1%} may be"
+
+
+def assert_value(name, ours, *, plain, truth, dtype):
+    """Within the bound; plain PyTorch may have more rows, and stands in where ours has none: it is within any multiple of its own error."""
+    assert ours.dtype is dtype
+    assert_within_bound(name, torch.cat([ours, plain[len(ours) :]]), plain=plain, truth=truth, dtype=dtype)
+
+
+def assert_weight_gradient(ours_D, *, plain_TD, truth_TD, num_rows):
+    """Within the bound; plain fp32 and the largest sum are measured on every full group of as many rows, of which ours is the first."""
+    assert ours_D.dtype is torch.float32
+    num_groups = len(truth_TD) // num_rows
+    plain_GD, truth_GD = (terms_TD[: num_groups * num_rows].unflatten(0, (num_groups, num_rows)).sum(1) for terms_TD in (plain_TD, truth_TD))
+    ours_GD = torch.cat([ours_D[None], plain_GD[1:]])
+    assert_within_bound("d_weight", ours_GD, plain=plain_GD, truth=truth_GD, dtype=torch.float32)
+
+
+def check_against_truth(
+    functions,
+    num_rows,
+    num_columns,
+    dtype,
+    form,
+    *,
+    device="cpu",
+    weight_dtype=None,
+    scale=1.0,
+    has_residual=True,
+    has_d_sum=True,
+    is_rstd_given=True,
+):
+    num_measured = max(num_rows, NUM_MEASURED_ROWS)
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(
+        num_measured, num_columns, dtype, form, device=device, weight_dtype=weight_dtype, scale=scale
+    )
+    residual_TD, d_sum_TD = residual_TD if has_residual else None, d_sum_TD if has_d_sum else None
+    plain_sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
+
+    ours_x_TD, ours_d_y_TD = poisoned(x_TD[:num_rows]), poisoned(d_y_TD[:num_rows])
+    ours_residual_TD, ours_d_sum_TD = (None if tensor is None else poisoned(tensor[:num_rows]) for tensor in (residual_TD, d_sum_TD))
+    ours_weight_D = poisoned(weight_D)
+    with fresh_memory_is_nan():
+        y_TD, sum_TD, rstd_T = functions.rms_norm_forward(ours_x_TD, ours_weight_D, form=form, residual_TD=ours_residual_TD)
+        ours_sum_TD, ours_rstd_T = poisoned(sum_TD), poisoned(rstd_T)
+        d_x_TD, d_weight_D = functions.rms_norm_backward(
+            ours_d_y_TD,
+            ours_sum_TD,
+            ours_weight_D,
+            ours_rstd_T if is_rstd_given else None,
+            form=form,
+            d_sum_TD=ours_d_sum_TD,
+            needs_weight=True,
+        )
+    for ours, given in ((ours_x_TD, x_TD), (ours_residual_TD, residual_TD), (ours_d_y_TD, d_y_TD), (ours_d_sum_TD, d_sum_TD)):
+        assert ours is None or torch.equal(ours, given[:num_rows])
+    assert torch.equal(ours_weight_D, weight_D)
+    assert torch.equal(ours_sum_TD, sum_TD)
+    assert torch.equal(ours_rstd_T, rstd_T)
+    assert rstd_T.shape == (num_rows,)
+    assert d_weight_D.shape == (num_columns,)
+
+    # The sum is the stream as transformers stores it, to the last bit; everything behind it is judged by the sum.
+    assert sum_TD is ours_x_TD if residual_TD is None else sum_TD.is_contiguous()
+    assert torch.equal(sum_TD, plain_sum_TD[:num_rows])
+    true_rstd, true_d_x, true_terms = run_formula(d_y_TD, plain_sum_TD, weight_D, d_sum_TD, form, wide=torch.float64)
+    plain_rstd, plain_d_x, plain_terms = run_formula(d_y_TD, plain_sum_TD, weight_D, d_sum_TD, form, wide=torch.float32)
+    assert_value("rstd", rstd_T, plain=plain_rstd, truth=true_rstd, dtype=torch.float32)
+
+    true_y, plain_y = formula(plain_sum_TD.double(), weight_D.double(), form), formula(plain_sum_TD, weight_D, form)
+    assert_value("y", y_TD, plain=plain_y, truth=true_y, dtype=dtype)
+    assert_mostly_equal("y", y_TD, plain_y[:num_rows])
+
+    plain_d_x = plain_d_x.to(dtype)
+    assert_value("d_x", d_x_TD, plain=plain_d_x, truth=true_d_x, dtype=dtype)
+    true_narrow = true_d_x.to(dtype)[:num_rows]
+    plain_share = (plain_d_x[:num_rows] != true_narrow).double().mean().item()
+    assert_mostly_equal("d_x", d_x_TD, true_narrow, share=max(2 * plain_share, SHARE))
+    assert_weight_gradient(d_weight_D, plain_TD=plain_terms, truth_TD=true_terms, num_rows=num_rows)
+
+
+def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu"):
+    """d_x may take the place of d_y, of d_sum, and of both where they are one; nothing beside it is written."""
+    x_TD, _, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, dtype, form, device=device)
+    rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form).rstd_T
+    for place in ("d_y", "d_sum", "both"):
+        inner_TD = poisoned(d_sum_TD if place == "d_sum" else d_y_TD)
+        ours_d_y_TD, ours_d_sum_TD = (inner_TD if place in (name, "both") else tensor for name, tensor in (("d_y", d_y_TD), ("d_sum", d_sum_TD)))
+        arguments = {"form": form, "needs_weight": True}
+        expected = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, rstd_T, d_sum_TD=ours_d_sum_TD, **arguments)
+        ours = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, rstd_T, d_sum_TD=ours_d_sum_TD, out=inner_TD, **arguments)
+        assert ours.d_x_TD is inner_TD
+        assert all(torch.equal(one, other) for one, other in zip(ours, expected))
+        buffer = inner_TD._base
+        assert buffer.isnan().sum() == buffer.numel() - inner_TD.numel()
+
+
+def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu"):
+    def run():
+        y_TD, sum_TD, rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
+        gradients = functions.rms_norm_backward(d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True)
+        return (y_TD, sum_TD, rstd_T, gradients.d_x_TD), gradients.d_weight_D
+
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(21, 33, dtype, form, device=device)
+    expected, _ = run()
+    # One value of a row is enough to lose it.
+    x_TD[13:, 7] = float("nan")
+    ours, d_weight_D = run()
+    assert all(torch.equal(one[:13], other[:13]) for one, other in zip(ours, expected))
+    # Nothing turns a NaN into a number: a run that has lost its values must show it.
+    assert all(one[13:].isnan().all() for one in (ours[0], ours[2], ours[3]))
+    assert d_weight_D.isnan().all()
+
+
+def check_without_the_weight(functions, dtype, form, *, device="cpu"):
+    """The gradient of the rows is the same whether that of the weight is asked for or not."""
+    x_TD, _, weight_D, d_y_TD, _ = make_inputs(65, 130, dtype, form, device=device)
+    rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form).rstd_T
+    with_weight, without = (
+        functions.rms_norm_backward(d_y_TD, x_TD, weight_D, rstd_T, form=form, needs_weight=needs_weight) for needs_weight in (True, False)
+    )
+    assert torch.equal(with_weight.d_x_TD, without.d_x_TD)
+    assert without.d_weight_D is None
+
+
+def check_without_eps(functions, *, device="cpu"):
+    """Rows behind the last one, whose root would be infinite, do not reach the sums."""
+    check_against_truth(functions, 7, 33, torch.float32, NormForm(eps=0.0), device=device, is_rstd_given=False)
+
+
+def check_large_and_small_values(functions, dtype, form, *, device="cpu"):
+    """Squares beyond the narrow dtype's range are no matter, and where the row is small eps is what is seen."""
+    for scale in (1e-3, 300.0):
+        check_against_truth(functions, 65, 33, dtype, form, device=device, scale=scale, has_d_sum=False)
+
+
+class PublicEntries:
+    """The public functions, called as the modules of the backends are."""
+
+    rms_norm_forward = staticmethod(rms_norm_forward)
+    rms_norm_backward = staticmethod(rms_norm_backward)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_formula_is_that_of_transformers(dtype):
+    gemma3 = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    for norm_class, form in ((llama.LlamaRMSNorm, LLAMA), (gpt_oss.GptOssRMSNorm, GPT_OSS), (gemma3.Gemma3RMSNorm, GEMMA)):
+        for weight_dtype in {dtype, torch.float32}:
+            x_TD, residual_TD, weight_D, _, _ = make_inputs(65, 131, dtype, form, weight_dtype=weight_dtype)
+            norm = norm_class(131, eps=form.eps).to(weight_dtype)
+            norm.weight.data.copy_(weight_D)
+            theirs_TD = norm(x_TD + residual_TD).to(dtype)
+            assert torch.equal(formula(x_TD + residual_TD, weight_D, form), theirs_TD)
+            assert torch.equal(rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD).y_TD, theirs_TD)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_rstd_given", [False, True])
+def test_in_float64_formula_and_gradient_equal_autograd(form, is_rstd_given):
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(7, 33, torch.float64, form)
+    y_TD, sum_TD, rstd_T = rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
+    gradients = rms_norm_backward(d_y_TD, sum_TD, weight_D, rstd_T if is_rstd_given else None, form=form, d_sum_TD=d_sum_TD, needs_weight=True)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x_TD, residual_TD, weight_D)]
+    true_sum_TD = leaves[0] + leaves[1]
+    true_y_TD = formula(true_sum_TD, leaves[2], form)
+    ((true_y_TD * d_y_TD).sum() + (true_sum_TD * d_sum_TD).sum()).backward()
+    ours = (y_TD, sum_TD, gradients.d_x_TD, gradients.d_x_TD, gradients.d_weight_D)
+    for one, true in zip(ours, (true_y_TD, true_sum_TD, *(leaf.grad for leaf in leaves))):
+        torch.testing.assert_close(one, true, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_every_gradient_equal_the_truth(form, dtype):
+    for num_rows in ROWS:
+        for num_columns in COLUMNS:
+            check_against_truth(PublicEntries, num_rows, num_columns, dtype, form)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_d_sum", [False, True])
+@pytest.mark.parametrize("is_rstd_given", [False, True])
+def test_what_is_left_out(has_residual, has_d_sum, is_rstd_given):
+    given = {"has_residual": has_residual, "has_d_sum": has_d_sum, "is_rstd_given": is_rstd_given}
+    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, LLAMA, **given)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", FORMS)
+def test_dtype_of_the_weight(form, weight_dtype):
+    check_against_truth(PublicEntries, 9, 33, torch.bfloat16, form, weight_dtype=weight_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_large_and_small_values(form, dtype):
+    check_large_and_small_values(PublicEntries, dtype, form)
+
+
+def test_without_eps():
+    check_without_eps(PublicEntries)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_nan_stay_alone(form):
+    check_rows_of_nan_stay_alone(PublicEntries, torch.bfloat16, form)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradients_given_may_be_overwritten(form, dtype):
+    check_in_place(PublicEntries, 9, 33, dtype, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_the_gradient_of_the_weight(form):
+    check_without_the_weight(PublicEntries, torch.bfloat16, form)
+
+
+def test_without_rows():
+    empty_TD, weight_D = torch.ones(0, 5), torch.ones(5)
+    y_TD, sum_TD, rstd_T = rms_norm_forward(empty_TD, weight_D, form=LLAMA, residual_TD=empty_TD)
+    assert y_TD.shape == sum_TD.shape == (0, 5)
+    assert rstd_T.shape == (0,)
+    gradients = rms_norm_backward(empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=empty_TD, needs_weight=True)
+    assert gradients.d_x_TD.shape == (0, 5)
+    assert torch.equal(gradients.d_weight_D, torch.zeros(5))
+
+
+def test_no_graph_and_no_wait():
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = (tensor.requires_grad_() for tensor in make_inputs(7, 5, torch.float32, LLAMA))
+    with Watch() as watch:
+        output = rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
+        gradients = rms_norm_backward(
+            d_y_TD, output.sum_TD, weight_D, output.rstd_T, form=LLAMA, d_sum_TD=d_sum_TD, needs_weight=True, out=d_y_TD.detach()
+        )
+    assert watch.waits == []
+    assert not any(tensor.requires_grad for tensor in (*output, *gradients))
+
+
+REFERENCE_FAULTS = {
+    "eps lost": ("wide_TD.pow(2).mean(dim=1) + form.eps", "wide_TD.pow(2).mean(dim=1)"),
+    "root of the sum": ("wide_TD.pow(2).mean(dim=1)", "wide_TD.pow(2).sum(dim=1)"),
+    "offset of the weight lost": ("weight_D.to(wide) + form.weight_offset", "weight_D.to(wide)"),
+    "normed row not rounded": ("if not form.is_weight_wide:", "if False:"),
+    "normed row rounded in the wide form": ("if not form.is_weight_wide:", "if True:"),
+    "residual lost": ("else x_TD + residual_TD", "else x_TD.clone()"),
+    "the sum is normed before it is rounded": ("wide_TD = sum_TD.to(wide)", "wide_TD = x_TD.to(wide) + (0 if residual_TD is None else residual_TD)"),
+    "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
+    "root taken for a constant": ("(d_normed_TD - normed_TD * along_T[:, None])", "d_normed_TD"),
+    "second factor of the root lost": ("along_T[:, None]) * rstd_T[:, None]", "along_T[:, None])"),
+    "share along the row is the sum": ("(d_normed_TD * normed_TD).mean(dim=1)", "(d_normed_TD * normed_TD).sum(dim=1)"),
+    "weight not in the gradient": ("d_normed_TD = d_y_TD * _shifted_weight(weight_D, wide, form)", "d_normed_TD = d_y_TD"),
+    "weight's gradient by the raw row": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * wide_TD).sum(dim=0)"),
+    "weight's gradient by the rounded row": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * normed_TD.to(sum_TD.dtype)).sum(dim=0)"),
+    "last row not in the weight's gradient": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * normed_TD)[:-1].sum(dim=0)"),
+    "gradient of the sum lost": ("d_x_TD = d_x_TD + d_sum_TD.to(wide)", "pass"),
+    "gradient rounded before it is added": ("d_x_TD + d_sum_TD.to(wide)", "d_x_TD.to(sum_TD.dtype) + d_sum_TD"),
+}  # fmt: skip
+
+
+def check_every_part(functions, num_columns=130, dtype=torch.bfloat16, *, device="cpu"):
+    for form in FORMS:
+        for is_rstd_given in (False, True):
+            check_against_truth(functions, 9, num_columns, dtype, form, device=device, is_rstd_given=is_rstd_given)
+        check_against_truth(functions, 9, num_columns, torch.float32, form, device=device)
+        check_in_place(functions, 9, num_columns, dtype, form, device=device)
+    check_without_the_weight(functions, dtype, LLAMA, device=device)
+    check_large_and_small_values(functions, dtype, GPT_OSS, device=device)
+    check_without_eps(functions, device=device)
+
+
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sum_TD": torch.ones(3, 4, 4)}, ShapeError, "2 axes"),
+        ({"sum_TD": torch.ones(3, 4, dtype=torch.int64)}, ShapeError, "dtype"),
+        ({"sum_TD": torch.ones(4, 3).T}, ShapeError, "contiguous"),
+        ({"sum_TD": torch.ones(3, 0)}, ShapeError, "no columns"),
+        ({"weight_D": torch.ones(5)}, ShapeError, "ask for 4"),
+        ({"weight_D": torch.ones(4, dtype=torch.float64)}, ShapeError, "dtype"),
+        ({"weight_D": torch.ones(8)[::2]}, ShapeError, "contiguous"),
+        ({"weight_D": torch.ones(1, 4)}, ShapeError, "1 axes"),
+        ({"other": torch.ones(3, 5)}, ShapeError, "must be as"),
+        ({"other": torch.ones(2, 4)}, ShapeError, "must be as"),
+        ({"other": torch.ones(3, 4).double()}, ShapeError, "dtype"),
+        ({"other": torch.ones(4, 3).T}, ShapeError, "contiguous"),
+        ({"other": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
+        ({"form": None}, OptionError, "NormForm"),
+        ({"form": NormForm(eps=-1e-6)}, OptionError, "eps"),
+        ({"form": NormForm(eps=float("nan"))}, OptionError, "eps"),
+        ({"form": NormForm(weight_offset=float("inf"))}, OptionError, "weight_offset"),
+        ({"form": NormForm(is_weight_wide="yes")}, OptionError, "is_weight_wide"),
+        ({"backend": "cuda"}, OptionError, "backend"),
+        ({"backend": "triton"}, OptionError, "cpu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    given = {"sum_TD": torch.ones(3, 4), "weight_D": torch.ones(4), "other": torch.ones(3, 4), "form": NormForm(), "backend": "auto", **change}
+    rows, weight, other = given.pop("sum_TD"), given.pop("weight_D"), given.pop("other")
+    with pytest.raises(error, match=message):
+        rms_norm_forward(rows, weight, residual_TD=other, **given)
+    with pytest.raises(error, match=message):
+        rms_norm_backward(other, rows, weight, None, needs_weight=True, **given)
+    if "other" in change:
+        ones = torch.ones(3, 4)
+        for name in ("d_sum_TD", "out"):
+            with pytest.raises(error, match=message):
+                rms_norm_backward(ones, rows, weight, None, needs_weight=True, **{name: other}, **given)
+
+
+@pytest.mark.parametrize(
+    ("rstd_T", "message"),
+    [
+        (torch.ones(4), "ask for 3"),
+        (torch.ones(3, 1), "1 axes"),
+        (torch.ones(3).double(), "dtype"),
+        (torch.ones(3, device="meta"), "meta"),
+        (torch.ones(6)[::2], "contiguous"),
+    ],
+)
+def test_roots_of_other_rows_are_refused(rstd_T, message):
+    with pytest.raises(ShapeError, match=message):
+        rms_norm_backward(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), rstd_T, form=LLAMA, needs_weight=False)
+
+
+def test_whether_the_weight_has_a_gradient_is_a_yes_or_a_no():
+    with pytest.raises(OptionError, match="needs_weight"):
+        rms_norm_backward(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), None, form=LLAMA, needs_weight=None)
+
+
+def test_wider_rows_than_one_pass_holds_are_refused():
+    widest_TD, wider_TD = torch.ones(1, MAX_COLUMNS), torch.ones(1, MAX_COLUMNS + 1)
+    rms_norm_forward(widest_TD, widest_TD[0], form=LLAMA)
+    with pytest.raises(ShapeError, match="16384; use backend 'reference'"):
+        rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA)
+    with pytest.raises(ShapeError, match="16384; use backend 'reference'"):
+        rms_norm_backward(wider_TD, wider_TD, wider_TD[0], None, form=LLAMA, needs_weight=True)
+    rms_norm_forward(wider_TD, wider_TD[0], form=LLAMA, backend="reference")
+    rms_norm_backward(wider_TD, wider_TD, wider_TD[0], None, form=LLAMA, needs_weight=True, backend="reference")
+
+
+def test_output_memory_that_another_program_still_reads_is_refused():
+    buffer = torch.ones(120)
+    d_y_TD, d_sum_TD, sum_TD, weight_D, rstd_T = (
+        buffer[:12].view(3, 4),
+        buffer[20:32].view(3, 4),
+        buffer[40:52].view(3, 4),
+        buffer[60:64],
+        buffer[70:73],
+    )
+    inputs, options = (d_y_TD, sum_TD, weight_D, rstd_T), {"form": LLAMA, "d_sum_TD": d_sum_TD, "needs_weight": True}
+    # One element inside d_y, d_sum, sum, the sum itself, the weight and the roots.
+    for start in (11, 21, 9, 31, 40, 51, 49, 63, 72):
+        with pytest.raises(ShapeError, match="shares memory"):
+            rms_norm_backward(*inputs, out=buffer[start : start + 12].view(3, 4), **options)
+    wide_TD = buffer[:24].view(3, 8)[:, :4]
+    with pytest.raises(ShapeError, match="shares memory"):
+        rms_norm_backward(*inputs, out=wide_TD, **options)
+    for start in (0, 20, 80):
+        rms_norm_backward(*inputs, out=buffer[start : start + 12].view(3, 4), **options)
+    expanded_TD = torch.ones(4).expand(3, 4)
+    with pytest.raises(ShapeError, match="overlap"):
+        rms_norm_backward(expanded_TD, sum_TD, weight_D, rstd_T, form=LLAMA, needs_weight=True, out=expanded_TD)
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_rms_norm.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_compile():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

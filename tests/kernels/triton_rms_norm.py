@@ -1,0 +1,240 @@
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+
+``test_rms_norm.py`` runs them in the interpreter, ``tests/gpu/test_rms_norm_gpu.py`` on the device.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fastft.kernels.rms_norm import triton
+from tests.kernels.test_rms_norm import (
+    DTYPES,
+    FORMS,
+    GEMMA,
+    GPT_OSS,
+    LLAMA,
+    check_against_truth,
+    check_every_part,
+    check_in_place,
+    check_large_and_small_values,
+    check_rows_of_nan_stay_alone,
+    check_without_eps,
+    check_without_the_weight,
+    fresh_memory_is_nan,
+    make_inputs,
+)
+from tests.kernels.truth import load_with_fault
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# Rows of 130 columns share a program by so many.
+BLOCK_ROWS = triton._tile(130)[0]
+ROWS = (1, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 8 * BLOCK_ROWS + 1)
+COLUMNS = (1, 2, 5, 31, 32, 33, 64, 128, 130, 255, 256, 257, 1023, 2048, 2049, 4096, 5000)
+
+
+@pytest.fixture(autouse=True)
+def the_interpreter_rounds_as_the_device_does(monkeypatch):
+    """Triton's interpreter cuts fp32 off where bf16 ends."""
+    if DEVICE == "cuda":
+        return
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def rounded_cast(self, src, dst_type):
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast(self, src, dst_type)
+        narrow = torch.from_numpy(np.array(src.data, dtype=np.float32)).to(torch.bfloat16)
+        return TensorHandle(narrow.view(torch.int16).numpy().view(np.uint16), dst_type.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded_cast)
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So few programs that each sums several blocks of rows, some one block less than others."""
+    monkeypatch.setattr(triton, "MAX_PROGRAMS", 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_equals_the_truth(form, dtype):
+    for num_rows, num_columns in ((1, 1), (7, 5), (9, 33), (65, 16), (9, 257)):
+        check_against_truth(triton, num_rows, num_columns, dtype, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("num_columns", COLUMNS)
+@pytest.mark.parametrize("form", [LLAMA, GEMMA])
+def test_number_of_columns(num_columns, form):
+    check_against_truth(triton, 9, num_columns, torch.bfloat16, form, device=DEVICE)
+
+
+def test_the_widest_row():
+    check_against_truth(triton, 3, 16_384, torch.bfloat16, LLAMA, device=DEVICE)
+    check_against_truth(triton, 3, 16_384, torch.float32, GPT_OSS, device=DEVICE)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("form", [LLAMA, GEMMA])
+def test_number_of_rows(num_rows, form):
+    check_against_truth(triton, num_rows, 130, torch.bfloat16, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_d_sum", [False, True])
+@pytest.mark.parametrize("is_rstd_given", [False, True])
+def test_what_is_left_out(has_residual, has_d_sum, is_rstd_given):
+    given = {"has_residual": has_residual, "has_d_sum": has_d_sum, "is_rstd_given": is_rstd_given}
+    check_against_truth(triton, 9, 33, torch.bfloat16, LLAMA, device=DEVICE, **given)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", [LLAMA, GEMMA])
+def test_dtype_of_the_weight(form, weight_dtype):
+    check_against_truth(triton, 9, 33, torch.bfloat16, form, device=DEVICE, weight_dtype=weight_dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_large_and_small_values(form, dtype):
+    check_large_and_small_values(triton, dtype, form, device=DEVICE)
+
+
+def test_without_eps():
+    check_without_eps(triton, device=DEVICE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_nan_stay_alone(form):
+    check_rows_of_nan_stay_alone(triton, torch.bfloat16, form, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_columns", [1, 33, 130, 2049])
+def test_the_gradients_given_may_be_overwritten(num_columns, dtype):
+    check_in_place(triton, 9, num_columns, dtype, LLAMA, device=DEVICE)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("form", [LLAMA, GEMMA])
+def test_without_the_gradient_of_the_weight(form):
+    check_without_the_weight(triton, torch.bfloat16, form, device=DEVICE)
+
+
+def test_without_rows():
+    empty_TD, weight_D = torch.ones(0, 5, device=DEVICE), torch.ones(5, device=DEVICE)
+    with fresh_memory_is_nan():
+        y_TD, sum_TD, rstd_T = triton.rms_norm_forward(empty_TD, weight_D, form=LLAMA, residual_TD=empty_TD)
+        gradients = triton.rms_norm_backward(empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=empty_TD, needs_weight=True)
+        without = triton.rms_norm_backward(empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, needs_weight=False)
+    assert y_TD.shape == sum_TD.shape == gradients.d_x_TD.shape == (0, 5)
+    assert rstd_T.shape == (0,)
+    assert torch.equal(gradients.d_weight_D, torch.zeros(5, device=DEVICE))
+    assert without.d_weight_D is None
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("form", [LLAMA, GEMMA])
+def test_two_runs_are_bit_equal(form):
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(65, 130, torch.bfloat16, form, device=DEVICE)
+    runs = []
+    for _ in range(2):
+        output = triton.rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
+        gradients = triton.rms_norm_backward(d_y_TD, output.sum_TD, weight_D, output.rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True)
+        runs.append((*output, *gradients))
+    assert all(torch.equal(one, other) for one, other in zip(*runs))
+
+
+def test_rows_beyond_two_to_the_31_elements_are_reached():
+    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the rest is a hole.
+    def far(tensor_TD):
+        far_TD = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided((3, 64), (2**30, 1))
+        return far_TD.copy_(tensor_TD)
+
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(3, 64, torch.bfloat16, LLAMA, device=DEVICE)
+    expected = triton.rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
+    ours = triton.rms_norm_forward(far(x_TD), weight_D, form=LLAMA, residual_TD=far(residual_TD))
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected))
+    _, sum_TD, rstd_T = expected
+    expected = triton.rms_norm_backward(d_y_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=d_sum_TD, needs_weight=True)
+    far_TD = far(d_sum_TD)
+    ours = triton.rms_norm_backward(far(d_y_TD), far(sum_TD), weight_D, rstd_T, form=LLAMA, d_sum_TD=far_TD, needs_weight=True, out=far_TD)
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected))
+
+
+D_X_STORE = "d_x.to(out_ptr.dtype.element_ty), mask=inside)"
+PARTIAL_STORE = "tl.sum(weight_terms, axis=0), mask=inside_cols)"
+TERMS = "weight_terms += d_y * normed"
+BARRIER = "            # A value may be read by more than one thread: all have read before one of them writes.\n            tl.debug_barrier()\n"
+STORE_OF_THE_FIRST_TILE = "            tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], 0.0 * d_y, mask=inside)\n"
+D_Y_LOAD = "d_y_stride + cols[None, :], mask=inside"
+ONE_COLUMN_MORE = "inside_rows[:, None] & (cols < num_columns + 1)[None, :]"
+LOAD_OF_D_SUM = "        if HAS_D_SUM:\n            d_sum = tl.load("
+FAULTS = {
+    "eps lost": ("* mean_scale + eps", "* mean_scale"),
+    "root of the sum": ("tl.sum(row * row, axis=1) * mean_scale", "tl.sum(row * row, axis=1)"),
+    "residual lost": ("row += tl.load(residual_ptr", "row += 0.0 * tl.load(residual_ptr"),
+    "the sum is normed before it is rounded": ("row = rounded.to(tl.float32)", "row = row"),
+    "offset of the weight lost": ("other=0.0).to(tl.float32) + weight_offset\n\n    rstd", "other=0.0).to(tl.float32)\n\n    rstd"),
+    "offset of the weight lost backward": ("+ weight_offset\n    if NEEDS_WEIGHT", "\n    if NEEDS_WEIGHT"),
+    "normed row not rounded": ("if not IS_WEIGHT_WIDE:", "if False:"),
+    "normed row rounded in the wide form": ("if not IS_WEIGHT_WIDE:", "if True:"),
+    "fp32 lost": ("row * rstd[:, None]\n    if not", "row * rstd.to(tl.float16).to(tl.float32)[:, None]\n    if not"),
+    "squares in the narrow dtype": ("tl.sum(row * row, axis=1)", "tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32)"),
+    "root of the first row": ("tl.load(rstd_ptr + rows, mask", "tl.load(rstd_ptr + rows * 0, mask"),
+    "root of the first row is saved": ("tl.store(rstd_ptr + rows, rstd, mask", "tl.store(rstd_ptr + rows, tl.max(rstd, axis=0), mask"),
+    "root taken for a constant": ("(d_normed - normed * along[:, None])", "d_normed"),
+    "second factor of the root lost": ("along[:, None]) * rstd[:, None]", "along[:, None])"),
+    "share along the row is the sum": ("tl.sum(d_normed * normed, axis=1) * mean_scale", "tl.sum(d_normed * normed, axis=1)"),
+    "weight not in the gradient": ("d_normed = d_y * weight[None, :]", "d_normed = d_y"),
+    "gradient of the sum lost": ("d_x += d_sum", "d_x += 0.0 * d_sum"),
+    "gradient rounded before it is added": ("d_x += d_sum", "d_x = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) + d_sum"),
+    "weight's gradient by the raw row": (TERMS, "weight_terms += d_y * row"),
+    "weight's gradient by the rounded row": (TERMS, "weight_terms += d_y * normed.to(out_ptr.dtype.element_ty).to(tl.float32)"),
+    "weight's gradient of the last block only": (TERMS, "weight_terms = d_y * normed"),
+    "weight's gradient of the first block only": (TERMS, "weight_terms += tl.where(step == 0, d_y * normed, 0.0)"),
+    "weight's gradient summed in the narrow dtype": (TERMS, "weight_terms = (weight_terms + d_y * normed).to(tl.float16).to(tl.float32)"),
+    "a program is left out of the weight's gradient": ("partial_PD.sum(dim=0)", "partial_PD[:-1].sum(dim=0)"),
+    "programs write into one partial sum": ("partial_ptr + program * num_columns", "partial_ptr + program * 0"),
+    "last column not in the weight's gradient": (PARTIAL_STORE, PARTIAL_STORE.replace("inside_cols", "cols < num_columns - 1")),
+    "last step lost": ("triton.cdiv(num_blocks, num_programs)", "num_blocks // num_programs"),
+    "programs take neighbouring blocks": ("(program + step * tl.num_programs(0))", "(program + step)"),
+    "last column not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (cols < num_columns - 1)[None, :]")),
+    "last row not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (rows < num_rows - 1)[:, None]")),
+    "columns beyond the last are written": (D_X_STORE, D_X_STORE.replace("=inside", "=" + ONE_COLUMN_MORE.replace("1", "IN_PLACE"))),
+    "columns beyond the last are read": (D_Y_LOAD, D_Y_LOAD.replace("=inside", "=" + ONE_COLUMN_MORE)),
+    "rows beyond the last are read": (D_Y_LOAD, D_Y_LOAD.replace("=inside", "=(rows < num_rows + 1)[:, None] & inside_cols[None, :]")),
+    "roots behind the last row": ("tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)", "_reciprocal_root(row, mean_scale, eps)"),
+    "wrong stride of x": ("x_ptr + rows[:, None] * x_stride", "x_ptr + rows[:, None] * num_columns"),
+    "wrong stride of the residual": ("rows[:, None] * residual_stride", "rows[:, None] * num_columns"),
+    "wrong stride of d_y": ("rows[:, None] * d_y_stride", "rows[:, None] * num_columns"),
+    "wrong stride of the sum": ("rows[:, None] * sum_stride", "rows[:, None] * num_columns"),
+    "wrong stride of d_sum": ("rows[:, None] * d_sum_stride", "rows[:, None] * num_columns"),
+    "wrong stride of the output": ("rows[:, None] * out_stride", "rows[:, None] * num_columns"),
+    "written before it is read": (LOAD_OF_D_SUM, "        if IN_PLACE:\n" + STORE_OF_THE_FIRST_TILE + LOAD_OF_D_SUM),
+}  # fmt: skip
+
+
+def check_with_few_programs(functions):
+    functions.MAX_PROGRAMS = 3
+    check_every_part(functions, device=DEVICE)
+    # Four and a half blocks for three programs.
+    check_against_truth(functions, 4 * BLOCK_ROWS + BLOCK_ROWS // 2, 130, torch.bfloat16, LLAMA, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_with_few_programs(faulty)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_without_a_fault_the_same_check_passes():
+    check_with_few_programs(triton)
