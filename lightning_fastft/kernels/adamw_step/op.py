@@ -1,0 +1,137 @@
+"""One AdamW step and the gradients' norm for all tensors of a table, in one launch per combination of dtypes.
+
+Nothing here builds a graph or waits for the device: the clipping factor is a tensor, and the table of addresses is sent behind the host's back.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.checks import check_choice, check_float, check_int, check_tensor
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.adamw_step import reference
+from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+
+__all__ = ["BACKENDS", "StepOptions", "TensorTable", "adamw_step", "grad_norm"]
+
+BACKENDS = ("auto", "triton", "reference")
+
+
+def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, backend: str = "auto") -> None:
+    """Update the masters, averages and shadows of a table in place, by one step of AdamW.
+
+    In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g``, then the master loses
+    ``lr * weight_decay * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)`` of its value p before the step. "reference" takes
+    the decay off first, as torch.optim.AdamW does, with the same bits on a CPU; "triton" sums both changes first, which is one rounding less.
+    Master and shadow are rounded to nearest, the shadow from the new master. A tensor without gradient stays as it is. What is not finite in scale
+    or in a gradient passes on into its element, as in torch.optim.AdamW.
+
+    Args:
+        table: The tensors. Gradients are read, not changed.
+        options: Learning rate, betas, eps, decay and the number of the step, the same for all tensors: make a table for each set of options.
+        scale: What each gradient is multiplied with in fp32, such as a clipping factor. Shape (), fp32, device of the table. None for 1.
+        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+
+    Raises:
+        ShapeError: scale, a learning rate that is a tensor, or a tensor of the table has another shape, dtype, device or layout.
+        OptionError: A number of the options is not allowed, or the backend is unknown or cannot serve this table.
+
+    Cost:
+        One launch per combination of dtypes, no new memory. Per element with an fp32 master 28 bytes (26 with a narrow gradient), and 2 for a shadow.
+        The host compares addresses, see ``TensorTable.refresh``; no host synchronisation. "reference" takes several launches per tensor.
+
+    Source:
+        AdamW, arXiv 1711.05101.
+
+    Example:
+        >>> param = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        >>> param.grad = torch.tensor([0.5, 0.0])
+        >>> table = TensorTable([param], exp_avgs=[torch.zeros(2)], exp_avg_sqs=[torch.zeros(2)])
+        >>> adamw_step(table, options=StepOptions(learning_rate=0.1, weight_decay=0.0, step=1), scale=torch.tensor(0.5))
+        >>> param.data
+        tensor([ 0.9000, -2.0000])
+    """
+    _check_table(table)
+    _check_options(options, table.device)
+    if scale is not None:
+        _check_number("scale", scale, table.device)
+    with torch.no_grad():
+        _choose(backend, table).adamw_step(table, options=options, scale=scale)
+
+
+def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
+    """Return the L2 norm of all gradients of a table together, as one tensor.
+
+    Sums have one order: two calls are bit-equal. What is not finite in a gradient shows in the norm. The norm over several tables is the norm of
+    their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
+
+    Args:
+        table: The tensors; those without gradient count as 0.
+        backend: As in ``adamw_step``.
+
+    Returns:
+        Shape (), fp32, device of the table, no graph.
+
+    Raises:
+        ShapeError: A tensor of the table has another shape, dtype, device or layout.
+        OptionError: The backend is unknown or cannot serve this table.
+
+    Cost:
+        Reads each gradient once, in one launch per combination of dtypes and one more; no host synchronisation. "reference" makes float64 copies.
+
+    Source:
+        own
+
+    Example:
+        >>> param = torch.nn.Parameter(torch.zeros(2))
+        >>> param.grad = torch.tensor([3.0, -4.0])
+        >>> grad_norm(TensorTable([param], exp_avgs=[torch.zeros(2)], exp_avg_sqs=[torch.zeros(2)]))
+        tensor(5.)
+    """
+    _check_table(table)
+    with torch.no_grad():
+        return _choose(backend, table).grad_norm(table)
+
+
+def _choose(backend: str, table: TensorTable) -> ModuleType:
+    """Return the module that does the work."""
+    check_choice("backend", backend, BACKENDS)
+    is_able = table.device.type == "cuda"
+    if backend == "triton" and not is_able:
+        raise OptionError(f"Backend 'triton' takes tensors on CUDA, the table is on {table.device}; use 'reference' or 'auto' there.")
+    if backend == "reference" or not is_able:
+        return reference
+    from lightning_fastft.kernels.adamw_step import triton
+
+    return triton
+
+
+def _check_table(table: TensorTable) -> None:
+    """Refuse what is no table."""
+    if not isinstance(table, TensorTable):
+        raise OptionError(f"table must be a TensorTable, got {type(table).__name__}.")
+
+
+def _check_options(options: StepOptions, device: torch.device) -> None:
+    """Refuse numbers for which AdamW is not defined."""
+    if not isinstance(options, StepOptions):
+        raise OptionError(f"options must be StepOptions, got {type(options).__name__}.")
+    check_int("options.step", options.step, low=1)
+    for name in ("beta1", "beta2"):
+        if check_float(f"options.{name}", getattr(options, name), low=0.0) >= 1.0:
+            raise OptionError(f"options.{name} must be below 1, got {getattr(options, name)}: an average would never take a gradient in.")
+    check_float("options.eps", options.eps, low=0.0)
+    check_float("options.weight_decay", options.weight_decay, low=0.0)
+    if isinstance(options.learning_rate, torch.Tensor):
+        _check_number("options.learning_rate", options.learning_rate, device)
+    else:
+        check_float("options.learning_rate", options.learning_rate, low=0.0)
+
+
+def _check_number(name: str, number: torch.Tensor, device: torch.device) -> None:
+    """Refuse a tensor that is not one fp32 number on the device."""
+    check_tensor(name, number, ndim=0, dtypes=(torch.float32,))
+    if number.device != device:
+        raise ShapeError(f"{name} is on {number.device}; the table is on {device}. Make it there: torch.full((), value, device=...).")

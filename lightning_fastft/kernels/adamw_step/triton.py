@@ -1,0 +1,209 @@
+"""AdamW for many tensors in one launch: the kernels find each tensor through a table of addresses on the device.
+
+Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all tensors together are cut into.
+Per element a step reads gradient, master and both averages and writes master, both averages and shadow: 28 bytes in fp32, 2 more with a shadow.
+A row without gradient has address 0 for it: its chunks have no element to read or write.
+"""
+
+# A jit body has no types that Python could check.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_fastft.kernels.adamw_step.reference import ALIGNMENT, CHUNK, StepOptions, TensorTable, bias_corrections
+
+NUM_WARPS = 8
+# 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not yet measured.
+NUM_PARTIALS = 1024
+
+# Rows of the table of addresses.
+_PARAM = tl.constexpr(0)
+_EXP_AVG = tl.constexpr(1)
+_EXP_AVG_SQ = tl.constexpr(2)
+_SHADOW = tl.constexpr(3)
+_SIZE = tl.constexpr(4)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _load_pointer(ptr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Return an address as a pointer; that it is aligned, which the host knows, lets the compiler read and write vectors."""
+    pointer = tl.load(ptr).to(tl.pointer_type(DTYPE))
+    if IS_ALIGNED:
+        pointer = tl.multiple_of(pointer, _ALIGNMENT)
+    return pointer
+
+
+@triton.jit
+def _find_chunk(address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, chunk, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the row of a chunk, its elements, and which of them are there to be stepped."""
+    row = tl.load(row_ptr + chunk).to(tl.int64)
+    offs = tl.load(index_ptr + chunk).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    num_readable = tl.where(tl.load(grad_address_ptr + row) != 0, tl.load(address_ptr + _SIZE * num_rows + row), 0)
+    if IS_ALIGNED:
+        num_readable = tl.multiple_of(num_readable, _ALIGNMENT)
+    return row, offs, offs < num_readable
+
+
+@triton.jit
+def _adamw_kernel(
+    address_ptr,
+    grad_address_ptr,
+    row_ptr,
+    index_ptr,
+    rate_ptr,
+    scale_ptr,
+    num_rows,
+    rate,
+    decay,
+    beta1,
+    grad_share,
+    beta2,
+    square_share,
+    root_correction,
+    eps,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    SHADOW_DTYPE: tl.constexpr,
+    HAS_RATE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per chunk. With a learning rate on the device, rate and decay are those of a learning rate of 1."""
+    row, offs, inside = _find_chunk(address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, tl.program_id(0), IS_ALIGNED, BLOCK)
+    place_ptr = address_ptr + row
+    param_ptrs = _load_pointer(place_ptr + _PARAM * num_rows, PARAM_DTYPE, IS_ALIGNED) + offs
+    avg_ptrs = _load_pointer(place_ptr + _EXP_AVG * num_rows, tl.float32, IS_ALIGNED) + offs
+    square_ptrs = _load_pointer(place_ptr + _EXP_AVG_SQ * num_rows, tl.float32, IS_ALIGNED) + offs
+    grad = tl.load(_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(tl.float32)
+    param = tl.load(param_ptrs, mask=inside, other=0.0).to(tl.float32)
+    avg = tl.load(avg_ptrs, mask=inside, other=0.0)
+    square = tl.load(square_ptrs, mask=inside, other=0.0)
+    if HAS_SCALE:
+        grad *= tl.load(scale_ptr)
+    if HAS_RATE:
+        learning_rate = tl.load(rate_ptr)
+        rate *= learning_rate
+        decay *= learning_rate
+
+    # As torch.lerp: from the nearer end, so that a share of 1 gives the gradient itself.
+    avg = tl.where(grad_share < 0.5, avg + grad_share * (grad - avg), grad - beta1 * (grad - avg))
+    square = beta2 * square + square_share * grad * grad
+    denominator = tl.div_rn(tl.sqrt_rn(square), root_correction) + eps
+    # Both changes are summed before the master is touched: one rounding at its size instead of two.
+    param -= decay * param + rate * tl.div_rn(avg, denominator)
+
+    rounded = param.to(PARAM_DTYPE)
+    tl.store(param_ptrs, rounded, mask=inside)
+    tl.store(avg_ptrs, avg, mask=inside)
+    tl.store(square_ptrs, square, mask=inside)
+    if SHADOW_DTYPE is not None:
+        shadow_ptrs = _load_pointer(place_ptr + _SHADOW * num_rows, SHADOW_DTYPE, IS_ALIGNED) + offs
+        tl.store(shadow_ptrs, rounded.to(tl.float32).to(SHADOW_DTYPE), mask=inside)
+
+
+@triton.jit
+def _sum_squares_kernel(
+    address_ptr,
+    grad_address_ptr,
+    row_ptr,
+    index_ptr,
+    partial_ptr,
+    num_rows,
+    num_chunks,
+    GRAD_DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per partial sum, over every NUM_PROGRAMS-th chunk: fp32 inside a chunk, float64 from chunk to chunk."""
+    program = tl.program_id(0)
+    total = tl.zeros((), dtype=tl.float64)
+    for chunk in range(program, num_chunks, NUM_PROGRAMS):
+        row, offs, inside = _find_chunk(address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, chunk, IS_ALIGNED, BLOCK)
+        grad = tl.load(_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(grad * grad, axis=0).to(tl.float64)
+    tl.store(partial_ptr + program, total)
+
+
+@triton.jit
+def _norm_kernel(partial_ptr, norm_ptr, num_partials, BLOCK: tl.constexpr):
+    """One program: the root of the sum of all partial sums."""
+    total = tl.zeros((), dtype=tl.float64)
+    for start in range(0, num_partials, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(partial_ptr + offs, mask=offs < num_partials, other=0.0), axis=0)
+    tl.store(norm_ptr, tl.sqrt(total).to(tl.float32))
+
+
+def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None) -> None:
+    """Update masters, averages and shadows; same contract as the reference, and one rounding less in the master."""
+    table.refresh()
+    correction, root_correction = bias_corrections(options)
+    rate_tensor = options.learning_rate if isinstance(options.learning_rate, torch.Tensor) else None
+    learning_rate = 1.0 if isinstance(options.learning_rate, torch.Tensor) else options.learning_rate
+    for group, is_aligned in zip(table.groups, table.aligned):
+        num_chunks = len(group.row_C)
+        if num_chunks == 0:
+            continue
+        _adamw_kernel[(num_chunks,)](
+            table.address_AR,
+            table.grad_address_R,
+            group.row_C,
+            group.index_C,
+            table.address_AR if rate_tensor is None else rate_tensor,
+            table.address_AR if scale is None else scale,
+            len(table.rows),
+            float(learning_rate / correction),
+            float(learning_rate * options.weight_decay),
+            float(options.beta1),
+            1.0 - options.beta1,
+            float(options.beta2),
+            1.0 - options.beta2,
+            root_correction,
+            float(options.eps),
+            PARAM_DTYPE=_DTYPES[group.param_dtype],
+            GRAD_DTYPE=_DTYPES[group.grad_dtype],
+            SHADOW_DTYPE=None if group.shadow_dtype is None else _DTYPES[group.shadow_dtype],
+            HAS_RATE=rate_tensor is not None,
+            HAS_SCALE=scale is not None,
+            IS_ALIGNED=is_aligned,
+            BLOCK=CHUNK,
+            num_warps=NUM_WARPS,
+        )
+    # Autograd counts writes to find a backward that would read a changed tensor; it does not see those of a kernel.
+    torch.autograd.graph.increment_version([tensor for row in table.rows if row.owner.grad is not None for tensor in row[:4] if tensor is not None])
+
+
+def grad_norm(table: TensorTable) -> torch.Tensor:
+    """Return the L2 norm of all gradients together; same contract as the reference."""
+    table.refresh()
+    num_programs = [min(len(group.row_C), NUM_PARTIALS) for group in table.groups]
+    partials = torch.empty(sum(num_programs), dtype=torch.float64, device=table.device)
+    norm = torch.empty((), dtype=torch.float32, device=table.device)
+    for group, is_aligned, num, partial in zip(table.groups, table.aligned, num_programs, partials.split(num_programs)):
+        if num == 0:
+            continue
+        _sum_squares_kernel[(num,)](
+            table.address_AR,
+            table.grad_address_R,
+            group.row_C,
+            group.index_C,
+            partial,
+            len(table.rows),
+            len(group.row_C),
+            GRAD_DTYPE=_DTYPES[group.grad_dtype],
+            IS_ALIGNED=is_aligned,
+            NUM_PROGRAMS=NUM_PARTIALS,
+            BLOCK=CHUNK,
+            num_warps=NUM_WARPS,
+        )
+    _norm_kernel[(1,)](partials, norm, len(partials), BLOCK=NUM_PARTIALS, num_warps=NUM_WARPS)
+    return norm

@@ -1,0 +1,256 @@
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+
+``test_adamw_step.py`` runs them in the interpreter, ``tests/gpu/test_adamw_step_gpu.py`` on the device.
+"""
+
+import os
+
+import pytest
+import torch
+
+from lightning_fastft.kernels.adamw_step import reference, triton
+from lightning_fastft.kernels.adamw_step.reference import CHUNK, TensorTable
+from tests.kernels.test_adamw_step import (
+    COMBINATIONS,
+    OPTIONS,
+    SIZES,
+    check_every_part,
+    check_norm,
+    check_run,
+    check_step,
+    check_table_follows,
+    check_values,
+    check_what_is_not_finite,
+    copy_rows,
+    make_rows,
+    make_table,
+)
+from tests.kernels.truth import load_with_fault
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# More chunks than partial sums.
+LONG = (triton.NUM_PARTIALS * CHUNK + 3 * CHUNK + 5,)
+
+
+@pytest.fixture(autouse=True)
+def _no_graph():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_each_combination_of_dtypes_equals_the_truth(combination, offset):
+    check_step(triton, (combination,), offset=offset, device=DEVICE)
+    check_norm(triton, (combination,), offset=offset, device=DEVICE)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_tensors_that_vectors_fit_equal_the_truth(combination):
+    sizes = (16, 48, CHUNK, CHUNK + 16, 3 * CHUNK)
+    check_step(triton, (combination,), sizes=sizes, offset=0, device=DEVICE)
+    check_norm(triton, (combination,), sizes=sizes, offset=0, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight_decay": 0.0},
+        {"step": 1},
+        {"step": 100_000},
+        {"beta1": 0.0},
+        {"beta1": 0.3, "beta2": 0.0, "eps": 1e-3},
+        {"learning_rate": 0.0},
+        {"learning_rate": 1},
+    ],
+)
+@pytest.mark.parametrize("scale", [None, 0.37])
+def test_other_options(change, scale):
+    check_step(triton, options=OPTIONS._replace(**change), scale=scale, device=DEVICE)
+
+
+def test_a_learning_rate_on_the_device():
+    for step in (1, 3, 1000):
+        check_step(triton, options=OPTIONS._replace(learning_rate=torch.tensor(0.05, device=DEVICE), step=step), device=DEVICE)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_run_of_fifty_steps_equals_the_truth(weight_decay):
+    check_run(triton, weight_decay=weight_decay, device=DEVICE)
+
+
+def test_the_norm_of_more_chunks_than_partial_sums():
+    torch.manual_seed(5)
+    param = torch.zeros(LONG, device=DEVICE)
+    param.grad = torch.randn(LONG, device=DEVICE)
+    table = TensorTable([param], exp_avgs=[torch.zeros_like(param)], exp_avg_sqs=[torch.zeros_like(param)])
+    assert table.num_chunks > triton.NUM_PARTIALS
+    truth = param.grad.double().square().sum().sqrt().float()
+    norm = triton.grad_norm(table)
+    assert torch.nextafter(truth, truth * 0) <= norm <= torch.nextafter(truth, truth * 2)
+
+
+def test_what_is_not_finite_passes_on_as_in_torch():
+    check_what_is_not_finite(triton, device=DEVICE)
+
+
+@pytest.mark.parametrize("order", [("norm", "step"), ("step", "norm")])
+def test_the_table_follows_its_tensors(order):
+    check_table_follows(triton, order=order, device=DEVICE)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 0)])
+def test_without_elements(sizes):
+    table = make_table(make_rows(sizes=sizes, device=DEVICE)) if sizes else TensorTable([], exp_avgs=[], exp_avg_sqs=[])
+    triton.adamw_step(table, options=OPTIONS)
+    assert torch.equal(triton.grad_norm(table), torch.zeros((), device=table.device))
+
+
+def test_without_any_gradient_the_norm_is_zero_and_nothing_changes():
+    rows = make_rows(missing=range(len(SIZES)), device=DEVICE)
+    before = copy_rows(rows)
+    table = make_table(rows)
+    triton.adamw_step(table, options=OPTIONS)
+    assert torch.equal(triton.grad_norm(table), torch.zeros((), device=DEVICE))
+    check_values(rows, before)
+
+
+def test_two_runs_are_bit_equal():
+    rows = make_rows(device=DEVICE)
+    twins = copy_rows(rows)
+    for index, twin in enumerate(twins):
+        twin.owner.grad = None if rows[index].owner.grad is None else twin.grad
+    scales = []
+    for one in (rows, twins):
+        table = make_table(one)
+        scales.append(triton.grad_norm(table))
+        triton.adamw_step(table, options=OPTIONS, scale=scales[-1])
+    assert torch.equal(*scales)
+    assert all(one is None or torch.equal(one, other) for row, twin in zip(rows, twins) for one, other in zip(row[:4], twin[:4]))
+
+
+def test_autograd_learns_of_every_write():
+    rows = make_rows(device=DEVICE)
+    before = [[None if tensor is None else tensor._version for tensor in row] for row in rows]
+    triton.adamw_step(make_table(rows), options=OPTIONS)
+    for index, (row, old) in enumerate(zip(rows, before)):
+        has_grad = row.owner.grad is not None
+        for place, tensor in enumerate(row):
+            expected = None if tensor is None else old[place] + (1 if has_grad and place < 4 else 0)
+            assert (None if tensor is None else tensor._version) == expected, f"row {index}, place {place}"
+
+
+class Counting:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.num_launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.num_launches += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("combinations", [COMBINATIONS[:1], COMBINATIONS])
+def test_one_launch_per_combination_of_dtypes(combinations, monkeypatch):
+    counting = [Counting(getattr(triton, name)) for name in ("_adamw_kernel", "_sum_squares_kernel", "_norm_kernel")]
+    for kernel in counting:
+        monkeypatch.setattr(triton, kernel.kernel.__name__, kernel)
+    table = make_table(make_rows(combinations, device=DEVICE))
+    triton.adamw_step(table, options=OPTIONS)
+    assert [kernel.num_launches for kernel in counting] == [len(combinations), 0, 0]
+    triton.grad_norm(table)
+    assert [kernel.num_launches for kernel in counting] == [len(combinations), len(combinations), 1]
+
+
+UPDATE = "param -= decay * param + rate * tl.div_rn(avg, denominator)"
+MASK = "return row, offs, offs < num_readable"
+STEP_LOAD = "_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(tl.float32)\n    param"
+NORM_LOAD = STEP_LOAD.replace("    param", "        total")
+STORE_MASTER = "    rounded = param.to(PARAM_DTYPE)\n    tl.store(param_ptrs, rounded, mask=inside)\n"
+FAULTS = {
+    "bias correction lost": ("float(learning_rate / correction)", "float(learning_rate)"),
+    "bias correction of squares lost": ("            root_correction,\n", "            1.0,\n"),
+    "decay coupled": ("grad *= tl.load(scale_ptr)\n", "grad = grad * tl.load(scale_ptr) + decay * param\n        decay = 0.0 * decay\n"),
+    "decay without the learning rate": ("float(learning_rate * options.weight_decay)", "float(options.weight_decay)"),
+    "decay lost": (UPDATE, UPDATE.replace("decay * param +", "")),
+    "decay after the step": (UPDATE, UPDATE.replace("decay * param +", "") + "\n    param -= decay * param"),
+    "decay of a learning rate of one": ("        decay *= learning_rate\n", ""),
+    "step of a learning rate of one": ("        rate *= learning_rate\n", ""),
+    "scale lost": ("        grad *= tl.load(scale_ptr)\n", "        grad *= 1.0\n"),
+    "scale in the narrow dtype": ("grad *= tl.load(scale_ptr)", "grad = (grad * tl.load(scale_ptr)).to(GRAD_DTYPE).to(tl.float32)"),
+    "eps lost": ("root_correction) + eps", "root_correction)"),
+    "eps inside the root": ("tl.div_rn(tl.sqrt_rn(square), root_correction) + eps", "tl.div_rn(tl.sqrt_rn(square + eps), root_correction)"),
+    "root lost": ("tl.sqrt_rn(square)", "square"),
+    "share of the average for squares": ("beta2 * square + square_share", "beta2 * square + grad_share"),
+    "beta of the average for squares": ("            float(options.beta2),\n", "            float(options.beta1),\n"),
+    "shares of the average swapped": ("grad_share * (grad - avg)", "beta1 * (grad - avg)"),
+    "far end of the average": ("grad - beta1 * (grad - avg)", "grad"),
+    "fp32 lost": ("rate * tl.div_rn(avg, denominator)", "rate * tl.div_rn(avg, denominator).to(tl.float16).to(tl.float32)"),
+    "last chunk lost": ("_adamw_kernel[(num_chunks,)]", "_adamw_kernel[(num_chunks - 1,)]"),
+    "last chunk of the norm lost": ("            len(group.row_C),\n            GRAD", "            len(group.row_C) - 1,\n            GRAD"),
+    "one chunk per program": ("range(program, num_chunks, NUM_PROGRAMS)", "range(program, program + 1, NUM_PROGRAMS)"),
+    "last partial sum lost": ("mask=offs < num_partials,", "mask=offs < num_partials - 1,"),
+    "last partial sums only": ("total += tl.sum(tl.load(", "total = tl.sum(tl.load("),
+    "norm without root": ("tl.sqrt(total)", "total"),
+    "first chunk of each tensor": ("tl.load(index_ptr + chunk).to(tl.int64) * BLOCK", "tl.load(index_ptr + chunk).to(tl.int64) * 0"),
+    "mask lost": (MASK, MASK + " + BLOCK * (num_readable > 0)"),
+    "one element behind": (MASK, MASK + " + (num_readable > 0)"),
+    "one element before": (MASK, MASK.replace("offs, offs", "offs - 1, offs")),
+    "last element lost": (MASK, MASK + " - 1"),
+    "shadow of the old master": (STORE_MASTER, STORE_MASTER + "    rounded = (param + rate * tl.div_rn(avg, denominator)).to(PARAM_DTYPE)\n"),
+    "shadow lost": ("        tl.store(shadow_ptrs, rounded.to(tl.float32).to(SHADOW_DTYPE), mask=inside)\n", ""),
+    "shadow not of the rounded master": ("rounded.to(tl.float32).to(SHADOW_DTYPE)", "param.to(SHADOW_DTYPE)"),
+    "average not written": ("    tl.store(avg_ptrs, avg, mask=inside)\n", ""),
+    "squares not written": ("    tl.store(square_ptrs, square, mask=inside)\n", ""),
+    "master not written": (STORE_MASTER, STORE_MASTER.replace("mask=inside", "mask=inside & (offs < 0)")),
+    "averages swapped": ("_EXP_AVG = tl.constexpr(1)", "_EXP_AVG = tl.constexpr(2)"),
+    "master of the first tensor": ("place_ptr + _PARAM * num_rows", "address_ptr + _PARAM * num_rows"),
+    "average of the first tensor": ("place_ptr + _EXP_AVG * num_rows", "address_ptr + _EXP_AVG * num_rows"),
+    "squares of the first tensor": ("place_ptr + _EXP_AVG_SQ * num_rows", "address_ptr + _EXP_AVG_SQ * num_rows"),
+    "gradient of the first tensor": (STEP_LOAD, STEP_LOAD.replace("_ptr + row", "_ptr")),
+    "gradient of the first tensor in the norm": (NORM_LOAD, NORM_LOAD.replace("_ptr + row", "_ptr")),
+    "table not refreshed": ("    table.refresh()\n    correction", "    correction"),
+    "table of the norm not refreshed": ("    table.refresh()\n    num_programs", "    num_programs"),
+}  # fmt: skip
+SENT = "_send(torch.tensor(addresses, dtype=torch.int64), self.device)"
+TABLE_FAULTS = {
+    "last chunk lost": ("-(-self.rows[row].param.numel() // CHUNK)", "self.rows[row].param.numel() // CHUNK"),
+    "first chunk of each tensor": ("first_R.repeat_interleave(num_chunks_R)", "first_R.repeat_interleave(num_chunks_R) * 0"),
+    "master of the first tensor": ("[row.param.data_ptr() for row in self.rows]", "[self.rows[0].param.data_ptr() for row in self.rows]"),
+    "sizes of the first tensor": ("[row.param.numel() for row in self.rows]", "[self.rows[0].param.numel() for row in self.rows]"),
+    "without gradient stepped": (SENT, SENT.replace("addresses", "[one or row.exp_avg.data_ptr() for one, row in zip(addresses, self.rows)]")),
+    "new gradients not sent": ("if is_new or addresses != self._grad_addresses:", "if is_new:"),
+    "moved tensors not sent": ("is_new = layout != self._layout", "is_new = self._layout is None"),
+    "dtypes of the first tensor": ("keys = [_dtypes(row, grad) for", "keys = [_dtypes(self.rows[0], None) for"),
+    "dtype of lost gradients": ("row.param.dtype, row.owner.dtype if grad is None else grad.dtype,", "row.param.dtype, torch.float16,"),
+}  # fmt: skip
+
+
+def check_triton(functions, Table=TensorTable):
+    # Few partial sums: a program walks more than one chunk, and the last kernel more than one block.
+    previous, functions.NUM_PARTIALS = functions.NUM_PARTIALS, 4
+    try:
+        check_every_part(functions, Table, device=DEVICE)
+    finally:
+        functions.NUM_PARTIALS = previous
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_triton(faulty)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", TABLE_FAULTS)
+def test_a_planted_fault_of_the_table_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *TABLE_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_triton(triton, faulty.TensorTable)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_triton(triton)
