@@ -1,0 +1,1 @@
+"""NF4 weights of linear layers made dense in one launch."""

@@ -1,0 +1,101 @@
+"""NF4 weights of linear layers made dense: up to four of them in one launch, each into rows any distance apart.
+
+Axes: O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of words of eight weights, one program per weight and
+tile; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
+"""
+
+# A jit body has no types that Python could check.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+
+# q, k and v, with one to spare: the code of a launch grows with its weights.
+MAX_WEIGHTS = 4
+# Four bytes, which a thread reads at once and writes as 16 bytes of bf16 next to its neighbours'. Tables, scales and words then have one layout, and
+# nothing moves between threads.
+WORD_WEIGHTS = 8
+# Four words a thread, so that four reads are under way at once. Not yet measured.
+TILE_WORDS = 512
+NUM_WARPS = 4
+
+
+@triton.jit
+def _write_tile(
+    weight, out_ptr, num_words, row_stride, tile, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
+    """Write one tile of words of one weight; a word is four bytes, eight weights of one block and one row."""
+    packed_ptr, absmax_ptr, nested_absmax_ptr, offset_ptr, quant_map_ptr, nested_quant_map_ptr = weight
+    word = tile * TILE + tl.arange(0, TILE)
+    inside = word < num_words
+    bytes_in = tl.arange(0, 4)[None, :]
+    pair = tl.load(packed_ptr + (word.to(tl.int64) * 4)[:, None] + bytes_in, mask=inside[:, None], other=0).to(tl.int32)
+    block = word // BLOCK_WORDS
+    scale = tl.load(absmax_ptr + block, mask=inside, other=0)
+    # Scales of one byte are places in a table.
+    if absmax_ptr.dtype.element_ty == tl.uint8:
+        nested = tl.load(nested_absmax_ptr + block // GROUP, mask=inside, other=0.0)
+        scale = tl.load(nested_quant_map_ptr + scale.to(tl.int32)) * nested + tl.load(offset_ptr)
+    # The earlier weight is in the high half.
+    first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
+    second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
+    value = tl.interleave(first, second)
+    cell = (word // ROW_WORDS).to(tl.int64) * row_stride + word % ROW_WORDS * 8
+    tl.store(out_ptr + cell[:, None] + tl.arange(0, 8)[None, :], value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _dequantise_kernel(
+    weights,
+    outs,
+    num_words,
+    row_strides,
+    ROW_WORDS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per weight and tile of TILE words; the programs of a weight follow those of the one before."""
+    tile = tl.program_id(0)
+    for index in tl.static_range(COUNT):
+        num_tiles = tl.cdiv(num_words[index], TILE)
+        if (tile >= 0) & (tile < num_tiles):
+            _write_tile(weights[index], outs[index], num_words[index], row_strides[index], tile, ROW_WORDS[index], BLOCK_WORDS, GROUP, TILE)
+        tile -= num_tiles
+
+
+def dequantise_many(weights: Sequence[NF4Weight], outs_OI: Sequence[torch.Tensor]) -> None:
+    """Write each weight to its output."""
+    filled = [(weight, out_OI) for weight, out_OI in zip(weights, outs_OI) if out_OI.numel()]
+    for start in range(0, len(filled), MAX_WEIGHTS):
+        _launch(filled[start : start + MAX_WEIGHTS])
+
+
+def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor]]) -> None:
+    """Write up to MAX_WEIGHTS weights, none of them empty."""
+    num_words = tuple(out_OI.numel() // WORD_WEIGHTS for _, out_OI in filled)
+    _dequantise_kernel[(sum(triton.cdiv(count, TILE_WORDS) for count in num_words),)](
+        # Scales that are not nested stand in for the parts they do without.
+        tuple(tuple(weight.absmax_Q if part is None else part for part in weight) for weight, _ in filled),
+        tuple(out_OI for _, out_OI in filled),
+        num_words,
+        tuple(out_OI.stride(0) for _, out_OI in filled),
+        ROW_WORDS=tuple(out_OI.shape[1] // WORD_WEIGHTS for _, out_OI in filled),
+        COUNT=len(filled),
+        BLOCK_WORDS=BLOCK_WEIGHTS // WORD_WEIGHTS,
+        GROUP=GROUP_BLOCKS,
+        TILE=TILE_WORDS,
+        num_warps=NUM_WARPS,
+        # A fused product and sum would round once where bitsandbytes rounds twice.
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,301 @@
+"""Weights of linear layers come back from NF4 bit for bit as bitsandbytes reads them; the kernel itself in the interpreter and by the compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.nf4_linear import reference
+from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from tests.kernels.nf4_stacks import guarded
+from tests.kernels.truth import Watch, load_with_fault
+
+ROOT = Path(__file__).parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# More than a planted fault writes beside its output.
+MARGIN = 2**17
+# One block, some, one under a group of scales, a group, one over.
+SIZES = ((1, 64), (13, 64), (2, 192), (5, 51 * 64), (4, 64 * 64), (1, 257 * 64))
+
+COMPILE_SCRIPT = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.nf4_linear import triton as nf4
+
+constants = {"BLOCK_WORDS": 8, "GROUP": 256, "TILE": nf4.TILE_WORDS}
+DIVISIBLE = [["tt.divisibility", 16]]
+for count, is_nested, capability, dtype in ((1, True, 80, "fp16"), (2, False, 86, "fp32"), (4, True, 90, "fp32"), (3, True, 90, "bf16")):
+    weight = ("*u8", "*u8" if is_nested else "*fp32", *["*fp32"] * 4)
+    all_constants = {**constants, "COUNT": count, "ROW_WORDS": (256, 360, 640, 512)[:count]}
+    signature = {
+        "weights": (weight,) * count, "outs": ("*" + dtype,) * count, "num_words": ("i32",) * count, "row_strides": ("i32",) * count,
+        **dict.fromkeys(all_constants, "constexpr"),
+    }
+    # Allocations of torch are aligned to 16 bytes at least, and so are the rows of a buffer; without that no wide access is chosen.
+    aligned = {(0, place, part): DIVISIBLE for place in range(count) for part in range(6)}
+    aligned |= {(argument, place): DIVISIBLE for argument in (1, 2, 3) for place in range(count)}
+    source = ASTSource(nf4._dequantise_kernel, signature, constexprs=all_constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": nf4.NUM_WARPS, "enable_fp_fusion": False})
+    if dtype == "bf16":
+        assert compiled.metadata.shared == 0, "values move between threads"
+        print(compiled.asm["ptx"])
+"""
+
+
+def make_truth(size, dtype, *, is_nested=True, device="cpu", seed=0, **options):
+    """The weight of a Linear4bit and what bitsandbytes reads back from it; scales of every size, blocks of zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size_Q1 = torch.rand((size[0] * size[1] // 64, 1), generator=generator) ** 4 * 3
+    weight_Q64 = (torch.randn((len(size_Q1), 64), generator=generator) * size_Q1).masked_fill(size_Q1 < 1e-4, 0.0)
+    options = {"quant_type": "nf4", "compress_statistics": is_nested, "requires_grad": False, **options}
+    weight = bnb.nn.Params4bit(weight_Q64.view(size).to(dtype), **options).to(device)
+    return weight, dequantize_4bit(weight.data, weight.quant_state)
+
+
+def make_cases(sizes, dtype, **options):
+    """Quantised weights inside larger buffers, each with its truth."""
+    cases = []
+    for seed, size in enumerate(sizes):
+        weight, truth_OI = make_truth(size, dtype, seed=seed, **options)
+        cases.append((NF4Weight(*(None if part is None else guarded(part) for part in read_params4bit(weight))), truth_OI))
+    return cases
+
+
+def check(run, cases, *, num_extra=48):
+    """Bit-equal, twice, as rows some elements apart in one buffer of NaN; every cell written, none beside them."""
+    weights, truths = zip(*cases)
+    shapes = [(truth_OI.shape[0], truth_OI.shape[1] + num_extra) for truth_OI in truths]
+    num_cells = [num_rows * row_stride for num_rows, row_stride in shapes]
+    seen = []
+    for _ in range(2):
+        buffer = torch.full((sum(num_cells) + 2 * MARGIN,), float("nan"), dtype=truths[0].dtype, device=truths[0].device)
+        parts = buffer[MARGIN:-MARGIN].split(num_cells)
+        outs = [part.view(shape)[:, : truth_OI.shape[1]] for part, shape, truth_OI in zip(parts, shapes, truths)]
+        run(weights, outs)
+        seen.append([out.clone() for out in outs])
+        for out in outs:
+            out.fill_(float("nan"))
+        assert buffer.isnan().all()
+    for first, second, truth_OI in zip(*seen, truths):
+        assert torch.equal(first, second)
+        assert torch.equal(first, truth_OI)
+
+
+def run_op(weights, outs):
+    dequantise_many(weights, outs=outs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_equals_bitsandbytes(size, dtype, is_nested):
+    check(run_op, make_cases([size], dtype, is_nested=is_nested))
+
+
+@pytest.mark.parametrize("num_extra", [0, 1, 48])
+def test_many_equal_each_alone(num_extra):
+    check(run_op, make_cases([(7, 128), (3, 128), (3, 128), (2, 192), (1, 64)], torch.bfloat16), num_extra=num_extra)
+
+
+def test_new_memory_and_given_memory():
+    weight, truth_OI = make_truth((6, 128), torch.bfloat16)
+    new = dequantise(read_params4bit(weight), shape=(6, 128), dtype=torch.bfloat16)
+    assert new.is_contiguous()
+    assert torch.equal(new, truth_OI)
+    out = torch.empty(6, 176, dtype=torch.bfloat16)[:, :128]
+    assert dequantise(read_params4bit(weight), shape=weight.quant_state.shape, dtype=torch.bfloat16, out=out, backend="reference") is out
+    assert torch.equal(out, truth_OI)
+
+
+def test_one_row_whatever_its_stride():
+    (weight, truth_OI), *_ = make_cases([(1, 128)], torch.float32)
+    out_OI = torch.zeros(128).as_strided((1, 128), (1, 1))
+    dequantise_many([weight], outs=[out_OI])
+    assert torch.equal(out_OI, truth_OI)
+
+
+def test_another_dtype_is_rounded_once_from_fp32():
+    weight, _ = make_truth((6, 128), torch.bfloat16)
+    read = read_params4bit(weight)
+    wide_OI = dequantise(read, shape=(6, 128), dtype=torch.float32)
+    assert torch.equal(dequantise(read, shape=(6, 128), dtype=torch.float16), wide_OI.half())
+    assert not torch.equal(wide_OI, wide_OI.bfloat16().float())
+
+
+FAULTS = {
+    "low half first": ("(weight.packed_C >> 4, weight.packed_C & 15)", "(weight.packed_C & 15, weight.packed_C >> 4)"),
+    "scales not shifted": ("* nested_Q + weight.offset", "* nested_Q"),
+    "first group for all": (".repeat_interleave(GROUP_BLOCKS)[: len(weight.absmax_Q)]", "[:1]"),
+    "first scale for all": ("scale_Q[:, None]", "scale_Q[0]"),
+    "last column lost": ("out_OI.copy_(value_QB.view(out_OI.shape))", "out_OI[:, :-1].copy_(value_QB.view(out_OI.shape)[:, :-1])"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check(faulty.dequantise_many, make_cases([(3, 101 * 64)], torch.float32))
+
+
+def test_no_rows_no_columns_no_weights_and_no_waits():
+    dequantise_many([], outs=[])
+    (weight, truth_OI), *_ = make_cases([(2, 64)], torch.float32)
+    nothing = NF4Weight(weight.packed_C[:0], weight.absmax_Q[:0], weight.nested_absmax_G[:0], *weight[3:])
+    for shape in ((0, 128), (5, 0), (0, 0)):
+        assert dequantise(nothing, shape=shape, dtype=torch.float16).shape == shape
+    out = torch.empty(2, 64, requires_grad=True)
+    with Watch() as watch:
+        dequantise_many([weight], outs=[out])
+    assert watch.waits == []
+    assert torch.equal(out, truth_OI)
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+def test_reading_a_weight_shares_its_memory(storage, is_nested):
+    weight, truth_OI = make_truth((6, 128), torch.bfloat16, is_nested=is_nested, quant_storage=storage)
+    with Watch() as watch:
+        read = read_params4bit(weight)
+    assert watch.waits == []
+    state = weight.quant_state
+    nested = (state.state2.absmax, state.offset, state.code, state.state2.code) if is_nested else (None, None, state.code, None)
+    for part, source in zip(read, (weight, state.absmax, *nested)):
+        assert source is None or (type(part) is torch.Tensor and part.data_ptr() == source.data_ptr())
+    assert torch.equal(dequantise(read, shape=(6, 128), dtype=torch.bfloat16), truth_OI)
+
+
+def replaced(weight, **changes):
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        target = weight.quant_state
+        for step in path:
+            target = getattr(target, step)
+        setattr(target, last, value)
+    return weight
+
+
+def test_anything_else_is_not_read():
+    assert read_params4bit(torch.nn.Linear(64, 2).weight) is None
+    assert read_params4bit(bnb.nn.Linear4bit(64, 2, quant_type="nf4").weight) is None
+    assert read_params4bit(make_truth((2, 128), torch.float32, quant_type="fp4")[0]) is None
+    assert read_params4bit(make_truth((2, 128), torch.float32, blocksize=128)[0]) is None
+    changes = (
+        {"packing_format_for_cpu": True},
+        {"state2__blocksize": 128},
+        {"state2__absmax": torch.ones(1).bfloat16()},
+        {"state2__state2": object()},
+        {"offset": torch.tensor(1.0).half()},
+        {"absmax": torch.ones(4)},
+        {"absmax": torch.ones(8, dtype=torch.uint8)[::2]},
+        {"code": torch.ones(16).half()},
+    )
+    for change in changes:
+        assert read_params4bit(replaced(make_truth((2, 128), torch.float32)[0], **change)) is None, change
+    half_scales = {"absmax": torch.ones(4).half()}
+    assert read_params4bit(replaced(make_truth((2, 128), torch.float32, is_nested=False)[0], **half_scales)) is None
+    assert read_params4bit(make_truth((2, 128), torch.float32)[0]) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"packed_C": torch.zeros(192, dtype=torch.int8)}, "packed_C"),
+        ({"packed_C": torch.zeros(191, dtype=torch.uint8)}, "packed_C"),
+        ({"packed_C": torch.zeros(384, dtype=torch.uint8)[::2]}, "contiguous"),
+        ({"absmax_Q": torch.zeros(5, dtype=torch.uint8)}, "absmax_Q"),
+        ({"absmax_Q": torch.zeros(6)}, "absmax_Q"),
+        ({"nested_absmax_G": torch.zeros(2)}, "nested_absmax_G"),
+        ({"nested_absmax_G": None}, "absmax_Q"),
+        ({"nested_absmax_G": None, "absmax_Q": torch.zeros(6)}, "offset is given"),
+        ({"offset": None}, "offset is None"),
+        ({"offset": torch.zeros(1)}, "offset"),
+        ({"quant_map_M": torch.zeros(15)}, "quant_map_M"),
+        ({"nested_quant_map_M": torch.zeros(256, device="meta")}, "meta"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, message):
+    weight = read_params4bit(make_truth((3, 128), torch.float32)[0])._replace(**change)
+    with pytest.raises(ShapeError, match=message):
+        dequantise_many([weight], outs=[torch.zeros(3, 128)])
+    with pytest.raises(ShapeError, match=message):
+        dequantise(weight, shape=(3, 128), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (torch.zeros(384), ShapeError, "2 axes"),
+        (torch.zeros(3, 128).double(), ShapeError, "dtype"),
+        (torch.zeros(2, 128), ShapeError, "packed_C"),
+        (torch.zeros(4, 96), OptionError, "multiples of 64"),
+        (torch.zeros(128, 3).T, ShapeError, "contiguous"),
+        (torch.zeros(3, 256)[:, ::2], ShapeError, "contiguous"),
+        (torch.zeros(1, 128).expand(3, 128), ShapeError, "at least 128"),
+        (torch.zeros(400).as_strided((3, 128), (127, 1)), ShapeError, "at least 128"),
+        (torch.zeros(3, 128, device="meta"), ShapeError, "meta"),
+    ],
+)
+def test_an_output_that_does_not_fit_is_refused(out, error, message):
+    weight = read_params4bit(make_truth((3, 128), torch.float32)[0])
+    with pytest.raises(error, match=message):
+        dequantise_many([weight], outs=[out])
+
+
+def test_options_that_do_not_fit_are_refused():
+    weight = read_params4bit(make_truth((3, 128), torch.float32)[0])
+    out = torch.zeros(3, 128)
+    with pytest.raises(OptionError, match=r"^shape has 96 .* multiples of 64.*dequantize_4bit"):
+        dequantise(weight, shape=(4, 96), dtype=torch.float32)
+    with pytest.raises(OptionError, match=r"\(O, I\)"):
+        dequantise(weight, shape=(384,), dtype=torch.float32)
+    with pytest.raises(OptionError, match="O of shape"):
+        dequantise(weight, shape=(-3, 128), dtype=torch.float32)
+    with pytest.raises(OptionError, match="dtype"):
+        dequantise(weight, shape=(3, 128), dtype=torch.float64)
+    with pytest.raises(ShapeError, match="dtype"):
+        dequantise(weight, shape=(3, 128), dtype=torch.bfloat16, out=out)
+    with pytest.raises(ShapeError, match="give an out of that shape"):
+        dequantise(weight, shape=(3, 128), dtype=torch.float32, out=out[:2])
+    with pytest.raises(OptionError, match="backend"):
+        dequantise(weight, shape=(3, 128), dtype=torch.float32, backend="cuda")
+    with pytest.raises(OptionError, match="'triton' takes tensors on CUDA"):
+        dequantise(weight, shape=(3, 128), dtype=torch.float32, backend="triton")
+    with pytest.raises(OptionError, match="2 weights and 1 outs"):
+        dequantise_many([weight, weight], outs=[out])
+    with pytest.raises(ShapeError, match=r"outs\[1\] is torch.float16"):
+        dequantise_many([weight, weight], outs=[out, out.half()])
+    for run in (lambda: dequantise(None, shape=(3, 128), dtype=torch.float32), lambda: dequantise_many([None], outs=[out])):
+        with pytest.raises(OptionError, match="read_params4bit"):
+            run()
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_nf4_linear.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_compiles_without_fused_rounding_and_with_wide_accesses():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # A fused product and sum rounds once; bitsandbytes rounds twice.
+    assert "fma.rn.f32" not in done.stdout
+    # Three weights, four words a thread, each written as 16 bytes.
+    assert done.stdout.count("st.global.v4.b32") == 12
