@@ -1,0 +1,288 @@
+"""Norm of each query and key head and their rotation by position, and the gradient, each in one pass over the joint projection to q, k and v.
+
+Axes: T tokens; C columns of q, k and v side by side; W columns of a head, of cos and sin only the rotated ones.
+Neither function builds a graph: the layer's own Function calls both.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.checks import check_choice, check_float, check_int, check_tensor
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.qk_rope import reference
+from lightning_fastft.kernels.qk_rope.reference import RopeForm, RopeGradients
+
+BACKENDS = ("auto", "triton", "reference")
+MAX_HEAD_WIDTH = 1024
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (*_TRITON_DTYPES, torch.float64)
+
+
+def qk_rope_forward(
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return the projection with its query and key heads normed and rotated, its value heads as they are.
+
+    The arithmetic is fp32 (float64 for float64) and each value is rounded once, and once more where the form rounds before the norm's weight.
+    Tokens do not mix: a row of NaN stays alone.
+
+    Args:
+        qkv_TC: Joint output of the projections. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value heads; bf16, fp16, fp32 or
+            float64; last axis contiguous, any distance between rows.
+        cos_TW: As the model's rotary embedding gives it, without the batch axis. Shape (T, rotary_width); dtype of qkv_TC or fp32; last axis
+            contiguous. Interleaved forms read the first half only, one value per pair, as GLM-4 and ERNIE 4.5 do; a model that repeats each
+            value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2, dim=1)``.
+        sin_TW: As cos_TW.
+        form: Where the heads stand, what is normed, which columns are a pair.
+        q_weight_W: Weight of the query heads' norm. Shape (head_width,), contiguous; bf16, fp16, fp32 or qkv_TC's dtype; only with form.has_norm.
+        k_weight_W: As q_weight_W, for the key heads.
+        out: Where the result is written: a tensor like qkv_TC, or qkv_TC itself where nothing is normed (the norm's gradient needs the raw heads).
+            None for new memory.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+
+    Returns:
+        qkv_TC: Shape, dtype and device of the input; contiguous, or ``out``; no graph.
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another, or ``out`` shares memory that is still read.
+        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these tensors.
+
+    Cost:
+        Reads and writes qkv_TC once, in place without its value heads; no host synchronisation. "reference" makes fp32 copies.
+
+    Source:
+        RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; ``apply_rotary_pos_emb`` of transformers.
+
+    Example:
+        >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
+        >>> cos, sin = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+        >>> qk_rope_forward(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form)
+        tensor([[-2.,  1., -4.,  3.,  5.,  6.]])
+    """
+    _check_form(form)
+    _check_rows("qkv_TC", qkv_TC, form)
+    _check_angles(cos_TW, sin_TW, qkv_TC, form)
+    _check_weights(q_weight_W, k_weight_W, qkv_TC, form)
+    if out is not None:
+        _check_out(out, qkv_TC, replaceable=() if form.has_norm else (qkv_TC,), kept=(qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
+    with torch.no_grad():
+        return _choose(backend, qkv_TC).qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out)
+
+
+def qk_rope_backward(
+    d_qkv_TC: torch.Tensor,
+    qkv_TC: torch.Tensor | None,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+    needs_weight: bool,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> RopeGradients:
+    """Return the gradients of ``qk_rope_forward`` by its input and by the weights of the norms.
+
+    The gradient is rotated back with the transposed map; the normed heads are rebuilt from the raw ones. Roundings between norm and weight count as
+    none, as in autograd. Sums have one order: two calls are bit-equal.
+
+    Args:
+        d_qkv_TC: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis contiguous.
+        qkv_TC: What ``qk_rope_forward`` was given, not its output. Read only with form.has_norm; may be None without.
+        cos_TW: What ``qk_rope_forward`` was given.
+        sin_TW: What ``qk_rope_forward`` was given.
+        form: What ``qk_rope_forward`` was given.
+        q_weight_W: What ``qk_rope_forward`` was given.
+        k_weight_W: What ``qk_rope_forward`` was given.
+        needs_weight: Return the gradients of the weights too; only with form.has_norm.
+        out: Where d_raw_TC is written: a tensor like d_qkv_TC, or d_qkv_TC or qkv_TC itself, whose values are then lost. None for new memory.
+        backend: As in ``qk_rope_forward``.
+
+    Returns:
+        d_raw_TC: Gradient of the forward's input, shape, dtype and device of d_qkv_TC; contiguous, or ``out``.
+        d_q_weight_W: Shape (head_width,), sum over tokens and query heads, fp32 (float64 for float64); None unless needs_weight.
+        d_k_weight_W: As d_q_weight_W, for the key heads.
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another, or ``out`` shares memory that is still read.
+        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these tensors.
+
+    Cost:
+        Reads d_qkv_TC (and the raw query and key heads) and writes d_raw_TC once, in place without the value heads; no host synchronisation.
+        needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference" makes fp32 copies.
+
+    Source:
+        The chain rule.
+
+    Example:
+        >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
+        >>> cos, sin = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+        >>> qk_rope_backward(torch.tensor([[-2.0, 1.0, -4.0, 3.0, 5.0, 6.0]]), None, cos, sin, form=form, needs_weight=False).d_raw_TC
+        tensor([[1., 2., 3., 4., 5., 6.]])
+    """
+    _check_form(form)
+    check_choice("needs_weight", needs_weight, (False, True))
+    if needs_weight and not form.has_norm:
+        raise OptionError("needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False.")
+    _check_rows("d_qkv_TC", d_qkv_TC, form)
+    _check_raw(qkv_TC, d_qkv_TC, form)
+    _check_angles(cos_TW, sin_TW, d_qkv_TC, form)
+    _check_weights(q_weight_W, k_weight_W, d_qkv_TC, form)
+    raw_TC = qkv_TC if form.has_norm else None
+    if out is not None:
+        _check_out(out, d_qkv_TC, replaceable=(d_qkv_TC, raw_TC), kept=(d_qkv_TC, raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
+    with torch.no_grad():
+        return _choose(backend, d_qkv_TC).qk_rope_backward(
+            d_qkv_TC,
+            raw_TC,
+            cos_TW,
+            sin_TW,
+            form=form,
+            q_weight_W=q_weight_W,
+            k_weight_W=k_weight_W,
+            needs_weight=needs_weight,
+            out=out,
+        )
+
+
+def _choose(backend: str, x_TC: torch.Tensor) -> ModuleType:
+    """Return the module that does the work."""
+    check_choice("backend", backend, BACKENDS)
+    is_able = x_TC.is_cuda and x_TC.dtype in _TRITON_DTYPES
+    if backend == "triton" and not is_able:
+        raise OptionError(f"Backend 'triton' takes bf16, fp16 and fp32 on CUDA, got {x_TC.dtype} on {x_TC.device}; use 'reference' or 'auto' there.")
+    if backend == "reference" or not is_able:
+        return reference
+    from lightning_fastft.kernels.qk_rope import triton
+
+    return triton
+
+
+def _check_form(form: RopeForm) -> None:
+    """Refuse a form that no backend knows."""
+    if not isinstance(form, RopeForm):
+        raise OptionError(f"form must be a RopeForm, got {type(form).__name__}.")
+    check_int("form.num_heads", form.num_heads, low=1)
+    check_int("form.num_kv_heads", form.num_kv_heads, low=1)
+    check_int("form.head_width", form.head_width, low=2, high=MAX_HEAD_WIDTH)
+    check_int("form.rotary_width", form.num_rotated, low=2, high=form.head_width)
+    if form.num_rotated % 2:
+        raise OptionError(f"form.rotary_width is {form.num_rotated}; pairs are rotated: give an even number up to head_width {form.head_width}.")
+    for name in ("has_norm", "is_weight_wide", "is_interleaved"):
+        check_choice(f"form.{name}", getattr(form, name), (False, True))
+    if form.has_norm:
+        check_float("form.eps", form.eps, low=0.0)
+        check_float("form.weight_offset", form.weight_offset, low=-float("inf"))
+
+
+def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
+    """Refuse what the kernels would read wrongly."""
+    check_tensor(name, x_TC, ndim=2, dtypes=_DTYPES)
+    if x_TC.shape[1] != form.num_columns:
+        raise ShapeError(
+            f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads and twice {form.num_kv_heads} key and value heads "
+            f"of width {form.head_width} have {form.num_columns}. Pass q, k and v side by side."
+        )
+    _check_columns(name, x_TC)
+
+
+def _check_raw(qkv_TC: torch.Tensor | None, d_qkv_TC: torch.Tensor, form: RopeForm) -> None:
+    """Refuse raw heads that are not those of the gradient."""
+    if qkv_TC is None:
+        if form.has_norm:
+            raise ShapeError("qkv_TC is None; the gradient of the norm is rebuilt from the raw heads. Pass what qk_rope_forward was given.")
+        return
+    _check_rows("qkv_TC", qkv_TC, form)
+    if (qkv_TC.shape, qkv_TC.dtype, qkv_TC.device) != (d_qkv_TC.shape, d_qkv_TC.dtype, d_qkv_TC.device):
+        raise ShapeError(
+            f"d_qkv_TC is {tuple(d_qkv_TC.shape)}, {d_qkv_TC.dtype} on {d_qkv_TC.device}; it must be as qkv_TC: "
+            f"{tuple(qkv_TC.shape)}, {qkv_TC.dtype} on {qkv_TC.device}."
+        )
+
+
+def _check_angles(cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor, form: RopeForm) -> None:
+    """Refuse cos and sin of other tokens or other columns."""
+    expected = (x_TC.shape[0], form.num_rotated)
+    for name, angle_TW in (("cos_TW", cos_TW), ("sin_TW", sin_TW)):
+        check_tensor(name, angle_TW, ndim=2, dtypes=dict.fromkeys((x_TC.dtype, torch.float32)))
+        if angle_TW.shape != expected or angle_TW.device != x_TC.device:
+            raise ShapeError(
+                f"{name} is {tuple(angle_TW.shape)} on {angle_TW.device}; it must be {expected} on {x_TC.device}: one row per token, "
+                f"one column per rotated column of a head."
+            )
+        _check_columns(name, angle_TW)
+
+
+def _check_weights(q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | None, x_TC: torch.Tensor, form: RopeForm) -> None:
+    """Refuse weights without a norm, a norm without weights, and weights of another width."""
+    for name, weight_W in (("q_weight_W", q_weight_W), ("k_weight_W", k_weight_W)):
+        if weight_W is None:
+            if form.has_norm:
+                raise OptionError(f"{name} is None, but the form has a norm. Pass the norm's weight, or a form with has_norm=False.")
+            continue
+        if not form.has_norm:
+            raise OptionError(f"{name} was given, but the form has no norm and would ignore it. Pass None, or a form with has_norm=True.")
+        check_tensor(name, weight_W, ndim=1, dtypes=dict.fromkeys((*_TRITON_DTYPES, x_TC.dtype)))
+        if weight_W.shape[0] != form.head_width or weight_W.device != x_TC.device:
+            raise ShapeError(
+                f"{name} has {weight_W.shape[0]} entries on {weight_W.device}; it must have head_width = {form.head_width} on {x_TC.device}: "
+                f"a norm over all heads together is another operation."
+            )
+        if weight_W.stride(0) != 1:
+            raise ShapeError(f"{name} has stride {weight_W.stride(0)}; it must be contiguous: call .contiguous() on it.")
+
+
+def _check_out(
+    out: torch.Tensor, like_TC: torch.Tensor, *, replaceable: tuple[torch.Tensor | None, ...], kept: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Refuse memory in which one program would write what another one has still to read."""
+    check_tensor("out", out, ndim=2, dtypes=(like_TC.dtype,))
+    if out.shape != like_TC.shape or out.device != like_TC.device:
+        raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(like_TC.shape)} on {like_TC.device}.")
+    _check_columns("out", out)
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ShapeError(f"The rows of out overlap: strides {out.stride()} with {out.shape[1]} columns. Give memory with a place for each row.")
+    same = [other for other in replaceable if other is not None and _is_same_memory(out, other)]
+    for other in kept:
+        is_replaced = any(other is one for one in same)
+        if other is not None and not is_replaced and _do_ranges_overlap(out, other):
+            raise ShapeError(
+                "out shares memory with an input that must stay as it is. Give memory of its own, None, or an input that may be replaced."
+            )
+
+
+def _is_same_memory(out: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether each element of two tensors of one shape has one place."""
+    return out is other or (out.data_ptr() == other.data_ptr() and out.stride() == other.stride())
+
+
+def _check_columns(name: str, tensor: torch.Tensor) -> None:
+    """Refuse rows whose columns are apart."""
+    if tensor.stride(1) != 1:
+        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
+
+
+def _do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the bytes from first to last element of two tensors meet."""
+    (one_begin, one_end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
+    return one_begin < other_end and other_begin < one_end
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first and of one past the last byte."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

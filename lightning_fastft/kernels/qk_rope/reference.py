@@ -1,0 +1,180 @@
+"""Norm and rotation of query and key heads in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
+
+Axes: T tokens; C columns of q, k and v side by side; H query and key heads; W columns of a head, of cos and sin only the rotated ones.
+A pair (first, second) of a head's columns becomes ``(first * cos - second * sin, second * cos + first * sin)``; the gradient goes through the
+transposed map, which is the rotation back times whatever factor cos and sin carry.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class RopeForm(NamedTuple):
+    """How the columns of the joint projection are heads, how each is normed, and which of its columns are rotated in pairs.
+
+    Args:
+        num_heads: Query heads; their columns come first.
+        num_kv_heads: Key heads, then as many value heads.
+        head_width: Columns of a head.
+        rotary_width: Columns at the head's beginning that are rotated, an even number; None for all. The others are normed but not rotated.
+        has_norm: True where q and k pass an RMSNorm over each head before they are rotated (Qwen3, Gemma 3).
+        eps: Added to the mean square inside the norm.
+        weight_offset: Added to the weights of the norm (Gemma: 1.0).
+        is_weight_wide: False where the normed value is rounded to its dtype before it meets the weight (Llama, Qwen3), True where it is not (Gemma).
+        is_interleaved: True where columns 2 i and 2 i + 1 are a pair (GLM-4, ERNIE 4.5), False where i and i + rotary_width / 2 are (Llama).
+
+    Source:
+        RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; orders of columns as in transformers, ``apply_rotary_pos_emb``.
+
+    Example:
+        >>> RopeForm(num_heads=32, num_kv_heads=8, head_width=128).num_columns
+        6144
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    rotary_width: int | None = None
+    has_norm: bool = False
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    is_weight_wide: bool = False
+    is_interleaved: bool = False
+
+    @property
+    def num_rotated(self) -> int:
+        """Columns of a head that are rotated."""
+        return self.head_width if self.rotary_width is None else self.rotary_width
+
+    @property
+    def num_qk_columns(self) -> int:
+        """Columns of all query and key heads."""
+        return (self.num_heads + self.num_kv_heads) * self.head_width
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of all query, key and value heads."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
+
+
+class RopeGradients(NamedTuple):
+    """Gradient of the raw projection, and of the norms' weights; None where not asked for."""
+
+    d_raw_TC: torch.Tensor
+    d_q_weight_W: torch.Tensor | None
+    d_k_weight_W: torch.Tensor | None
+
+
+def qk_rope_forward(
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return q and k normed and rotated beside v, each value rounded once from fp32 (float64 for float64) and where the form says so."""
+    dtype, wide = qkv_TC.dtype, wide_dtype(qkv_TC.dtype)
+    x_THW = _split_heads(qkv_TC, form).to(wide)
+    if q_weight_W is not None and k_weight_W is not None:
+        x_THW = x_THW * _reciprocal_rms(x_THW, form)
+        if not form.is_weight_wide:
+            x_THW = x_THW.to(dtype).to(wide)
+        x_THW = x_THW * _head_weights(q_weight_W, k_weight_W, form, wide)
+    cos_first, cos_second, sin_first, sin_second = _split_angles(cos_TW, sin_TW, form, wide)
+    x_THW = _mix_pairs(x_THW, cos_first, cos_second, -sin_first, sin_second, form)
+    return _write(x_THW, qkv_TC, form, out)
+
+
+def qk_rope_backward(
+    d_qkv_TC: torch.Tensor,
+    qkv_TC: torch.Tensor | None,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+    needs_weight: bool,
+    out: torch.Tensor | None = None,
+) -> RopeGradients:
+    """Return the gradients by the raw projection and by the weights of the norms, which are rebuilt from the raw rows."""
+    wide = wide_dtype(d_qkv_TC.dtype)
+    cos_first, cos_second, sin_first, sin_second = _split_angles(cos_TW, sin_TW, form, wide)
+    d_THW = _mix_pairs(_split_heads(d_qkv_TC, form).to(wide), cos_first, cos_second, sin_second, -sin_first, form)
+    d_q_weight_W = d_k_weight_W = None
+    if qkv_TC is not None and q_weight_W is not None and k_weight_W is not None:
+        x_THW = _split_heads(qkv_TC, form).to(wide)
+        scale_T = _reciprocal_rms(x_THW, form)
+        x_THW = x_THW * scale_T
+        if needs_weight:
+            d_weight_HW = (d_THW * x_THW).sum(dim=0)
+            d_q_weight_W, d_k_weight_W = d_weight_HW[: form.num_heads].sum(dim=0), d_weight_HW[form.num_heads :].sum(dim=0)
+        d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)
+        d_THW = scale_T * (d_THW - x_THW * (d_THW * x_THW).mean(dim=2, keepdim=True))
+    return RopeGradients(_write(d_THW, d_qkv_TC, form, out), d_q_weight_W, d_k_weight_W)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _split_heads(qkv_TC: torch.Tensor, form: RopeForm) -> torch.Tensor:
+    """Return a view of the query and key heads."""
+    return qkv_TC[:, : form.num_qk_columns].unflatten(1, (form.num_heads + form.num_kv_heads, form.head_width))
+
+
+def _split_pairs(x_THW: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views of the first and the second column of each pair, and of the columns that are not rotated."""
+    width = form.num_rotated
+    if form.is_interleaved:
+        return x_THW[..., 0:width:2], x_THW[..., 1:width:2], x_THW[..., width:]
+    return x_THW[..., : width // 2], x_THW[..., width // 2 : width], x_THW[..., width:]
+
+
+def _split_angles(
+    cos_TW: torch.Tensor, sin_TW: torch.Tensor, form: RopeForm, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return cos of each pair's first and second column, then sin, with an axis for heads; neighbours share one, which stands in the first half."""
+    num_pairs = form.num_rotated // 2
+    second = slice(num_pairs) if form.is_interleaved else slice(num_pairs, None)
+    cos_THW, sin_THW = cos_TW[:, None].to(wide), sin_TW[:, None].to(wide)
+    return cos_THW[..., :num_pairs], cos_THW[..., second], sin_THW[..., :num_pairs], sin_THW[..., second]
+
+
+def _mix_pairs(
+    x_THW: torch.Tensor, keep_first: torch.Tensor, keep_second: torch.Tensor, into_first: torch.Tensor, into_second: torch.Tensor, form: RopeForm
+) -> torch.Tensor:
+    """Return the heads after a map of each pair: a column keeps a part of itself and takes a part of its partner."""
+    mixed_THW = torch.empty_like(x_THW)
+    first, second, rest = _split_pairs(x_THW, form)
+    mixed_first, mixed_second, mixed_rest = _split_pairs(mixed_THW, form)
+    mixed_first.copy_(first * keep_first + second * into_first)
+    mixed_second.copy_(second * keep_second + first * into_second)
+    mixed_rest.copy_(rest)
+    return mixed_THW
+
+
+def _reciprocal_rms(x_THW: torch.Tensor, form: RopeForm) -> torch.Tensor:
+    """Return what a head is multiplied with to have a mean square of 1."""
+    return torch.rsqrt(x_THW.square().mean(dim=2, keepdim=True) + form.eps)
+
+
+def _head_weights(q_weight_W: torch.Tensor, k_weight_W: torch.Tensor, form: RopeForm, wide: torch.dtype) -> torch.Tensor:
+    """Return the weights of every query and key head, one row each."""
+    q_HW, k_HW = q_weight_W.to(wide).expand(form.num_heads, -1), k_weight_W.to(wide).expand(form.num_kv_heads, -1)
+    return torch.cat([q_HW, k_HW]) + form.weight_offset
+
+
+def _write(x_THW: torch.Tensor, source_TC: torch.Tensor, form: RopeForm, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the query and key heads in the source's dtype beside its value heads."""
+    out_TC = torch.empty(source_TC.shape, dtype=source_TC.dtype, device=source_TC.device) if out is None else out
+    _split_heads(out_TC, form).copy_(x_THW)
+    out_TC[:, form.num_qk_columns :].copy_(source_TC[:, form.num_qk_columns :])
+    return out_TC

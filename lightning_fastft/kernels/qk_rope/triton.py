@@ -1,0 +1,534 @@
+"""Norm and rotation of query and key heads on a GPU: one pass over memory forward, one backward.
+
+Axes: T tokens; C columns of q, k and v side by side; W columns of a head, walked as pairs (first, second) and the rest that is not rotated.
+A program takes one token and walks its heads in tiles, so that cos, sin and weights are read once. Value heads are copied, in place not even read.
+Gradients of weights: each program sums its own tokens, a second small kernel adds the programs in their order; no atomics.
+"""
+
+# A jit body has no types that Python could check.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_fastft.kernels.qk_rope.reference import RopeForm, RopeGradients
+
+# 2048 values on 4 warps: one read of 16 bytes per thread, half of the pairs and matrix in bf16. Not yet measured.
+MAX_TILE = 2048
+# The backward holds a second tile, its weights and their sums in registers.
+MAX_TILE_BACKWARD = 1024
+BLOCK_COPY = 1024
+NUM_WARPS = 4
+# Where weights have gradients, so many programs share the tokens: a few for each multiprocessor. Not yet measured.
+MAX_PARTIALS = 1024
+BLOCK_PARTIALS = 512
+# 32 bytes of fp32: the smallest read of memory.
+BLOCK_SUM_COLUMNS = 8
+
+
+@triton.jit
+def _load_pairs(row_ptrs, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return the first and the second column of each pair in fp32; neighbours are read as one tile and split in registers."""
+    if IS_INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_P)
+        inside = inside_rows[:, None] & (cols < 2 * NUM_PAIRS)[None, :]
+        pairs = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside, other=0.0)
+        first, second = tl.split(tl.reshape(pairs, (BLOCK_H, BLOCK_P, 2)))
+    else:
+        cols = tl.arange(0, BLOCK_P)
+        inside = inside_rows[:, None] & (cols < NUM_PAIRS)[None, :]
+        ptrs = row_ptrs[:, None] + cols[None, :]
+        first = tl.load(ptrs, mask=inside, other=0.0)
+        second = tl.load(ptrs + NUM_PAIRS, mask=inside, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(row_ptrs, first, second, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Write the columns of each pair where they were read, rounded to the dtype there."""
+    first = first.to(row_ptrs.dtype.element_ty)
+    second = second.to(row_ptrs.dtype.element_ty)
+    if IS_INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_P)
+        inside = inside_rows[:, None] & (cols < 2 * NUM_PAIRS)[None, :]
+        tl.store(row_ptrs[:, None] + cols[None, :], tl.interleave(first, second), mask=inside)
+    else:
+        cols = tl.arange(0, BLOCK_P)
+        inside = inside_rows[:, None] & (cols < NUM_PAIRS)[None, :]
+        ptrs = row_ptrs[:, None] + cols[None, :]
+        tl.store(ptrs, first, mask=inside)
+        tl.store(ptrs + NUM_PAIRS, second, mask=inside)
+
+
+@triton.jit
+def _load_rest(row_ptrs, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """Return the columns that are not rotated in fp32; one column of zeros where there are none."""
+    rest = tl.zeros((BLOCK_H, BLOCK_REST), dtype=tl.float32)
+    if 2 * NUM_PAIRS < HEAD_WIDTH:
+        cols = 2 * NUM_PAIRS + tl.arange(0, BLOCK_REST)
+        inside = inside_rows[:, None] & (cols < HEAD_WIDTH)[None, :]
+        rest = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    return rest
+
+
+@triton.jit
+def _store_rest(row_ptrs, rest, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """Write the columns that are not rotated, if there are any."""
+    if 2 * NUM_PAIRS < HEAD_WIDTH:
+        cols = 2 * NUM_PAIRS + tl.arange(0, BLOCK_REST)
+        inside = inside_rows[:, None] & (cols < HEAD_WIDTH)[None, :]
+        tl.store(row_ptrs[:, None] + cols[None, :], rest.to(row_ptrs.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_angles(row_ptr, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return cos or sin of each pair's first and second column, one row; neighbours share one, which stands in the first half."""
+    cols = tl.arange(0, BLOCK_P)
+    inside = cols < NUM_PAIRS
+    first = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    second = first
+    if not IS_INTERLEAVED:
+        second = tl.load(row_ptr + NUM_PAIRS + cols, mask=inside, other=0.0).to(tl.float32)
+    return first[None, :], second[None, :]
+
+
+@triton.jit
+def _head_mean(pair_terms, rest_terms, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr):
+    """Return the mean over each head, given the sums of pairs and the terms of the columns that are not rotated."""
+    total = tl.sum(pair_terms, axis=1)
+    if 2 * NUM_PAIRS < HEAD_WIDTH:
+        total += tl.sum(rest_terms, axis=1)
+    return total * (1.0 / HEAD_WIDTH)
+
+
+@triton.jit
+def _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr):
+    """Return what each head is multiplied with, one column; once per head, so with right rounding; 0, never NaN, beyond the last head."""
+    root = tl.sqrt_rn(_head_mean(first * first + second * second, rest * rest, NUM_PAIRS, HEAD_WIDTH) + eps)
+    return tl.where(inside_heads, tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root), 0.0)[:, None]
+
+
+@triton.jit
+def _apply_norm(values, scale, weight, dtype: tl.constexpr, IS_WEIGHT_WIDE: tl.constexpr):
+    """Return the normed values times their weight, rounded between the two where the form says so."""
+    values *= scale
+    if not IS_WEIGHT_WIDE:
+        values = values.to(dtype).to(tl.float32)
+    return values * weight
+
+
+@triton.jit
+def _load_weight(
+    weight_ptr, weight_offset, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Return the norm's factors of the pairs' columns and of those that are not rotated, one row each."""
+    one_row = tl.arange(0, 1)
+    first, second = _load_pairs(weight_ptr + one_row, one_row < 1, NUM_PAIRS, IS_INTERLEAVED, 1, BLOCK_P)
+    rest = _load_rest(weight_ptr + one_row, one_row < 1, NUM_PAIRS, HEAD_WIDTH, 1, BLOCK_REST)
+    return first + weight_offset, second + weight_offset, rest + weight_offset
+
+
+@triton.jit
+def _copy_columns(in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy neighbouring columns of one row."""
+    for start in range(0, NUM_COLUMNS, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + cols, tl.load(in_ptr + cols, mask=cols < NUM_COLUMNS), mask=cols < NUM_COLUMNS)
+
+
+@triton.jit
+def _forward_heads(
+    in_ptr,
+    out_ptr,
+    weight_ptr,
+    cos_first,
+    cos_second,
+    sin_first,
+    sin_second,
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_WEIGHT_WIDE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Norm and rotate the heads of one token that share their weights."""
+    if HAS_NORM:
+        weight_first, weight_second, weight_rest = _load_weight(weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
+
+    for start in range(0, NUM_HEADS, BLOCK_H):
+        heads = start + tl.arange(0, BLOCK_H)
+        inside_heads = heads < NUM_HEADS
+        in_heads = in_ptr + heads * HEAD_WIDTH
+        out_heads = out_ptr + heads * HEAD_WIDTH
+        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
+        rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
+        if IN_PLACE:
+            # A value may be read by more than one thread: all have read before one of them writes.
+            tl.debug_barrier()
+
+        if HAS_NORM:
+            scale = _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS, HEAD_WIDTH)
+            first = _apply_norm(first, scale, weight_first, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
+            second = _apply_norm(second, scale, weight_second, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
+            rest = _apply_norm(rest, scale, weight_rest, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
+
+        rotated_first = first * cos_first - second * sin_first
+        rotated_second = second * cos_second + first * sin_second
+        _store_pairs(out_heads, rotated_first, rotated_second, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+        _store_rest(out_heads, rest, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST)
+
+
+@triton.jit
+def _forward_kernel(
+    in_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    out_ptr,
+    in_stride,
+    cos_stride,
+    sin_stride,
+    out_stride,
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_WEIGHT_WIDE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    COPY_VALUES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+    sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+    q_in_ptr = in_ptr + token * in_stride
+    q_out_ptr = out_ptr + token * out_stride
+    k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
+    k_out_ptr = q_out_ptr + NUM_HEADS * HEAD_WIDTH
+    _forward_heads(
+        q_in_ptr, q_out_ptr, q_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+        NUM_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, IS_WEIGHT_WIDE, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
+    )  # fmt: skip
+    _forward_heads(
+        k_in_ptr, k_out_ptr, k_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+        NUM_KV_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, IS_WEIGHT_WIDE, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
+    )  # fmt: skip
+    if COPY_VALUES:
+        _copy_columns(k_in_ptr + NUM_KV_HEADS * HEAD_WIDTH, k_out_ptr + NUM_KV_HEADS * HEAD_WIDTH, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
+
+
+@triton.jit
+def _backward_heads(
+    d_ptr,
+    in_ptr,
+    out_ptr,
+    weight_ptr,
+    first_terms,
+    second_terms,
+    rest_terms,
+    cos_first,
+    cos_second,
+    sin_first,
+    sin_second,
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Write the gradient of the raw heads of one token that share their weights; return the weights' terms with this token's added."""
+    if HAS_NORM:
+        weight_first, weight_second, weight_rest = _load_weight(weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
+
+    for start in range(0, NUM_HEADS, BLOCK_H):
+        heads = start + tl.arange(0, BLOCK_H)
+        inside_heads = heads < NUM_HEADS
+        d_heads = d_ptr + heads * HEAD_WIDTH
+        in_heads = in_ptr + heads * HEAD_WIDTH
+        out_heads = out_ptr + heads * HEAD_WIDTH
+        rotated_first, rotated_second = _load_pairs(d_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
+        d_rest = _load_rest(d_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
+        if HAS_NORM:
+            first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
+            rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
+        if IN_PLACE:
+            # A value may be read by more than one thread: all have read before one of them writes.
+            tl.debug_barrier()
+
+        # The transposed map: back by the same angle, times the factor that cos and sin may carry.
+        d_first = rotated_first * cos_first + rotated_second * sin_second
+        d_second = rotated_second * cos_second - rotated_first * sin_first
+        if HAS_NORM:
+            scale = _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS, HEAD_WIDTH)
+            first *= scale
+            second *= scale
+            rest *= scale
+            if NEEDS_WEIGHT:
+                first_terms += d_first * first
+                second_terms += d_second * second
+                rest_terms += d_rest * rest
+            d_first *= weight_first
+            d_second *= weight_second
+            d_rest *= weight_rest
+            mean = _head_mean(d_first * first + d_second * second, d_rest * rest, NUM_PAIRS, HEAD_WIDTH)[:, None]
+            d_first = scale * (d_first - first * mean)
+            d_second = scale * (d_second - second * mean)
+            d_rest = scale * (d_rest - rest * mean)
+
+        _store_pairs(out_heads, d_first, d_second, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+        _store_rest(out_heads, d_rest, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST)
+    return first_terms, second_terms, rest_terms
+
+
+@triton.jit
+def _store_partial(
+    partial_ptr, first_terms, second_terms, rest_terms,
+    HEAD_WIDTH: tl.constexpr, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Write one program's sum over its tokens and heads."""
+    one_row = tl.arange(0, 1)
+    first = tl.sum(first_terms, axis=0)[None, :]
+    second = tl.sum(second_terms, axis=0)[None, :]
+    _store_pairs(partial_ptr + one_row, first, second, one_row < 1, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+    _store_rest(partial_ptr + one_row, tl.sum(rest_terms, axis=0)[None, :], one_row < 1, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST)
+
+
+@triton.jit
+def _backward_kernel(
+    d_ptr,
+    in_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    out_ptr,
+    partial_ptr,
+    d_stride,
+    in_stride,
+    cos_stride,
+    sin_stride,
+    out_stride,
+    num_tokens,
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    COPY_VALUES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Each program takes every so-manyth token; one each where no weight needs its gradient."""
+    q_first = tl.zeros((BLOCK_Q, BLOCK_P), dtype=tl.float32)
+    q_second = tl.zeros((BLOCK_Q, BLOCK_P), dtype=tl.float32)
+    q_rest = tl.zeros((BLOCK_Q, BLOCK_REST), dtype=tl.float32)
+    k_first = tl.zeros((BLOCK_K, BLOCK_P), dtype=tl.float32)
+    k_second = tl.zeros((BLOCK_K, BLOCK_P), dtype=tl.float32)
+    k_rest = tl.zeros((BLOCK_K, BLOCK_REST), dtype=tl.float32)
+    token = tl.program_id(0).to(tl.int64)
+    while token < num_tokens:
+        cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+        sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
+        q_d_ptr = d_ptr + token * d_stride
+        q_in_ptr = in_ptr + token * in_stride
+        q_out_ptr = out_ptr + token * out_stride
+        k_d_ptr = q_d_ptr + NUM_HEADS * HEAD_WIDTH
+        k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
+        k_out_ptr = q_out_ptr + NUM_HEADS * HEAD_WIDTH
+        q_first, q_second, q_rest = _backward_heads(
+            q_d_ptr, q_in_ptr, q_out_ptr, q_weight_ptr, q_first, q_second, q_rest, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+            NUM_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
+        )  # fmt: skip
+        k_first, k_second, k_rest = _backward_heads(
+            k_d_ptr, k_in_ptr, k_out_ptr, k_weight_ptr, k_first, k_second, k_rest, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+            NUM_KV_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
+        )  # fmt: skip
+        if COPY_VALUES:
+            _copy_columns(k_d_ptr + NUM_KV_HEADS * HEAD_WIDTH, k_out_ptr + NUM_KV_HEADS * HEAD_WIDTH, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
+        token += tl.num_programs(0)
+
+    if NEEDS_WEIGHT:
+        q_partial_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * HEAD_WIDTH)
+        _store_partial(q_partial_ptr, q_first, q_second, q_rest, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
+        _store_partial(q_partial_ptr + HEAD_WIDTH, k_first, k_second, k_rest, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
+
+
+@triton.jit
+def _add_partials_kernel(partial_ptr, sum_ptr, num_partials, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """One program per tile of columns: it walks all partial sums in their order."""
+    cols = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    terms = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for start in range(0, num_partials, BLOCK_ROWS):
+        rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        inside = (rows < num_partials)[:, None] & (cols < num_columns)[None, :]
+        terms += tl.load(partial_ptr + rows[:, None] * num_columns + cols[None, :], mask=inside, other=0.0)
+    tl.store(sum_ptr + cols, tl.sum(terms, axis=0), mask=cols < num_columns)
+
+
+def qk_rope_forward(
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return q and k normed and rotated beside v; same contract as the reference."""
+    out_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device) if out is None else out
+    if qkv_TC.shape[0] == 0:
+        return out_TC
+    _forward_kernel[(qkv_TC.shape[0],)](
+        qkv_TC,
+        cos_TW,
+        sin_TW,
+        qkv_TC if q_weight_W is None else q_weight_W,
+        qkv_TC if k_weight_W is None else k_weight_W,
+        out_TC,
+        qkv_TC.stride(0),
+        cos_TW.stride(0),
+        sin_TW.stride(0),
+        out_TC.stride(0),
+        float(form.eps),
+        float(form.weight_offset),
+        **_form_constants(form),
+        **_block_sizes(form, MAX_TILE),
+        IS_WEIGHT_WIDE=form.is_weight_wide,
+        IN_PLACE=out is not None,
+        COPY_VALUES=not _is_same_memory(out, qkv_TC),
+        num_warps=NUM_WARPS,
+    )
+    return out_TC
+
+
+def qk_rope_backward(
+    d_qkv_TC: torch.Tensor,
+    qkv_TC: torch.Tensor | None,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+    needs_weight: bool,
+    out: torch.Tensor | None = None,
+) -> RopeGradients:
+    """Return the gradients by the raw projection and by the weights of the norms; same contract as the reference."""
+    num_tokens, device = d_qkv_TC.shape[0], d_qkv_TC.device
+    out_TC = torch.empty(d_qkv_TC.shape, dtype=d_qkv_TC.dtype, device=device) if out is None else out
+    num_programs = min(num_tokens, MAX_PARTIALS) if needs_weight else num_tokens
+    partial_PW = torch.empty(num_programs, 2 * form.head_width, dtype=torch.float32, device=device) if needs_weight else None
+    raw_TC = d_qkv_TC if qkv_TC is None else qkv_TC
+    if num_programs > 0:
+        _backward_kernel[(num_programs,)](
+            d_qkv_TC,
+            raw_TC,
+            cos_TW,
+            sin_TW,
+            d_qkv_TC if q_weight_W is None else q_weight_W,
+            d_qkv_TC if k_weight_W is None else k_weight_W,
+            out_TC,
+            out_TC if partial_PW is None else partial_PW,
+            d_qkv_TC.stride(0),
+            raw_TC.stride(0),
+            cos_TW.stride(0),
+            sin_TW.stride(0),
+            out_TC.stride(0),
+            num_tokens,
+            float(form.eps),
+            float(form.weight_offset),
+            **_form_constants(form),
+            **_block_sizes(form, MAX_TILE_BACKWARD),
+            NEEDS_WEIGHT=needs_weight,
+            IN_PLACE=out is not None,
+            COPY_VALUES=not _is_same_memory(out, d_qkv_TC),
+            num_warps=NUM_WARPS,
+        )
+    if partial_PW is None:
+        return RopeGradients(out_TC, None, None)
+    return RopeGradients(out_TC, *_add_partials(partial_PW).split(form.head_width))
+
+
+def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the rows, one row; zeros where there is none."""
+    num_partials, num_columns = partial_PW.shape
+    sum_W = torch.empty(num_columns, dtype=torch.float32, device=partial_PW.device)
+    _add_partials_kernel[(triton.cdiv(num_columns, BLOCK_SUM_COLUMNS),)](
+        partial_PW,
+        sum_W,
+        num_partials,
+        num_columns,
+        BLOCK_ROWS=BLOCK_PARTIALS,
+        BLOCK_COLUMNS=BLOCK_SUM_COLUMNS,
+        num_warps=NUM_WARPS,
+    )
+    return sum_W
+
+
+def _form_constants(form: RopeForm) -> dict[str, int | bool]:
+    """Return what both kernels know of the form at compile time."""
+    return {
+        "NUM_HEADS": form.num_heads,
+        "NUM_KV_HEADS": form.num_kv_heads,
+        "HEAD_WIDTH": form.head_width,
+        "NUM_PAIRS": form.num_rotated // 2,
+        "IS_INTERLEAVED": form.is_interleaved,
+        "HAS_NORM": form.has_norm,
+    }
+
+
+def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
+    """Return the tiles: as many heads at once as fit, but no more than there are."""
+    block_pairs = triton.next_power_of_2(form.num_rotated // 2)
+    block_rest = triton.next_power_of_2(max(form.head_width - form.num_rotated, 1))
+    max_heads = max(max_tile // (2 * max(block_pairs, block_rest // 2)), 1)
+    return {
+        "BLOCK_Q": min(triton.next_power_of_2(form.num_heads), max_heads),
+        "BLOCK_K": min(triton.next_power_of_2(form.num_kv_heads), max_heads),
+        "BLOCK_P": block_pairs,
+        "BLOCK_REST": block_rest,
+        "BLOCK_V": min(triton.next_power_of_2(form.num_kv_heads * form.head_width), BLOCK_COPY),
+    }
+
+
+def _is_same_memory(out: torch.Tensor | None, source_TC: torch.Tensor) -> bool:
+    """Return whether the value heads stand where they shall be written."""
+    return out is not None and out.data_ptr() == source_TC.data_ptr()

@@ -1,0 +1,112 @@
+"""Norm and rotation of q and k on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError
+from lightning_fastft.kernels.qk_rope import reference
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
+from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from tests.kernels.test_qk_rope import (
+    PublicEntries,
+    check_against_truth,
+    check_in_place,
+    check_rows_of_nan_stay_alone,
+    check_without_eps,
+    make_inputs,
+    run_ours,
+)
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 16_411
+# Llama 3 8B, Qwen3 30B-A3B, Qwen3 0.6B, Gemma 3 4B, GLM-4 9B, GLM-4.5, ERNIE 4.5 0.3B, Phi-2's width of 80, and numbers that fit no tile.
+CASES = (
+    RopeForm(32, 8, 128),
+    RopeForm(32, 4, 128, has_norm=True),
+    RopeForm(16, 8, 128, has_norm=True),
+    RopeForm(8, 4, 256, has_norm=True, weight_offset=1.0, is_weight_wide=True),
+    RopeForm(32, 2, 128, rotary_width=64, is_interleaved=True),
+    RopeForm(96, 8, 128, rotary_width=64, has_norm=True, eps=1e-5),
+    RopeForm(16, 2, 128, is_interleaved=True),
+    RopeForm(32, 32, 80, rotary_width=32),
+    RopeForm(7, 3, 96, rotary_width=70, has_norm=True, is_interleaved=True),
+    RopeForm(5, 1, 192, has_norm=True),
+)
+
+
+@contextmanager
+def host_must_not_wait():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_triton_kernels_pass_their_tests_on_the_device():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_qk_rope.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", CASES)
+def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, dtype):
+    for num_tokens in (1, 1031):
+        check_against_truth(PublicEntries, num_tokens, form, dtype, device="cuda")
+    check_in_place(PublicEntries, 2053, form, dtype, device="cuda")
+    check_rows_of_nan_stay_alone(PublicEntries, form, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("angle_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_dtypes_of_angles_and_weights(angle_dtype, weight_dtype):
+    for form in CASES[:4]:
+        check_against_truth(PublicEntries, 131, form, torch.bfloat16, device="cuda", angle_dtype=angle_dtype, weight_dtype=weight_dtype)
+
+
+def test_without_eps_nothing_is_divided_by_zero():
+    check_without_eps(PublicEntries, device="cuda")
+
+
+@pytest.mark.parametrize("form", CASES)
+def test_two_runs_are_bit_equal_and_the_host_never_waits(form):
+    inputs = make_inputs(NUM_TOKENS, form, torch.bfloat16, device="cuda")
+    with host_must_not_wait():
+        first, second = (run_ours(PublicEntries, inputs, form) for _ in range(2))
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(first, second))
+
+
+@pytest.mark.parametrize("form", CASES)
+def test_overwriting_the_input_takes_no_memory(form):
+    inputs = make_inputs(NUM_TOKENS, form, torch.bfloat16, device="cuda")
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W = inputs
+    arguments = {"form": form, "q_weight_W": q_weight_W, "k_weight_W": k_weight_W}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if not form.has_norm:
+        qk_rope_forward(qkv_TC, cos_TW, sin_TW, out=qkv_TC, **arguments)
+    qk_rope_backward(d_qkv_TC, qkv_TC, cos_TW, sin_TW, needs_weight=form.has_norm, out=d_qkv_TC, **arguments)
+    # Partial sums of the weights' gradients, rounded up by the allocator.
+    assert torch.cuda.max_memory_allocated() - before <= 1024 * 2 * form.head_width * 4 + 2**20
+
+
+def test_a_forced_reference_is_obeyed_and_float64_takes_it():
+    form = CASES[1]
+    inputs = make_inputs(65, form, torch.float32, device="cuda")
+    forced = run_ours(PublicEntries, inputs, form, backend="reference")
+    expected = run_ours(reference, inputs, form)
+    assert torch.equal(forced[1], expected[1])
+    assert torch.equal(forced[2], expected[2])
+    wide = tuple(one.double() for one in inputs)
+    assert run_ours(PublicEntries, wide, form)[2].dtype is torch.float64
+    with pytest.raises(OptionError, match="float64"):
+        run_ours(PublicEntries, wide, form, backend="triton")

@@ -1,0 +1,556 @@
+"""Norm and rotation of q and k: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
+
+import importlib
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.qk_rope import reference
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
+from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
+
+ROOT = Path(__file__).parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LLAMA = RopeForm(4, 2, 16)
+QWEN3 = RopeForm(3, 1, 16, has_norm=True, eps=1e-2)
+GEMMA = RopeForm(2, 2, 20, has_norm=True, weight_offset=1.0, is_weight_wide=True)
+GLM4 = RopeForm(5, 2, 24, rotary_width=12, is_interleaved=True)
+PARTIAL = RopeForm(3, 2, 24, rotary_width=10, has_norm=True, weight_offset=0.25)
+INTERLEAVED = RopeForm(5, 1, 12, rotary_width=8, has_norm=True, is_weight_wide=True, is_interleaved=True)
+FORMS = (LLAMA, QWEN3, GEMMA, GLM4, PARTIAL, INTERLEAVED)
+WIDTHS = (2, 64, 80, 96, 128, 192, 256)
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many tokens, of which ours are the first.
+NUM_MEASURED_TOKENS = 257
+# A sum over tokens is one value only: plain PyTorch is measured on up to so many groups of as many tokens.
+NUM_GROUPS = 32
+# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+NUM_FOR_SHARE, SHARE = 200, 0.01
+# Triton's interpreter cuts bf16 off instead of rounding it.
+ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
+
+COMPILE_SCRIPT = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.qk_rope import triton as rope
+from lightning_fastft.kernels.qk_rope.reference import RopeForm
+
+forms = [RopeForm(32, 8, width, has_norm=True) for width in (64, 128, 256)] + [RopeForm(14, 2, width) for width in (80, 192)]
+forms += [RopeForm(32, 2, 128, rotary_width=64, is_interleaved=True), RopeForm(20, 4, 128, is_interleaved=True, has_norm=True, is_weight_wide=True)]
+forms += [RopeForm(96, 8, 128, rotary_width=64, has_norm=True), RopeForm(3, 1, 96, rotary_width=72, has_norm=True, is_interleaved=True)]
+
+
+def compile_for(kernel, dtype, capability, constants):
+    signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    signature |= {name: "*fp32" for name in ("partial_ptr", "sum_ptr", "q_weight_ptr") if name in signature}
+    signature |= {name: "fp32" for name in ("eps", "weight_offset") if name in signature} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": rope.NUM_WARPS})
+
+
+for number, form in enumerate(forms):
+    capability, dtype = ((80, "fp16"), (86, "fp32"), (90, "bf16"))[number % 3]
+    both = {**rope._form_constants(form), "IN_PLACE": number % 2 == 0, "COPY_VALUES": number % 2 == 1}
+    forward = {**both, **rope._block_sizes(form, rope.MAX_TILE), "IS_WEIGHT_WIDE": form.is_weight_wide}
+    backward = {**both, **rope._block_sizes(form, rope.MAX_TILE_BACKWARD), "NEEDS_WEIGHT": form.has_norm}
+    compile_for(rope._forward_kernel, dtype, capability, forward)
+    compile_for(rope._backward_kernel, dtype, capability, backward)
+compile_for(rope._add_partials_kernel, "fp32", 90, {"BLOCK_ROWS": rope.BLOCK_PARTIALS, "BLOCK_COLUMNS": rope.BLOCK_SUM_COLUMNS})
+"""
+
+
+def norm(x, weight_W, form, hat_dtype):
+    """What transformers writes, in the dtype of its input; the normed value is rounded to hat_dtype where the form rounds it."""
+    hat = x.to(torch.promote_types(x.dtype, torch.float32))
+    hat = hat * torch.rsqrt(hat.pow(2).mean(-1, keepdim=True) + form.eps)
+    if form.is_weight_wide:
+        return (hat * (form.weight_offset + weight_W.to(hat.dtype))).to(x.dtype)
+    return (form.weight_offset + weight_W.to(x.dtype)) * hat.to(hat_dtype).to(x.dtype)
+
+
+def rotate(x, cos_TW, sin_TW, form):
+    """What transformers writes, in the dtype of its input."""
+    width = form.num_rotated
+    cos, sin = cos_TW[:, None], sin_TW[:, None]
+    rotated, rest = x[..., :width], x[..., width:]
+    if form.is_interleaved:
+        cos, sin = (angle[..., : width // 2].repeat_interleave(2, dim=-1) for angle in (cos, sin))
+        half = torch.stack((-rotated[..., 1::2], rotated[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        half = torch.cat((-rotated[..., width // 2 :], rotated[..., : width // 2]), dim=-1)
+    return torch.cat([(rotated * cos + half * sin).to(x.dtype), rest], dim=-1)
+
+
+def formula(qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W, form, *, hat_dtype=None):
+    num_q, num_k = form.num_heads * form.head_width, form.num_kv_heads * form.head_width
+    q_TC, k_TC, v_TC = qkv_TC.split([num_q, num_k, num_k], dim=1)
+    outputs = []
+    for x_TC, weight_W in ((q_TC, q_weight_W), (k_TC, k_weight_W)):
+        x_THW = x_TC.reshape(len(x_TC), x_TC.shape[1] // form.head_width, form.head_width)
+        if form.has_norm:
+            x_THW = norm(x_THW, weight_W, form, hat_dtype or x_THW.dtype)
+        outputs.append(rotate(x_THW, cos_TW, sin_TW, form).flatten(1))
+    return torch.cat([*outputs, v_TC], dim=1)
+
+
+def run_formula(inputs, form, *, dtype):
+    """Output and gradients through autograd; weights are None where there is no norm."""
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW, *weights = (None if one is None else one.detach().to(dtype) for one in inputs)
+    leaves = [one.requires_grad_() for one in (qkv_TC, *weights) if one is not None]
+    out_TC = formula(qkv_TC, cos_TW, sin_TW, *weights, form)
+    gradients = torch.autograd.grad(out_TC, leaves, d_qkv_TC)
+    return (out_TC.detach(), *gradients)
+
+
+def make_inputs(num_tokens, form, dtype, *, device="cpu", angle_dtype=None, weight_dtype=None):
+    """Gradient, raw rows, cos, sin, weights. Angles carry a factor and differ between the halves; what an interleaved form must not read is NaN."""
+    d_qkv_TC, qkv_TC = (torch.randn(num_tokens, form.num_columns, device=device).to(dtype) for _ in range(2))
+    angle_TW = torch.rand(num_tokens, form.num_rotated, device=device) * 6.3
+    cos_TW, sin_TW = ((1.2 * angle).to(angle_dtype or dtype) for angle in (angle_TW.cos(), angle_TW.sin()))
+    if form.is_interleaved:
+        cos_TW[:, form.num_rotated // 2 :] = sin_TW[:, form.num_rotated // 2 :] = float("nan")
+    weights = [None, None]
+    if form.has_norm:
+        weights = [(torch.rand(form.head_width, device=device) + 0.5).to(weight_dtype or dtype) for _ in range(2)]
+    return d_qkv_TC, qkv_TC * 3, cos_TW, sin_TW, *weights
+
+
+def first_tokens(inputs, num_tokens):
+    return *(one[:num_tokens] for one in inputs[:4]), *inputs[4:]
+
+
+def run_ours(functions, inputs, form, **arguments):
+    """Output and gradients of ours."""
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W = inputs
+    weights = {"q_weight_W": q_weight_W, "k_weight_W": k_weight_W}
+    out_TC = functions.qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, **weights)
+    raw_TC = qkv_TC if form.has_norm else None
+    gradients = functions.qk_rope_backward(d_qkv_TC, raw_TC, cos_TW, sin_TW, form=form, needs_weight=form.has_norm, **weights, **arguments)
+    return out_TC, *gradients
+
+
+@contextmanager
+def fresh_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_value(name, ours, *, plain, truth, rounded_truth, dtype):
+    """Within the bound, and in a narrow dtype almost everywhere the rounded truth itself.
+
+    Plain PyTorch may have more rows; those of ours are the first.
+    """
+    assert ours.dtype is dtype
+    plain, num_rows = plain.to(dtype), len(ours)
+    # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
+    assert_within_bound(name, torch.cat([ours, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
+    if dtype in ROUNDED_DTYPES and ours.numel() >= NUM_FOR_SHARE:
+        share = (ours != rounded_truth[:num_rows].to(dtype)).double().mean().item()
+        assert share <= SHARE, f"{name}: {share:.1%} of the values are not the rounded truth"
+
+
+def weight_gradient_errors(measured, num_tokens, form):
+    """Errors of plain fp32 in the gradients of q's and of k's weight, the largest over groups of so many tokens."""
+    errors = []
+    for begin in range(0, min(len(measured[0]) // max(num_tokens, 1), NUM_GROUPS) * num_tokens, max(num_tokens, 1)):
+        group = *(one[begin : begin + num_tokens] for one in measured[:4]), *measured[4:]
+        plain, truth = (run_formula(group, form, dtype=dtype)[2:] for dtype in (torch.float32, torch.float64))
+        errors.append([(one - true).abs().max().item() for one, true in zip(plain, truth)])
+    return [max(one) for one in zip(*errors)]
+
+
+def assert_weight_gradient(name, ours_W, *, plain_error, truth_W, largest_sum):
+    """Within twice the error of plain fp32, or one unit in the last place of the sum of all magnitudes: terms of both signs cancel."""
+    assert ours_W.dtype is torch.float32
+    assert ours_W.shape == truth_W.shape
+    error = (ours_W.double() - truth_W).abs().max().item()
+    bound = max(2 * plain_error, one_unit(largest_sum, torch.float32))
+    assert error <= bound, f"{name}: error {error:.3g} above {bound:.3g}"
+
+
+def largest_weight_sums(inputs, form):
+    """Per weight, the largest sum of magnitudes that its gradient adds: every token and head gives one term, of two products."""
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW, *_ = (None if one is None else one.double() for one in inputs)
+    positive_TW = cos_TW.abs(), -sin_TW.abs()
+    ones_W = torch.ones(form.head_width, dtype=torch.float64, device=qkv_TC.device)
+    # Turned by an angle with cos >= 0 and sin <= 0, magnitudes add in the first columns; the second ones are as large.
+    plain_form = form._replace(has_norm=False)
+    d_TC = formula(d_qkv_TC.abs(), *positive_TW, None, None, plain_form).abs()
+    hat_TC = formula(qkv_TC, torch.ones_like(cos_TW), torch.zeros_like(sin_TW), ones_W, ones_W, form._replace(weight_offset=0.0)).abs()
+    terms_THW = (d_TC * hat_TC)[:, : form.num_qk_columns].unflatten(1, (-1, form.head_width))
+    return terms_THW[:, : form.num_heads].sum((0, 1)).max(), terms_THW[:, form.num_heads :].sum((0, 1)).max()
+
+
+def check_against_truth(functions, num_tokens, form, dtype, **kinds):
+    measured = make_inputs(max(num_tokens * (2 if form.has_norm else 1), NUM_MEASURED_TOKENS), form, dtype, **kinds)
+    true_out, true_d_raw, *_ = run_formula(measured, form, dtype=torch.float64)
+    plain_out, plain_d_raw, *_ = run_formula(measured, form, dtype=torch.float32)
+    rounded_out = true_out
+    if form.has_norm and not form.is_weight_wide:
+        # The forward rounds where transformers does, before the weight: it is measured by transformers' arithmetic, and repeats that one rounding.
+        plain_out, *_ = run_formula(measured, form, dtype=dtype)
+        rounded_out = formula(*(one.double() for one in measured[1:]), form, hat_dtype=dtype)
+    inputs = first_tokens(measured, num_tokens)
+    kept = [None if one is None else one.clone() for one in inputs]
+    inputs = tuple(None if one is None else poisoned(one) for one in inputs)
+    with fresh_memory_is_nan():
+        out_TC, d_raw_TC, *d_weights = run_ours(functions, inputs, form)
+    assert all(one is None or torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(inputs, kept))
+    assert_value("out", out_TC, plain=plain_out, truth=true_out, rounded_truth=rounded_out, dtype=dtype)
+    assert_value("d_raw", d_raw_TC, plain=plain_d_raw, truth=true_d_raw, rounded_truth=true_d_raw, dtype=dtype)
+    for one, source in ((out_TC, kept[1]), (d_raw_TC, kept[0])):
+        assert torch.equal(one[:, form.num_qk_columns :], source[:, form.num_qk_columns :])
+    if not form.has_norm:
+        assert d_weights == [None, None]
+        return
+    true_weights = run_formula(kept, form, dtype=torch.float64)[2:]
+    errors = weight_gradient_errors(measured, num_tokens, form)
+    for name, ours, error, truth, largest in zip("qk", d_weights, errors, true_weights, largest_weight_sums(kept, form)):
+        assert_weight_gradient(f"d_{name}_weight", ours, plain_error=error, truth_W=truth, largest_sum=largest)
+
+
+def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
+    inputs = make_inputs(num_tokens, form, dtype, device=device)
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W = inputs
+    expected_out, *expected = run_ours(functions, inputs, form)
+
+    def assert_replaced(inner_TC, result_TC, expected_TC):
+        assert result_TC is inner_TC
+        assert torch.equal(result_TC, expected_TC)
+        assert inner_TC._base.isnan().sum() == inner_TC._base.numel() - inner_TC.numel()
+
+    fresh_TC = poisoned(torch.zeros_like(qkv_TC))
+    assert_replaced(
+        fresh_TC,
+        functions.qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=fresh_TC),
+        expected_out,
+    )
+    inner_TC = poisoned(d_qkv_TC)
+    _, *ours = run_ours(functions, (inner_TC, *inputs[1:]), form, out=inner_TC)
+    assert_replaced(inner_TC, ours[0], expected[0])
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(ours[1:], expected[1:]))
+    inner_TC = poisoned(qkv_TC)
+    if form.has_norm:
+        _, *ours = run_ours(functions, (d_qkv_TC, inner_TC, *inputs[2:]), form, out=inner_TC)
+        assert_replaced(inner_TC, ours[0], expected[0])
+        assert all(torch.equal(one, other) for one, other in zip(ours[1:], expected[1:]))
+    else:
+        assert_replaced(inner_TC, functions.qk_rope_forward(inner_TC, cos_TW, sin_TW, form=form, out=inner_TC), expected_out)
+
+
+def check_rows_of_nan_stay_alone(functions, form, dtype, *, device="cpu"):
+    inputs = make_inputs(7, form, dtype, device=device)
+    expected = run_ours(functions, inputs, form)
+    # Values of v are copied, and NaN in a gradient or a raw row must not be turned into a number.
+    inputs[0][3], inputs[1][3] = float("nan"), float("nan")
+    ours = run_ours(functions, inputs, form)
+    for one, other in zip(ours[:2], expected[:2]):
+        assert torch.equal(one[:3], other[:3])
+        assert torch.equal(one[4:], other[4:])
+        assert one[3].isnan().all()
+    if form.has_norm:
+        assert ours[2].isnan().all()
+        assert ours[3].isnan().all()
+
+
+def check_without_eps(functions, *, device="cpu"):
+    """Heads that fill a tile's end have a mean square of 0: without eps they are divided by 0, which no sum may see."""
+    check_against_truth(functions, 3, QWEN3._replace(eps=0.0), torch.float32, device=device)
+
+
+class PublicEntries:
+    """The public functions, called as the modules of the backends are."""
+
+    qk_rope_forward = staticmethod(qk_rope_forward)
+    qk_rope_backward = staticmethod(qk_rope_backward)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_float64_formula_and_gradient_equal_autograd(form):
+    inputs = make_inputs(7, form, torch.float64)
+    ours = run_ours(PublicEntries, inputs, form)
+    for one, true in zip(ours, run_formula(inputs, form, dtype=torch.float64)):
+        torch.testing.assert_close(one, true, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_every_gradient_equal_the_truth(form, dtype):
+    for num_tokens in (1, 2, 7, 67):
+        check_against_truth(PublicEntries, num_tokens, form, dtype)
+
+
+@pytest.mark.parametrize("head_width", WIDTHS)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_width_of_a_head(head_width, is_interleaved):
+    for rotary_width in {head_width, max(head_width // 4 * 2, 2)}:
+        for has_norm in (False, True):
+            form = RopeForm(2, 1, head_width, rotary_width, has_norm=has_norm, is_interleaved=is_interleaved)
+            check_against_truth(PublicEntries, 5, form, torch.float16)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (1, 3), (7, 2), (33, 17)])
+def test_number_of_heads(num_heads, num_kv_heads):
+    for form in (LLAMA, QWEN3, INTERLEAVED):
+        check_against_truth(PublicEntries, 5, form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads), torch.bfloat16)
+
+
+@pytest.mark.parametrize("angle_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_of_angles_and_weights(angle_dtype, weight_dtype):
+    for form in (LLAMA, QWEN3, GEMMA):
+        check_against_truth(PublicEntries, 7, form, torch.bfloat16, angle_dtype=angle_dtype, weight_dtype=weight_dtype)
+
+
+def test_without_eps_nothing_is_divided_by_zero():
+    check_without_eps(PublicEntries)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_inputs_may_be_overwritten(form, dtype):
+    check_in_place(PublicEntries, 7, form, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_nan_stay_alone(form):
+    check_rows_of_nan_stay_alone(PublicEntries, form, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_tokens(form):
+    out_TC, d_raw_TC, *d_weights = run_ours(PublicEntries, make_inputs(0, form, torch.bfloat16), form)
+    assert out_TC.shape == d_raw_TC.shape == (0, form.num_columns)
+    for one in d_weights:
+        assert torch.equal(one, torch.zeros(form.head_width)) if form.has_norm else one is None
+
+
+def test_weights_have_no_gradient_where_none_is_asked_for():
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W = make_inputs(7, QWEN3, torch.bfloat16)
+    arguments = {"form": QWEN3, "q_weight_W": q_weight_W, "k_weight_W": k_weight_W}
+    with_weights = qk_rope_backward(d_qkv_TC, qkv_TC, cos_TW, sin_TW, needs_weight=True, **arguments)
+    without = qk_rope_backward(d_qkv_TC, qkv_TC, cos_TW, sin_TW, needs_weight=False, **arguments)
+    assert without.d_q_weight_W is without.d_k_weight_W is None
+    assert torch.equal(without.d_raw_TC, with_weights.d_raw_TC)
+
+
+def test_without_a_norm_the_raw_rows_are_not_read():
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW, *_ = make_inputs(7, LLAMA, torch.bfloat16)
+    first, second = (
+        qk_rope_backward(d_qkv_TC, raw, cos_TW, sin_TW, form=LLAMA, needs_weight=False).d_raw_TC for raw in (None, qkv_TC * float("nan"))
+    )
+    assert torch.equal(first, second)
+
+
+def test_no_graph_and_no_wait():
+    inputs = make_inputs(7, QWEN3, torch.float32)
+    for one in (inputs[1], *inputs[4:]):
+        one.requires_grad_()
+    with Watch() as watch:
+        ours = run_ours(PublicEntries, inputs, QWEN3)
+    assert watch.waits == []
+    assert not any(tensor.requires_grad for tensor in ours)
+
+
+# Model, form, norm class, dtype of cos and sin as its rotary embedding gives them to bf16 states.
+MODELS = (
+    ("llama", RopeForm(4, 2, 16), None, torch.bfloat16),
+    ("qwen3", RopeForm(4, 2, 16, has_norm=True), "Qwen3RMSNorm", torch.bfloat16),
+    ("gemma3", RopeForm(4, 2, 16, has_norm=True, weight_offset=1.0, is_weight_wide=True), "Gemma3RMSNorm", torch.bfloat16),
+    ("glm4", RopeForm(4, 2, 16, rotary_width=8, is_interleaved=True), None, torch.bfloat16),
+    ("ernie4_5", RopeForm(4, 2, 16, is_interleaved=True), None, torch.float32),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "form", "norm_name", "angle_dtype"), MODELS)
+def test_values_and_gradients_are_those_of_transformers(model, form, norm_name, angle_dtype):
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    num_tokens, dtype = 67, torch.bfloat16
+    d_qkv_TC, qkv_TC, _, _, *weights = make_inputs(num_tokens, form, dtype)
+    angle_TW = torch.outer(torch.arange(num_tokens), 100.0 ** -torch.linspace(0, 1, form.num_rotated // 2)).repeat(1, 2)
+    cos_TW, sin_TW = angle_TW.cos().to(angle_dtype), angle_TW.sin().to(angle_dtype)
+    inputs = (d_qkv_TC, qkv_TC, cos_TW, sin_TW, *weights)
+
+    leaf_TC = qkv_TC.clone().requires_grad_()
+    heads_HTW = leaf_TC.unflatten(1, (-1, form.head_width)).transpose(0, 1)[None]
+    q, k, v = heads_HTW.split([form.num_heads, form.num_kv_heads, form.num_kv_heads], dim=1)
+    norms = [getattr(modeling, norm_name)(form.head_width, eps=form.eps).to(dtype) for _ in range(2)] if norm_name else []
+    if norms:
+        for module, weight_W in zip(norms, weights):
+            module.weight.data.copy_(weight_W)
+        q, k = norms[0](q), norms[1](k)
+    q, k = modeling.apply_rotary_pos_emb(q, k, cos_TW[None], sin_TW[None])
+    plain_TC = torch.cat([q, k, v], dim=1)[0].transpose(0, 1).flatten(1)
+    plain_TC.backward(d_qkv_TC)
+    # The plain formula of all other tests is the one of transformers, to the bit.
+    assert torch.equal(formula(*inputs[1:], form), plain_TC)
+
+    true_out, true_d_raw, *true_d_weights = run_formula(inputs, form, dtype=torch.float64)
+    out_TC, d_raw_TC, *d_weights = run_ours(PublicEntries, inputs, form)
+    assert_within_bound("out", out_TC, plain=plain_TC, truth=true_out, dtype=dtype)
+    assert_within_bound("d_raw", d_raw_TC, plain=leaf_TC.grad, truth=true_d_raw, dtype=dtype)
+    for module, ours_W, truth_W in zip(norms, d_weights, true_d_weights):
+        assert_within_bound("d_weight", ours_W, plain=module.weight.grad, truth=truth_W, dtype=dtype)
+
+
+REFERENCE_FAULTS = {
+    "turned the wrong way": ("cos_second, -sin_first, sin_second, form)", "cos_second, sin_first, -sin_second, form)"),
+    "gradient turned like the values": ("cos_second, sin_second, -sin_first, form)", "cos_second, -sin_first, sin_second, form)"),
+    "gradient turned by the other column's angle": ("cos_second, sin_second, -sin_first, form)", "cos_second, sin_first, -sin_second, form)"),
+    "halves taken for neighbours": ("    if form.is_interleaved:\n        return x_THW", "    if not form.is_interleaved:\n        return x_THW"),
+    "second half of the angles read by neighbours": ("slice(num_pairs) if form.is_interleaved", "slice(num_pairs, None) if form.is_interleaved"),
+    "first half of the angles read by halves": ("else slice(num_pairs, None)", "else slice(num_pairs)"),
+    "columns that are not rotated are lost": ("    mixed_rest.copy_(rest)\n", "    mixed_rest.zero_()\n"),
+    "eps lost": (" + form.eps)", ")"),
+    "mean over the rotated columns": ("x_THW.square().mean(", "x_THW[..., : form.num_rotated].square().mean("),
+    "offset of the weight lost": (" + form.weight_offset", ""),
+    "weights swapped": ("q_weight_W.to(wide).expand(form.num_heads", "k_weight_W.to(wide).expand(form.num_heads"),
+    "not rounded before the weight": ("        if not form.is_weight_wide:\n            x_THW = x_THW.to(dtype).to(wide)\n", ""),
+    "always rounded before the weight": ("if not form.is_weight_wide:", "if True:"),
+    "gradient without the norm's mean": (".mean(dim=2, keepdim=True))\n    return", ".mean(dim=2, keepdim=True) * 0)\n    return"),
+    "gradient without the norm's scale": ("d_THW = scale_T * (d_THW -", "d_THW = (d_THW -"),
+    "weight not applied to the gradient": ("d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)", "d_THW = d_THW * 1"),
+    "gradient of the weight from raw values": ("(d_THW * x_THW).sum(dim=0)", "(d_THW * x_THW / scale_T).sum(dim=0)"),
+    "last head's weight gradient lost": ("[: form.num_heads].sum(dim=0)", "[: form.num_heads - 1].sum(dim=0)"),
+    "values not copied": (" :].copy_(source_TC[:, form.num_qk_columns :])", " :].zero_()"),
+    "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
+}  # fmt: skip
+
+
+def check_every_part(functions):
+    for form in FORMS:
+        check_against_truth(functions, 7, form, torch.float16)
+        check_in_place(functions, 7, form, torch.float16)
+    check_against_truth(functions, 7, QWEN3, torch.float32)
+    check_without_eps(functions)
+
+
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(reference)
+
+
+FORM = RopeForm(2, 1, 4, has_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"qkv_TC": torch.ones(3, 15)}, ShapeError, "have 16"),
+        ({"qkv_TC": torch.ones(1, 3, 16)}, ShapeError, "2 axes"),
+        ({"qkv_TC": torch.ones(3, 16, dtype=torch.int64)}, ShapeError, "dtype"),
+        ({"qkv_TC": torch.ones(16, 3).T}, ShapeError, "contiguous"),
+        ({"cos_TW": torch.ones(2, 4)}, ShapeError, "one row per token"),
+        ({"cos_TW": torch.ones(1, 3, 4)}, ShapeError, "2 axes"),
+        ({"cos_TW": torch.ones(3, 4, dtype=torch.float16)}, ShapeError, "dtype"),
+        ({"sin_TW": torch.ones(3, 2)}, ShapeError, r"sin_TW is \(3, 2\)"),
+        ({"sin_TW": torch.ones(4, 3).T}, ShapeError, "contiguous"),
+        ({"sin_TW": torch.ones(3, 4, device="meta")}, ShapeError, "meta"),
+        ({"q_weight_W": None}, OptionError, "q_weight_W is None"),
+        ({"k_weight_W": None}, OptionError, "k_weight_W is None"),
+        ({"q_weight_W": torch.ones(8)}, ShapeError, "all heads together"),
+        ({"k_weight_W": torch.ones(1, 4)}, ShapeError, "1 axes"),
+        ({"k_weight_W": torch.ones(4, dtype=torch.float64)}, ShapeError, "dtype"),
+        ({"k_weight_W": torch.ones(8)[::2]}, ShapeError, "contiguous"),
+        ({"out": torch.ones(3, 12)}, ShapeError, "must be"),
+        ({"out": torch.ones(3, 16).bfloat16()}, ShapeError, "dtype"),
+        ({"out": torch.ones(16).expand(3, 16)}, ShapeError, "overlap"),
+        ({"form": None}, OptionError, "RopeForm"),
+        ({"form": FORM._replace(has_norm=False)}, OptionError, "no norm"),
+        ({"form": FORM._replace(num_heads=0)}, OptionError, "num_heads"),
+        ({"form": FORM._replace(num_kv_heads=1.0)}, OptionError, "num_kv_heads"),
+        ({"form": FORM._replace(head_width=2048)}, OptionError, "between 2 and 1024"),
+        ({"form": FORM._replace(rotary_width=3)}, OptionError, "even"),
+        ({"form": FORM._replace(rotary_width=6)}, OptionError, "rotary_width"),
+        ({"form": FORM._replace(head_width=5, rotary_width=None)}, OptionError, "even"),
+        ({"form": FORM._replace(is_interleaved=None)}, OptionError, "is_interleaved"),
+        ({"form": FORM._replace(eps=-1.0)}, OptionError, "eps"),
+        ({"form": FORM._replace(weight_offset=float("nan"))}, OptionError, "weight_offset"),
+        ({"backend": "cuda"}, OptionError, "'reference'"),
+        ({"backend": "triton"}, OptionError, "on CUDA"),
+    ],
+)
+def test_impossible_arguments_are_refused(change, error, message):
+    arguments = {"qkv_TC": torch.ones(3, 16), "cos_TW": torch.ones(3, 4), "sin_TW": torch.ones(3, 4), "form": FORM}
+    arguments |= {"q_weight_W": torch.ones(4), "k_weight_W": torch.ones(4), **change}
+    with pytest.raises(error, match=message):
+        qk_rope_forward(**arguments)
+    is_normed = not isinstance(change.get("form"), RopeForm) or change["form"].has_norm
+    with pytest.raises(error, match=message):
+        qk_rope_backward(arguments["qkv_TC"], needs_weight=is_normed, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"d_qkv_TC": torch.ones(2, 16)}, ShapeError, "must be as qkv_TC"),
+        ({"d_qkv_TC": torch.ones(3, 16).double()}, ShapeError, "must be as qkv_TC"),
+        ({"d_qkv_TC": torch.ones(3, 16, device="meta")}, ShapeError, "must be as qkv_TC"),
+        ({"d_qkv_TC": torch.ones(()).expand(3, 16)}, ShapeError, "contiguous"),
+        ({"qkv_TC": None}, ShapeError, "rebuilt from the raw heads"),
+        ({"needs_weight": None}, OptionError, "needs_weight"),
+        ({"form": FORM._replace(has_norm=False), "q_weight_W": None, "k_weight_W": None}, OptionError, "no weights"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(change, error, message):
+    arguments = {"d_qkv_TC": torch.ones(3, 16), "qkv_TC": torch.ones(3, 16), "cos_TW": torch.ones(3, 4), "sin_TW": torch.ones(3, 4), "form": FORM}
+    arguments |= {"q_weight_W": torch.ones(4), "k_weight_W": torch.ones(4), "needs_weight": True, **change}
+    with pytest.raises(error, match=message):
+        qk_rope_backward(**arguments)
+
+
+def test_memory_that_is_still_read_is_refused():
+    buffer = torch.ones(300)
+    d_qkv_TC, qkv_TC, cos_TW, sin_TW = (buffer[begin : begin + 48].view(3, 16) for begin in (0, 60, 120, 180))
+    cos_TW, sin_TW = cos_TW[:, :4], sin_TW[:, :4]
+    q_weight_W, k_weight_W = buffer[230:234], buffer[234:238]
+    weights = {"q_weight_W": q_weight_W, "k_weight_W": k_weight_W}
+    plain_form = FORM._replace(has_norm=False)
+    for begin in (1, 59, 61, 107, 130, 190, 230):
+        out = buffer[begin : begin + 48].view(3, 16)
+        with pytest.raises(ShapeError, match="shares memory"):
+            qk_rope_backward(d_qkv_TC, qkv_TC, cos_TW, sin_TW, form=FORM, needs_weight=True, out=out, **weights)
+    # The norm's gradient needs the raw rows; without a norm nobody does.
+    with pytest.raises(ShapeError, match="shares memory"):
+        qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=FORM, out=qkv_TC, **weights)
+    assert qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=plain_form, out=qkv_TC) is qkv_TC
+    with pytest.raises(ShapeError, match="shares memory"):
+        qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=plain_form, out=buffer[61:109].view(3, 16))
+    for out in (d_qkv_TC, buffer[0:48].view(3, 16), qkv_TC, buffer[240:288].view(3, 16)):
+        assert qk_rope_backward(d_qkv_TC, qkv_TC, cos_TW, sin_TW, form=FORM, needs_weight=True, out=out, **weights).d_raw_TC is out
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_qk_rope.py"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_compile():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
