@@ -2,6 +2,7 @@
 #   make demo        the whole job on data that it makes itself
 #   make test        lint, types, doctests, CPU tests             make test TRANSFORMERS=5.17.0    with that version of transformers
 #   make test-gpu    the tests that need a CUDA device             make test-gpu PY=python3         with an interpreter that has all of it already
+#   make test-faults that each fault planted in a kernel turns its tests red (after changes of kernels, and before a release)
 #   make test-seams  only the tests against transformers and PEFT
 
 PYTHON ?= python3
@@ -9,6 +10,9 @@ VENV := .venv
 TRANSFORMERS ?=
 
 export TOKENIZERS_PARALLELISM := false
+
+# A process per core; what a file sets up once stays in one process.
+WORKERS := -n auto --dist loadfile
 
 ifdef PY
 SETUP :=
@@ -24,7 +28,7 @@ ifneq ($(shell cat $(VENV)/.dev 2>/dev/null),$(WANTED))
 .PHONY: $(VENV)/.dev
 endif
 
-.PHONY: demo test test-gpu test-seams lint types tests clean
+.PHONY: demo test test-faults test-gpu test-seams lint types tests clean
 
 demo: $(SETUP)
 	$(PY) -m lightning_fastft demo
@@ -39,10 +43,13 @@ types: $(DEV_SETUP)
 	$(PY) -m mypy
 
 tests: $(DEV_SETUP)
-	$(PY) -m pytest -q --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu' lightning_fastft tests
+	$(PY) -m pytest -q $(WORKERS) --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests
 
 test-seams: $(DEV_SETUP)
-	$(PY) -m pytest -q -m 'not gpu and not multi_gpu' tests/models
+	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault' tests/models
+
+test-faults: $(DEV_SETUP)
+	$(PY) -m pytest -q $(WORKERS) -m 'fault and not gpu and not multi_gpu' tests
 
 test-gpu: $(DEV_SETUP)
 	$(PY) -m pytest -q -m 'gpu or multi_gpu' tests

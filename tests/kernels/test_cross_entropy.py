@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +6,7 @@ import torch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -294,8 +292,6 @@ def test_states_and_weight_of_different_dtype_or_width_are_refused():
 
 
 @pytest.mark.slow
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_cross_entropy.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_cross_entropy.py", lane=lane)

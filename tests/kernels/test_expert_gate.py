@@ -13,6 +13,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -348,12 +349,9 @@ def test_memory_that_is_partly_an_input_is_refused():
 
 
 @pytest.mark.slow
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_expert_gate.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_expert_gate.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_rows import reference
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -267,12 +268,9 @@ def test_a_slot_outside_the_tokens_is_an_error_on_a_cpu():
 
 
 @pytest.mark.slow
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_expert_rows.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_expert_rows.py", lane=lane)
 
 
 @pytest.mark.slow

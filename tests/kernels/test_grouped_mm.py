@@ -16,6 +16,7 @@ from lightning_fastft.kernels.grouped_mm import op, reference
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import RowAddend
 from tests.host_waits import HostWaits
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.truth import assert_within_bound, load_with_fault
 
 ROOT = Path(__file__).parents[2]
@@ -470,9 +471,6 @@ def test_the_triton_kernels_compile_and_fit_consumer_cards():
 
 
 @pytest.mark.slow
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_grouped_mm.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_grouped_mm.py", lane=lane)

@@ -10,6 +10,7 @@ import torch
 
 from lightning_fastft.errors import ShapeError
 from lightning_fastft.kernels.host_gather.op import host_gather
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -74,12 +75,9 @@ def test_what_the_kernel_would_read_wrongly_is_refused(weight_VD, token_T, messa
 
 
 @pytest.mark.slow
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_host_gather.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_host_gather.py", lane=lane)
 
 
 @pytest.mark.slow

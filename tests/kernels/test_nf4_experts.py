@@ -11,6 +11,7 @@ import torch
 from lightning_fastft.errors import ShapeError
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.nf4_stacks import check, make_truth
 from tests.kernels.truth import Watch, load_with_fault
 
@@ -101,12 +102,9 @@ def test_an_output_that_does_not_fit_is_refused(out_EX, message):
 
 
 @pytest.mark.slow
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_nf4_experts.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_nf4_experts.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.nf4_stacks import guarded
 from tests.kernels.truth import Watch, load_with_fault
 
@@ -279,12 +280,9 @@ def test_options_that_do_not_fit_are_refused():
 
 
 @pytest.mark.slow
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_nf4_linear.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_nf4_linear.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -538,12 +539,9 @@ def test_memory_that_is_still_read_is_refused():
 
 
 @pytest.mark.slow
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_qk_rope.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+@in_both_lanes
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_qk_rope.py", lane=lane)
 
 
 @pytest.mark.slow
