@@ -163,7 +163,8 @@ def test_longer_packs_share_weights_and_have_packs_of_their_own(tmp_path):
 def test_the_stored_list_fills_every_longer_pack(name):
     workload, base = WORKLOADS[name], WORKLOADS[WORKLOADS[name].weights_of]
     assert base.model_config == workload.model_config
-    assert base.quantization == workload.quantization
+    # Mixtures in NF4 are quantised from the weights in bf16 as they are read.
+    assert workload.quantization in (base.quantization, "nf4")
     lengths = [max(2, length // workload.length_divisor) for length in read_lengths()["lengths"]]
     assert len(plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)) == workload.num_packs
 

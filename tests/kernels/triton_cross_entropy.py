@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.cross_entropy import reference, triton
-from tests.kernels.truth import assert_within_bound, load_with_fault, poisoned
+from tests.kernels.truth import load_with_fault, one_unit, poisoned
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # One under, at and over the smallest tile border that is used, and over the largest tile.
@@ -25,6 +25,18 @@ def make_rows(num_rows, num_columns, dtype, *, spread=4.0):
         target_R[1] = reference.IGNORED_TARGET
         target_R[2] = num_columns - 1
     return logits_RV, target_R
+
+
+def plain_gradient_error(logits_RV, target_R, *, scale, softcap):
+    gradients = []
+    for dtype in (torch.float64, logits_RV.dtype):
+        inputs_RV = logits_RV.detach().to(dtype).requires_grad_()
+        capped = reference.scale_and_cap(inputs_RV, scale=scale, softcap=softcap)
+        capped = capped if dtype is torch.float64 else capped.float()
+        nll = torch.nn.functional.cross_entropy(capped, target_R, reduction="sum", ignore_index=reference.IGNORED_TARGET)
+        (nll * 1.75).backward()
+        gradients.append(inputs_RV.grad.double())
+    return (gradients[1] - gradients[0]).abs().max().item()
 
 
 def check_against_truth(launch, logits_RV, target_R, *, scale, softcap):
@@ -46,7 +58,12 @@ def check_against_truth(launch, logits_RV, target_R, *, scale, softcap):
     error = (losses.nll_R.double() - truth_nll_R).abs().max().item()
     plain_error = (plain_nll_R.double() - truth_nll_R).abs().max().item()
     assert error <= max(2 * plain_error, unit_from.max().item() * 2**-22), f"loss: {error} against {plain_error}"
-    assert_within_bound("gradient", ours_RV, plain=plain_RV.grad, truth=truth_RV.grad, dtype=dtype)
+    # p - 1 of a single row is exact by luck in either: plain PyTorch is judged on more rows of the same kind.
+    usual_error = plain_gradient_error(*make_rows(64, logits_RV.shape[1], dtype), scale=scale, softcap=softcap)
+    gradient_error = (ours_RV.double() - truth_RV.grad).abs().max().item()
+    own_error = (plain_RV.grad.double() - truth_RV.grad).abs().max().item()
+    assert torch.isfinite(ours_RV).all()
+    assert gradient_error <= max(2 * own_error, 2 * usual_error, one_unit(truth_RV.grad, dtype)), f"gradient: {gradient_error} against {own_error}"
     wide = reference.scale_and_cap(logits_RV.float(), scale=scale, softcap=softcap)
     target_value_R = wide.gather(1, target_R.clamp(min=0)[:, None])[:, 0]
     is_clear_R = (wide.topk(min(2, wide.shape[1]), dim=1).values.diff(dim=1).abs() > 1e-4).all(dim=1)
