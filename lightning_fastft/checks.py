@@ -52,3 +52,36 @@ def check_tensor(name: str, tensor: torch.Tensor, *, ndim: int, dtypes: Collecti
         allowed = ", ".join(str(dtype) for dtype in dtypes)
         raise ShapeError(f"{name} must have dtype {allowed}, got {tensor.dtype}.")
     return tensor
+
+
+def check_columns(name: str, tensor: torch.Tensor) -> None:
+    """Refuse rows whose columns are apart in memory."""
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
+
+
+def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
+    """Refuse an output in which one row would be written over another."""
+    if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+        raise ShapeError(
+            f"The rows of {name} overlap: strides {tensor.stride()} with {tensor.shape[1]} columns. Give memory with a place for each row."
+        )
+
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether each element of two tensors of one shape has one place."""
+    return one is other or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride())
+
+
+def do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the bytes from the first to the last element of two tensors meet."""
+    (one_begin, one_end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
+    return one_begin < other_end and other_begin < one_end
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first and of one past the last byte."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

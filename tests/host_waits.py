@@ -74,3 +74,13 @@ def count_host_waits():
             stack.enter_context(watch(name))
         stack.enter_context(waits)
         yield waits
+
+
+@contextlib.contextmanager
+def waits_are_errors():
+    """On a CUDA device: whatever makes the host wait raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,9 +1,5 @@
 """One AdamW step on a CUDA device: kernels against the truth for adapters of real shapes, one launch, no host wait, no copy overwritten."""
 
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,8 @@ import torch
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.test_adamw_step import (
     BF16,
     COMBINATIONS,
@@ -33,15 +31,6 @@ SIZES = (16 * 4096, 16 * 1024, 16 * 14_336, 128 * 16 * 768)
 SHADOWED = ((FP32, BF16, BF16),)
 
 
-@contextmanager
-def host_must_not_wait():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.fixture(autouse=True)
 def _no_graph():
     with torch.no_grad():
@@ -49,10 +38,7 @@ def _no_graph():
 
 
 def test_the_triton_kernels_pass_their_tests_on_the_device():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_adamw_step.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    run_on_device("triton_adamw_step.py")
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -74,7 +60,7 @@ def run_steps(num_steps, *, is_stalled):
     table = make_table(rows)
     norms = []
     torch.cuda.synchronize()
-    with host_must_not_wait():
+    with waits_are_errors():
         if is_stalled:
             torch.cuda._sleep(2_000_000_000)
         for step, grads in enumerate(fresh, start=1):
@@ -102,7 +88,7 @@ def test_addresses_on_their_way_are_not_overwritten_and_the_host_never_waits():
 
 def test_building_a_table_does_not_wait():
     rows = make_rows(sizes=SIZES, offset=0, device="cuda")
-    with host_must_not_wait():
+    with waits_are_errors():
         table = make_table(rows)
         adamw_step(table, options=OPTIONS, scale=grad_norm(table))
     assert table.is_current()

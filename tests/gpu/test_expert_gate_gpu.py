@@ -1,9 +1,5 @@
 """The gate of an expert on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
 
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,8 @@ from lightning_fastft.errors import OptionError
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.test_expert_gate import PublicEntries, check_against_truth, check_in_place, check_rows_of_nan_stay_alone, make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -27,20 +25,8 @@ CASES = (
 )
 
 
-@contextmanager
-def host_must_not_wait():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_the_triton_kernels_pass_their_tests_on_the_device():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_expert_gate.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    run_on_device("triton_expert_gate.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -54,7 +40,7 @@ def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_colu
 @pytest.mark.parametrize(("form", "num_columns"), CASES)
 def test_two_runs_are_bit_equal_and_the_host_never_waits(form, num_columns):
     d_act_NF, gate_up_NP, weight_N = make_inputs(NUM_ROWS, num_columns, torch.bfloat16, form, device="cuda")
-    with host_must_not_wait():
+    with waits_are_errors():
         runs = [
             (
                 gate_forward(gate_up_NP, form=form),

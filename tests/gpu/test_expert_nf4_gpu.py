@@ -1,10 +1,6 @@
 """Experts in NF4 on a CUDA device at real sizes: bitsandbytes' bits, no host wait, and no more memory than one dense stack."""
 
-import contextlib
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import bitsandbytes.functional as bnb
@@ -17,6 +13,8 @@ from lightning_fastft.models.expert_nf4 import quantise_experts, read_nf4
 from lightning_fastft.models.expert_nf4_tensor import ExpertsNF4, quantise_stack
 from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.swap import SwapLedger
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.nf4_stacks import check, make_truth
 from tests.models.test_expert_nf4 import add_lora, stacks_of, with_dense_weights
 from tests.models.tiny_models import VOCABULARY, build_tiny
@@ -28,20 +26,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = [(16, 1536, 2048), (16, 2048, 768), (4, 2880, 5760), (700, 1536, 2048)]
 
 
-@contextlib.contextmanager
-def waits_are_errors():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_the_triton_kernel_passes_its_tests_on_the_device():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_nf4_experts.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    run_on_device("triton_nf4_experts.py")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

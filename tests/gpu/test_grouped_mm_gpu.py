@@ -1,8 +1,5 @@
 """Grouped products on a CUDA device: both backends against the truth at real sizes, no host wait, no tensor of the low-rank product."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,8 @@ import torch
 from lightning_fastft.errors import OptionError
 from lightning_fastft.kernels.grouped_mm import op
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.test_grouped_mm import check_grad, check_product, make_case, public_grad, public_product
 
 pytestmark = pytest.mark.gpu
@@ -34,10 +33,7 @@ def real_case(dtype=torch.bfloat16, *, counts=COUNTS, num_inputs=512, num_output
 
 
 def test_the_triton_kernels_pass_their_tests_on_the_device():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_grouped_mm.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    run_on_device("triton_grouped_mm.py")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -131,13 +127,10 @@ def test_the_host_never_waits(backend):
         grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), backend=backend)
         grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, backend=backend)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         grouped_mm(case.x_NI, case.weight_EIO, case.end_E, backend=backend)
         grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), backend=backend)
         grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, backend=backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,8 +1,5 @@
 """The loss head and the adapters on a CUDA device: kernels against the truth, no host wait, memory."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +17,8 @@ from lightning_fastft.models.head import LazyLogits, _is_untouched_view, install
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.context import Document
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.truth import assert_within_bound
 from tests.models.tiny_models import VOCABULARY, build_tiny
 
@@ -28,10 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_triton_kernel_passes_its_tests_on_the_device():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_cross_entropy.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    run_on_device("triton_cross_entropy.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -130,13 +126,10 @@ def test_a_step_of_a_lora_model_never_waits_for_the_device(name):
         return output.loss.detach()
 
     losses = [step(batches[0])]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         losses += [step(batch) for batch in batches[1:]]
         with torch.no_grad():
             model(**batches[0].to("cuda"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(torch.stack(losses)).all()
 
 

@@ -10,11 +10,12 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.moe.experts import ExpertAdapter, ExpertLinear, run_experts
+from tests.host_waits import waits_are_errors
 from tests.models.packs import make_batch
 from tests.models.tiny_models import build_tiny
 from tests.moe.test_experts import plain_experts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 SILU, CLAMPED = GateForm(), GateForm(is_interleaved=True, activation="clamped")
 # (experts, per token, width, expert width, form, has biases): Qwen3-30B-A3B and gpt-oss-20b with fewer tokens.
 SHAPES = {"qwen3": (128, 8, 2048, 768, SILU, False), "gpt_oss": (32, 4, 2880, 2880, CLAMPED, True)}
@@ -101,11 +102,8 @@ def test_the_host_never_waits(shape):
     step(run_experts, layer)
     d_y_TD = torch.randn_like(layer[0]["x"])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         step(run_experts, layer, d_y_TD)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral"])
@@ -151,10 +149,7 @@ def test_a_whole_step_never_waits():
     batch = make_batch((40, 1, 25, 62)).to(torch.device("cuda"))
     model(**batch).loss.backward()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         model(**batch).loss.backward()
         with torch.no_grad():
             model.eval()(**batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

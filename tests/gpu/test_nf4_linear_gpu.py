@@ -1,9 +1,5 @@
 """Linear weights in NF4 on a CUDA device at real sizes: bitsandbytes' bits, no host wait, and no memory but the output."""
 
-import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -12,6 +8,8 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 
 from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.test_nf4_linear import check, make_cases, run_op
 
 pytestmark = pytest.mark.gpu
@@ -27,15 +25,6 @@ LAYERS = [
 ]
 
 
-@contextlib.contextmanager
-def waits_are_errors():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def quantise(size, *, dtype=torch.bfloat16, is_nested=True, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
     dense = torch.randn(size, generator=generator, device="cuda").mul_(0.02).to(dtype)
@@ -43,10 +32,7 @@ def quantise(size, *, dtype=torch.bfloat16, is_nested=True, seed=0):
 
 
 def test_the_triton_kernel_passes_its_tests_on_the_device():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_nf4_linear.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    run_on_device("triton_nf4_linear.py")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,7 @@ import torch
 from lightning_fastft.offload.engine import OffloadEngine, describe_use
 from lightning_fastft.offload.lanes import CudaLanes
 from lightning_fastft.offload.step import SegmentPlan
+from tests.host_waits import waits_are_errors
 from tests.models.packs import make_batch
 from tests.models.tiny_models import build_tiny
 from tests.offload.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan
@@ -95,12 +96,9 @@ def test_a_step_under_offload_waits_for_nothing():
     planned = PlannedModel(model, batches)
     planned.follow(all_on_host(planned.value_names))
     planned.gradients(1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for batch in batches:
             model(**batch).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_nothing_leaks_over_200_steps_nor_after_the_end():

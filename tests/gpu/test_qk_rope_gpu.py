@@ -1,9 +1,5 @@
 """Norm and rotation of q and k on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
 
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,8 @@ from lightning_fastft.errors import OptionError
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.test_qk_rope import (
     PublicEntries,
     check_against_truth,
@@ -41,20 +39,8 @@ CASES = (
 )
 
 
-@contextmanager
-def host_must_not_wait():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_the_triton_kernels_pass_their_tests_on_the_device():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_qk_rope.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    run_on_device("triton_qk_rope.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -80,7 +66,7 @@ def test_without_eps_nothing_is_divided_by_zero():
 @pytest.mark.parametrize("form", CASES)
 def test_two_runs_are_bit_equal_and_the_host_never_waits(form):
     inputs = make_inputs(NUM_TOKENS, form, torch.bfloat16, device="cuda")
-    with host_must_not_wait():
+    with waits_are_errors():
         first, second = (run_ours(PublicEntries, inputs, form) for _ in range(2))
     assert all(one is other is None or torch.equal(one, other) for one, other in zip(first, second))
 

@@ -1,9 +1,5 @@
 """Residual add and RMSNorm on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
 
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,8 @@ import torch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.kernels.test_rms_norm import (
     GEMMA,
     GPT_OSS,
@@ -30,20 +28,8 @@ ROOT = Path(__file__).parents[2]
 CASES = ((LLAMA, 100_003, 128), (LLAMA, 8_209, 2048), (GPT_OSS, 8_209, 2880), (LLAMA, 8_209, 4096), (GEMMA, 4_099, 5376), (LLAMA, 1_031, MAX_COLUMNS))
 
 
-@contextmanager
-def host_must_not_wait():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_the_triton_kernels_pass_their_tests_on_the_device():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_rms_norm.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    run_on_device("triton_rms_norm.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -60,7 +46,7 @@ def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows
 def test_two_runs_are_bit_equal_and_the_host_never_waits(form, num_rows, num_columns):
     x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, torch.bfloat16, form, device="cuda")
     runs = []
-    with host_must_not_wait():
+    with waits_are_errors():
         for _ in range(2):
             output = rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
             arguments = {"form": form, "d_sum_TD": d_sum_TD, "needs_weight": True}

@@ -2,9 +2,6 @@
 
 import functools
 import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.offload.lanes import CudaLanes
 from lightning_fastft.offload.slots import PinnedSlab
 from lightning_fastft.offload.weights import WeightStreamer
+from tests.kernels.children import run_on_device
 from tests.models.packs import make_batch
 
 pytestmark = pytest.mark.gpu
@@ -249,10 +247,7 @@ def test_pageable_memory_is_refused():
 
 
 def test_the_triton_kernel_passes_its_tests_on_the_device():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton_host_gather.py"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    run_on_device("triton_host_gather.py")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,8 +1,6 @@
 """One AdamW step for many tensors: formula, table, refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +11,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import CHUNK, StepOptions, TensorTable
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault
 
 ROOT = Path(__file__).parents[2]
@@ -628,9 +626,4 @@ def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
 
 @pytest.mark.slow
 def test_the_triton_kernels_compile():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    compile_kernels(COMPILE_SCRIPT)

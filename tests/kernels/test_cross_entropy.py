@@ -6,7 +6,7 @@ import torch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]

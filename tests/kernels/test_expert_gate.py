@@ -1,8 +1,6 @@
 """The gate of an expert: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
 
 import os
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -356,9 +354,4 @@ def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
 
 @pytest.mark.slow
 def test_the_triton_kernels_compile():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    compile_kernels(COMPILE_SCRIPT)

@@ -1,8 +1,5 @@
 """Rows in expert order and back: the plain twin against the truth in float64; the kernels themselves in the interpreter and by the compiler."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_rows import reference
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -275,8 +272,4 @@ def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
 
 @pytest.mark.slow
 def test_the_triton_kernels_compile_without_fused_products():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    compile_kernels(COMPILE_SCRIPT)

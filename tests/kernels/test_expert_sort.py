@@ -1,8 +1,5 @@
 """The order of routed slots: the plain twin equal to Python's own sort; the kernels themselves in the interpreter and by the compiler."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,7 @@ import torch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.op import ExpertOrder, sort_by_expert
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, load_with_fault
 
 ROOT = Path(__file__).parents[2]
@@ -157,8 +154,4 @@ def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
 
 @pytest.mark.slow
 def test_the_triton_kernels_compile_and_fit_consumer_cards():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    compile_kernels(COMPILE_SCRIPT)

@@ -1,9 +1,6 @@
 """Products of sorted rows with one matrix per expert: the plain twin and the public functions against the truth; kernels in a child process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +13,7 @@ from lightning_fastft.kernels.grouped_mm import op, reference
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import RowAddend
 from tests.host_waits import HostWaits
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import assert_within_bound, load_with_fault
 
 ROOT = Path(__file__).parents[2]
@@ -456,13 +453,8 @@ SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 @pytest.mark.slow
 def test_the_triton_kernels_compile_and_fit_consumer_cards():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    out = compile_kernels(COMPILE_SCRIPT)
+    compiled = [json.loads(line) for line in out.splitlines()]
     assert len(compiled) == 3 * (2 * 8 + 5)
     for capability, dtype, name, shared_bytes, is_compensated in compiled:
         assert shared_bytes <= SHARED_BYTES[capability], f"{name} on {capability}"

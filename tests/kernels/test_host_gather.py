@@ -1,8 +1,5 @@
 """Rows of a table in host memory: equal to an embedding's, on a CPU by the plain twin; the kernel itself in the interpreter and by the compiler."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 
 from lightning_fastft.errors import ShapeError
 from lightning_fastft.kernels.host_gather.op import host_gather
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -82,9 +79,4 @@ def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
 
 @pytest.mark.slow
 def test_the_triton_kernel_compiles():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    compile_kernels(COMPILE_SCRIPT)

@@ -1,8 +1,5 @@
 """Stacks in NF4 come back bit for bit as bitsandbytes reads each expert; the kernel itself in the interpreter and by the compiler."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,7 @@ import torch
 from lightning_fastft.errors import ShapeError
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.nf4_stacks import check, make_truth
 from tests.kernels.truth import Watch, load_with_fault
 
@@ -109,12 +106,7 @@ def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
 
 @pytest.mark.slow
 def test_the_triton_kernel_compiles_without_fused_rounding_and_with_wide_stores():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    out = compile_kernels(COMPILE_SCRIPT)
     # A fused product and sum rounds once; bitsandbytes rounds twice.
-    assert "fma.rn.f32" not in done.stdout
-    assert "st.global.v4.b32" in done.stdout
+    assert "fma.rn.f32" not in out
+    assert "st.global.v4.b32" in out

@@ -1,8 +1,5 @@
 """Weights of linear layers come back from NF4 bit for bit as bitsandbytes reads them; the kernel itself in the interpreter and by the compiler."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -14,7 +11,7 @@ from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from tests.kernels.interpreter import in_both_lanes, run_in_interpreter
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.nf4_stacks import guarded
 from tests.kernels.truth import Watch, load_with_fault
 
@@ -287,13 +284,8 @@ def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
 
 @pytest.mark.slow
 def test_the_triton_kernel_compiles_without_fused_rounding_and_with_wide_accesses():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    out = compile_kernels(COMPILE_SCRIPT)
     # A fused product and sum rounds once; bitsandbytes rounds twice.
-    assert "fma.rn.f32" not in done.stdout
+    assert "fma.rn.f32" not in out
     # Three weights, four words a thread, each written as 16 bytes.
-    assert done.stdout.count("st.global.v4.b32") == 12
+    assert out.count("st.global.v4.b32") == 12

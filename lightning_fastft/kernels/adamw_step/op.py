@@ -9,14 +9,13 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_float, check_int, check_tensor
+from lightning_fastft.checks import check_float, check_int, check_tensor
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+from lightning_fastft.kernels.backends import uses_triton
 
-__all__ = ["BACKENDS", "StepOptions", "TensorTable", "adamw_step", "grad_norm"]
-
-BACKENDS = ("auto", "triton", "reference")
+__all__ = ["StepOptions", "TensorTable", "adamw_step", "grad_norm"]
 
 
 def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, backend: str = "auto") -> None:
@@ -97,11 +96,7 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
 
 def _choose(backend: str, table: TensorTable) -> ModuleType:
     """Return the module that does the work."""
-    check_choice("backend", backend, BACKENDS)
-    is_able = table.device.type == "cuda"
-    if backend == "triton" and not is_able:
-        raise OptionError(f"Backend 'triton' takes tensors on CUDA, the table is on {table.device}; use 'reference' or 'auto' there.")
-    if backend == "reference" or not is_able:
+    if not uses_triton(backend, table.device):
         return reference
     from lightning_fastft.kernels.adamw_step import triton
 

@@ -10,14 +10,13 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_float, check_tensor
+from lightning_fastft.checks import check_choice, check_columns, check_float, check_rows_apart, check_tensor, do_ranges_overlap, is_same_memory
 from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients
 
-BACKENDS = ("auto", "triton", "reference")
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_DTYPES = (*_TRITON_DTYPES, torch.float64)
+_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto") -> torch.Tensor:
@@ -110,13 +109,7 @@ def gate_backward(
 
 def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
     """Return the module that does the work."""
-    check_choice("backend", backend, BACKENDS)
-    is_able = gate_up_NP.is_cuda and gate_up_NP.dtype in _TRITON_DTYPES
-    if backend == "triton" and not is_able:
-        raise OptionError(
-            f"Backend 'triton' takes bf16, fp16 and fp32 on CUDA, got {gate_up_NP.dtype} on {gate_up_NP.device}; use 'reference' or 'auto' there."
-        )
-    if backend == "reference" or not is_able:
+    if not uses_triton(backend, gate_up_NP.device, dtype=gate_up_NP.dtype):
         return reference
     from lightning_fastft.kernels.expert_gate import triton
 
@@ -139,7 +132,7 @@ def _check_gate_up(gate_up_NP: torch.Tensor) -> None:
     check_tensor("gate_up_NP", gate_up_NP, ndim=2, dtypes=_DTYPES)
     if gate_up_NP.shape[1] % 2:
         raise ShapeError(f"gate_up_NP has {gate_up_NP.shape[1]} columns; gate and up are as wide as each other, so their number must be even.")
-    _check_columns("gate_up_NP", gate_up_NP)
+    check_columns("gate_up_NP", gate_up_NP)
 
 
 def _check_d_act(d_act_NF: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
@@ -148,7 +141,7 @@ def _check_d_act(d_act_NF: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
     expected = (gate_up_NP.shape[0], gate_up_NP.shape[1] // 2)
     if d_act_NF.shape != expected or d_act_NF.device != gate_up_NP.device:
         raise ShapeError(f"d_act_NF is {tuple(d_act_NF.shape)} on {d_act_NF.device}; gate_up_NP asks for {expected} on {gate_up_NP.device}.")
-    _check_columns("d_act_NF", d_act_NF)
+    check_columns("d_act_NF", d_act_NF)
 
 
 def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
@@ -165,31 +158,9 @@ def _check_out(out: torch.Tensor, gate_up_NP: torch.Tensor, d_act_NF: torch.Tens
     check_tensor("out", out, ndim=2, dtypes=(gate_up_NP.dtype,))
     if out.shape != gate_up_NP.shape or out.device != gate_up_NP.device:
         raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(gate_up_NP.shape)} on {gate_up_NP.device}.")
-    _check_columns("out", out)
-    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise ShapeError(f"The rows of out overlap: strides {out.stride()} with {out.shape[1]} columns. Give memory with a place for each row.")
+    check_columns("out", out)
+    check_rows_apart("out", out)
     if out is gate_up_NP:
         return
-    is_gate_up = out.data_ptr() == gate_up_NP.data_ptr() and out.stride() == gate_up_NP.stride()
-    if _do_ranges_overlap(out, d_act_NF) or (not is_gate_up and _do_ranges_overlap(out, gate_up_NP)):
+    if do_ranges_overlap(out, d_act_NF) or (not is_same_memory(out, gate_up_NP) and do_ranges_overlap(out, gate_up_NP)):
         raise ShapeError("out shares memory with d_act_NF or with a part of gate_up_NP. Give gate_up_NP itself, memory of its own, or None.")
-
-
-def _check_columns(name: str, tensor: torch.Tensor) -> None:
-    """Refuse rows whose columns are apart."""
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
-
-
-def _do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the bytes from first to last element of two tensors meet."""
-    (one_begin, one_end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
-    return one_begin < other_end and other_begin < one_end
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first and of one past the last byte."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_int, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.checks import check_columns, check_int, check_tensor
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.backends import uses_triton
 from lightning_fastft.kernels.expert_rows import reference
 
-BACKENDS = ("triton", "reference")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
@@ -52,7 +52,7 @@ def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_tok
     check_tensor("slot_N", slot_N, ndim=1, dtypes=_INDICES)
     check_int("num_experts_per_token", num_experts_per_token, low=1)
     _check_devices(x_TD=x_TD, slot_N=slot_N)
-    if _choose_backend(backend, x_TD.device) == "reference":
+    if not uses_triton(backend, x_TD.device):
         with torch.no_grad():
             return reference.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token)
 
@@ -115,7 +115,7 @@ def combine_rows(
     if addend_TD is not None and _check_rows("addend_TD", addend_TD).shape != expected_shape:
         raise ShapeError(f"addend_TD has shape {tuple(addend_TD.shape)}, the result has {expected_shape}; they must be equal.")
     _check_devices(y_ND=y_ND, place_TK=place_TK, end_E=end_E, weight_TK=weight_TK, addend_TD=addend_TD)
-    if _choose_backend(backend, y_ND.device) == "reference":
+    if not uses_triton(backend, y_ND.device):
         with torch.no_grad():
             return reference.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK, addend_TD=addend_TD)
 
@@ -127,8 +127,7 @@ def combine_rows(
 def _check_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor if its rows can be read as the kernels read them."""
     check_tensor(name, tensor, ndim=2, dtypes=_FLOATING)
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ShapeError(f"{name} has strides {tensor.stride()}; its last axis must be contiguous: call .contiguous().")
+    check_columns(name, tensor)
     return tensor
 
 
@@ -138,13 +137,3 @@ def _check_devices(**tensors: torch.Tensor | None) -> None:
     if len(set(devices.values())) > 1:
         places = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ShapeError(f"All tensors must be on one device, got {places}.")
-
-
-def _choose_backend(backend: str, device: torch.device) -> str:
-    """Return the backend that runs; one that was named is never replaced."""
-    check_choice("backend", backend, ("auto", *BACKENDS))
-    if backend == "triton" and device.type != "cuda":
-        raise OptionError(f"backend='triton' runs on CUDA tensors, these are on {device}: take 'reference' or 'auto'.")
-    if backend == "auto":
-        return "triton" if device.type == "cuda" else "reference"
-    return backend

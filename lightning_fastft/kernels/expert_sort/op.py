@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_int, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.checks import check_int, check_tensor
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.backends import uses_triton
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.reference import ExpertOrder
 
-__all__ = ["BACKENDS", "MAX_EXPERTS", "ExpertOrder", "sort_by_expert"]
+__all__ = ["MAX_EXPERTS", "ExpertOrder", "sort_by_expert"]
 
-BACKENDS = ("triton", "reference")
 # The kernel holds the ends of all experts in registers: 32 per thread at this number.
 MAX_EXPERTS = 4096
 # Slots and places are int32, and the last block may reach this much behind the last slot.
@@ -58,19 +58,9 @@ def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = 
         raise ShapeError(f"expert_TK has shape {tuple(expert_TK.shape)}: each token needs at least one expert (K >= 1).")
     if expert_TK.numel() > _MAX_SLOTS:
         raise ShapeError(f"expert_TK has {expert_TK.numel()} slots, at most {_MAX_SLOTS} can be numbered in int32: sort fewer tokens at a time.")
-    if _choose_backend(backend, expert_TK.device) == "reference":
+    if not uses_triton(backend, expert_TK.device):
         return reference.sort_slots(expert_TK, num_experts=num_experts)
 
     from lightning_fastft.kernels.expert_sort import triton
 
     return triton.sort_slots(expert_TK, num_experts=num_experts)
-
-
-def _choose_backend(backend: str, device: torch.device) -> str:
-    """Return the backend that runs; one that was named is never replaced."""
-    check_choice("backend", backend, ("auto", *BACKENDS))
-    if backend == "triton" and device.type != "cuda":
-        raise OptionError(f"backend='triton' runs on CUDA tensors, these are on {device}: take 'reference' or 'auto'.")
-    if backend == "auto":
-        return "triton" if device.type == "cuda" else "reference"
-    return backend

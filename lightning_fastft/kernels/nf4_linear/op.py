@@ -14,12 +14,10 @@ import torch
 
 from lightning_fastft.checks import check_choice, check_int, check_tensor
 from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-
-BACKENDS = ("auto", "triton", "reference")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def read_params4bit(weight: torch.Tensor) -> NF4Weight | None:
@@ -93,7 +91,7 @@ def dequantise(
         tensor([[ 3., -3.,  3.],
                 [ 5., -5.,  5.]], dtype=torch.bfloat16)
     """
-    check_choice("dtype", dtype, _DTYPES)
+    check_choice("dtype", dtype, TRITON_DTYPES)
     num_outputs, num_inputs = _check_size(shape)
     if out is None:
         _check_weight(weight)
@@ -163,9 +161,7 @@ def _is_served(weight: torch.Tensor, state: Any) -> bool:  # noqa: ANN401 - bits
 
 def _choose(backend: str, out_OI: torch.Tensor) -> ModuleType:
     """Return the module that does the work."""
-    if backend == "triton" and not out_OI.is_cuda:
-        raise OptionError(f"Backend 'triton' takes tensors on CUDA, got {out_OI.device}; use 'reference' or 'auto' there.")
-    if backend == "reference" or not out_OI.is_cuda:
+    if not uses_triton(backend, out_OI.device):
         return reference
     from lightning_fastft.kernels.nf4_linear import triton
 
@@ -192,7 +188,7 @@ def _check_columns(name: str, num_inputs: int) -> None:
 
 def _check_out(name: str, out: torch.Tensor, first: torch.Tensor) -> None:
     """Refuse an output that is no rows of dense weights, or not of the first one's kind."""
-    check_tensor(name, out, ndim=2, dtypes=_DTYPES)
+    check_tensor(name, out, ndim=2, dtypes=TRITON_DTYPES)
     if out.dtype is not first.dtype or out.device != first.device:
         raise ShapeError(f"{name} is {out.dtype} on {out.device}, outs[0] {first.dtype} on {first.device}; give all one dtype and one device.")
     num_outputs, num_inputs = out.shape

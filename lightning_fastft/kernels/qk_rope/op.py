@@ -10,15 +10,23 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_float, check_int, check_tensor
+from lightning_fastft.checks import (
+    check_choice,
+    check_columns,
+    check_float,
+    check_int,
+    check_rows_apart,
+    check_tensor,
+    do_ranges_overlap,
+    is_same_memory,
+)
 from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.reference import RopeForm, RopeGradients
 
-BACKENDS = ("auto", "triton", "reference")
 MAX_HEAD_WIDTH = 1024
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_DTYPES = (*_TRITON_DTYPES, torch.float64)
+_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def qk_rope_forward(
@@ -159,11 +167,7 @@ def qk_rope_backward(
 
 def _choose(backend: str, x_TC: torch.Tensor) -> ModuleType:
     """Return the module that does the work."""
-    check_choice("backend", backend, BACKENDS)
-    is_able = x_TC.is_cuda and x_TC.dtype in _TRITON_DTYPES
-    if backend == "triton" and not is_able:
-        raise OptionError(f"Backend 'triton' takes bf16, fp16 and fp32 on CUDA, got {x_TC.dtype} on {x_TC.device}; use 'reference' or 'auto' there.")
-    if backend == "reference" or not is_able:
+    if not uses_triton(backend, x_TC.device, dtype=x_TC.dtype):
         return reference
     from lightning_fastft.kernels.qk_rope import triton
 
@@ -195,7 +199,7 @@ def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
             f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads and twice {form.num_kv_heads} key and value heads "
             f"of width {form.head_width} have {form.num_columns}. Pass q, k and v side by side."
         )
-    _check_columns(name, x_TC)
+    check_columns(name, x_TC)
 
 
 def _check_raw(qkv_TC: torch.Tensor | None, d_qkv_TC: torch.Tensor, form: RopeForm) -> None:
@@ -222,7 +226,7 @@ def _check_angles(cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor
                 f"{name} is {tuple(angle_TW.shape)} on {angle_TW.device}; it must be {expected} on {x_TC.device}: one row per token, "
                 f"one column per rotated column of a head."
             )
-        _check_columns(name, angle_TW)
+        check_columns(name, angle_TW)
 
 
 def _check_weights(q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | None, x_TC: torch.Tensor, form: RopeForm) -> None:
@@ -234,7 +238,7 @@ def _check_weights(q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | N
             continue
         if not form.has_norm:
             raise OptionError(f"{name} was given, but the form has no norm and would ignore it. Pass None, or a form with has_norm=True.")
-        check_tensor(name, weight_W, ndim=1, dtypes=dict.fromkeys((*_TRITON_DTYPES, x_TC.dtype)))
+        check_tensor(name, weight_W, ndim=1, dtypes=dict.fromkeys((*TRITON_DTYPES, x_TC.dtype)))
         if weight_W.shape[0] != form.head_width or weight_W.device != x_TC.device:
             raise ShapeError(
                 f"{name} has {weight_W.shape[0]} entries on {weight_W.device}; it must have head_width = {form.head_width} on {x_TC.device}: "
@@ -251,38 +255,12 @@ def _check_out(
     check_tensor("out", out, ndim=2, dtypes=(like_TC.dtype,))
     if out.shape != like_TC.shape or out.device != like_TC.device:
         raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(like_TC.shape)} on {like_TC.device}.")
-    _check_columns("out", out)
-    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise ShapeError(f"The rows of out overlap: strides {out.stride()} with {out.shape[1]} columns. Give memory with a place for each row.")
-    same = [other for other in replaceable if other is not None and _is_same_memory(out, other)]
+    check_columns("out", out)
+    check_rows_apart("out", out)
+    same = [other for other in replaceable if other is not None and is_same_memory(out, other)]
     for other in kept:
         is_replaced = any(other is one for one in same)
-        if other is not None and not is_replaced and _do_ranges_overlap(out, other):
+        if other is not None and not is_replaced and do_ranges_overlap(out, other):
             raise ShapeError(
                 "out shares memory with an input that must stay as it is. Give memory of its own, None, or an input that may be replaced."
             )
-
-
-def _is_same_memory(out: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether each element of two tensors of one shape has one place."""
-    return out is other or (out.data_ptr() == other.data_ptr() and out.stride() == other.stride())
-
-
-def _check_columns(name: str, tensor: torch.Tensor) -> None:
-    """Refuse rows whose columns are apart."""
-    if tensor.stride(1) != 1:
-        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
-
-
-def _do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the bytes from first to last element of two tensors meet."""
-    (one_begin, one_end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
-    return one_begin < other_end and other_begin < one_end
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first and of one past the last byte."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -10,16 +10,15 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_float, check_tensor
+from lightning_fastft.checks import check_choice, check_columns, check_float, check_rows_apart, check_tensor, do_ranges_overlap, is_same_memory
 from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
 
-BACKENDS = ("auto", "triton", "reference")
 # A row is held by one program from the first read to the last write.
 MAX_COLUMNS = 16_384
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_DTYPES = (*_TRITON_DTYPES, torch.float64)
+_DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
 def rms_norm_forward(
@@ -142,15 +141,9 @@ def rms_norm_backward(
 
 def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
     """Return the module that does the work."""
-    check_choice("backend", backend, BACKENDS)
-    if backend == "reference":
-        return reference
-    if x_TD.shape[1] > MAX_COLUMNS:
+    if backend != "reference" and x_TD.shape[1] > MAX_COLUMNS:
         raise ShapeError(f"The rows have {x_TD.shape[1]} columns, one pass holds at most {MAX_COLUMNS}; use backend 'reference' for wider ones.")
-    is_able = x_TD.is_cuda and x_TD.dtype in _TRITON_DTYPES
-    if backend == "triton" and not is_able:
-        raise OptionError(f"Backend 'triton' takes bf16, fp16 and fp32 on CUDA, got {x_TD.dtype} on {x_TD.device}; use 'reference' or 'auto' there.")
-    if not is_able:
+    if not uses_triton(backend, x_TD.device, dtype=x_TD.dtype):
         return reference
     from lightning_fastft.kernels.rms_norm import triton
 
@@ -171,7 +164,7 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
     check_tensor(name, tensor, ndim=2, dtypes=_DTYPES)
     if tensor.shape[1] == 0:
         raise ShapeError(f"{name} has no columns; a mean needs one at least.")
-    _check_columns(name, tensor)
+    check_columns(name, tensor)
 
 
 def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -179,18 +172,12 @@ def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.
     check_tensor(name, tensor, ndim=2, dtypes=(other.dtype,))
     if tensor.shape != other.shape or tensor.device != other.device:
         raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as {other_name}: {tuple(other.shape)} on {other.device}.")
-    _check_columns(name, tensor)
-
-
-def _check_columns(name: str, tensor: torch.Tensor) -> None:
-    """Refuse rows whose columns are apart."""
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
+    check_columns(name, tensor)
 
 
 def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
     """Refuse a weight that is not one number per column."""
-    check_tensor("weight_D", weight_D, ndim=1, dtypes=_DTYPES if x_TD.dtype is torch.float64 else _TRITON_DTYPES)
+    check_tensor("weight_D", weight_D, ndim=1, dtypes=_DTYPES if x_TD.dtype is torch.float64 else TRITON_DTYPES)
     _check_vector("weight_D", weight_D, x_TD.shape[1], x_TD)
 
 
@@ -212,25 +199,10 @@ def _check_vector(name: str, vector: torch.Tensor, size: int, x_TD: torch.Tensor
 
 def _check_out(out: torch.Tensor, *, may_be: tuple[torch.Tensor | None, ...], must_not_meet: tuple[torch.Tensor | None, ...]) -> None:
     """Refuse memory in which one program would write what another one has still to read, or what was saved."""
-    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise ShapeError(f"The rows of out overlap: strides {out.stride()} with {out.shape[1]} columns. Give memory with a place for each row.")
-    is_shared = any(_do_ranges_overlap(out, other) for other in must_not_meet if other is not None)
+    check_rows_apart("out", out)
+    is_shared = any(do_ranges_overlap(out, other) for other in must_not_meet if other is not None)
     for other in may_be:
-        if other is not None and not (out.data_ptr() == other.data_ptr() and out.stride() == other.stride()):
-            is_shared = is_shared or _do_ranges_overlap(out, other)
+        if other is not None and not is_same_memory(out, other):
+            is_shared = is_shared or do_ranges_overlap(out, other)
     if is_shared:
         raise ShapeError("out shares memory with an input. Give d_y_TD or d_sum_TD itself, memory of its own, or None.")
-
-
-def _do_ranges_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the bytes from first to last element of two tensors meet."""
-    (one_begin, one_end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
-    return one_begin < other_end and other_begin < one_end
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first and of one past the last byte."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

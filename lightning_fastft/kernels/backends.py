@@ -1,0 +1,35 @@
+"""The choice between a Triton kernel and its plain twin: the same in every folder that has only these two."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_fastft.checks import check_choice
+from lightning_fastft.errors import OptionError
+
+BACKENDS = ("auto", "triton", "reference")
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None = None) -> bool:
+    """Return whether the kernel runs: where it can under "auto"; a backend that was named is never replaced.
+
+    Args:
+        backend: "auto", "triton" or "reference".
+        device: Where the tensors are.
+        dtype: Of the tensors, where the kernel takes bf16, fp16 and fp32 only; None where it takes whatever the twin takes.
+
+    Raises:
+        OptionError: The backend is unknown, or "triton" cannot serve these tensors.
+
+    Example:
+        >>> uses_triton("auto", torch.device("cpu"))
+        False
+    """
+    check_choice("backend", backend, BACKENDS)
+    is_able = device.type == "cuda" and (dtype is None or dtype in TRITON_DTYPES)
+    if backend == "triton" and not is_able:
+        takes = "tensors" if dtype is None else "bf16, fp16 and fp32"
+        given = f"{device}" if dtype is None else f"{dtype} on {device}"
+        raise OptionError(f"Backend 'triton' takes {takes} on CUDA, got {given}; use 'reference' or 'auto' there.")
+    return is_able and backend != "reference"
