@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_fastft.errors import OptionError
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
+from lightning_fastft.models.expert_adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.models.swap import SwapLedger, share_state
 from lightning_fastft.models.values import find_session, is_frozen_point, unneeded, value_name
 from lightning_fastft.status import Status
@@ -190,7 +191,8 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
     """Say whether shadows are needed, and what they will serve."""
-    others = _count_types([layer for name, layer in layers.items() if name not in served])
+    # Wrappers of stacks that read the adapter themselves cast its factors where they compute (models/expert_adapters.py).
+    others = _count_types([layer for name, layer in layers.items() if name not in served and not isinstance(layer, RoutedWrapper)])
     if not served:
         return Status(STATUS_NAME, "inactive", f"no plain LoRA layer; found {others}" if others else "no LoRA layers")
     weights = [linear.weight for layer in served.values() for linear in (*layer.lora_A.values(), *layer.lora_B.values())]

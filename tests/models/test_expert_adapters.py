@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch.nn.utils import parametrize
 
+from lightning_fastft.models.adapters import install_adapter_shadows
 from lightning_fastft.models.expert_adapters import ParamWrapper, install_expert_adapters
 from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.packed import install_packed_training
@@ -163,6 +164,16 @@ def test_adapters_elsewhere_are_left_to_peft():
     assert "adapters on 4 stacks" in status.reason
     assert type(model.get_submodule("base_model.model.model.layers.0.mlp.gate")) is PeftParamWrapper
     assert_same(results(model), expected)
+
+
+def test_the_table_does_not_say_that_peft_serves_what_the_router_serves():
+    model = with_adapters(build_tiny("qwen3_moe").bfloat16())
+    before = install_adapter_shadows(copy.deepcopy(model), SwapLedger(), compute_dtype=torch.bfloat16).status
+    assert "PEFT's own forward for 4 ParamWrapper" in before.reason
+    install(model)
+    after = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16).status
+    assert after.state == "active"
+    assert "PEFT's own" not in after.reason
 
 
 def test_nothing_to_swap():

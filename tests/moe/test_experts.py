@@ -125,13 +125,14 @@ FROZEN = ("x", "routing")
 ADAPTERS = ("x", "routing", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
 
-@pytest.mark.parametrize("num_chosen", [1, 2, 4])
-@pytest.mark.parametrize("route", ["random", "one", "empty", "sentinels"])
+# Where only two experts have tokens, no token has more than two.
+ROUTES = [(route, count) for route in ("random", "one", "empty", "sentinels") for count in (1, 2, 4) if (route, count) != ("empty", 4)]
+
+
+@pytest.mark.parametrize(("route", "num_chosen"), ROUTES)
 @pytest.mark.parametrize("form", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_output_and_every_gradient(form, route, num_chosen, is_transposed):
-    if route == "empty" and num_chosen > 2:
-        pytest.skip("two experts have tokens")
     case = make_case(rank=4, has_bias=True, is_transposed=is_transposed, route=route, num_chosen=num_chosen)
     true = run(plain_experts, case, dtype=torch.float64, trained=WHOLE, form=form)
     assert_close(run(run_experts, case, dtype=torch.float64, trained=WHOLE, form=form), true, bound=1e-12)
