@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from lightning_fastft.checks import check_choice, check_float, check_int, check_share, check_tensor
+from lightning_fastft.checks import (
+    check_choice,
+    check_columns,
+    check_float,
+    check_int,
+    check_rows_apart,
+    check_share,
+    check_tensor,
+    do_ranges_overlap,
+    is_same_memory,
+)
 from lightning_fastft.errors import OptionError, ShapeError
 
 
@@ -42,3 +52,27 @@ def test_check_choice_names_the_choices():
 def test_check_tensor_names_the_difference(given, message):
     with pytest.raises(ShapeError, match=message):
         check_tensor("x_TD", given, ndim=2, dtypes=(torch.int32,))
+
+
+def test_rows_whose_columns_are_apart_are_refused():
+    check_columns("x", torch.zeros(3, 4)[:, 1:3])
+    check_columns("x", torch.zeros(4, 3).T[:, :1])
+    with pytest.raises(ShapeError, match="x has strides"):
+        check_columns("x", torch.zeros(4, 3).T)
+
+
+def test_rows_that_overlap_are_refused():
+    check_rows_apart("out", torch.zeros(9).as_strided((2, 4), (5, 1)))
+    with pytest.raises(ShapeError, match="rows of out overlap"):
+        check_rows_apart("out", torch.zeros(9).as_strided((2, 4), (3, 1)))
+
+
+def test_memory_that_meets_is_seen():
+    buffer = torch.zeros(10)
+    assert do_ranges_overlap(buffer[:6], buffer[5:])
+    assert not do_ranges_overlap(buffer[:5], buffer[5:])
+    assert not do_ranges_overlap(buffer[:0], buffer)
+    # From first to last element, whatever lies between.
+    assert do_ranges_overlap(buffer[::2], buffer[1::2])
+    assert is_same_memory(buffer[2:4], buffer[2:4])
+    assert not is_same_memory(buffer[2:4], buffer[2:6:2])
