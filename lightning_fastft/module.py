@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -18,6 +19,7 @@ from torchmetrics import Metric
 from lightning_fastft.checks import check_choice, check_float, check_int, check_share
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
+from lightning_fastft.optim import FusedAdamW, is_steppable
 from lightning_fastft.optimization import SCHEDULES, group_parameters, learning_rate_schedule
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.status import Status
@@ -58,7 +60,8 @@ class FineTuner(LightningModule):
         adapter_dtype: "float32" or "bfloat16".
         master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's averages. "auto": fp32 where the model is sharded (16 bytes per
             weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere. "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes.
-        optimizer: Called with the parameters; None for AdamW, fused where the device has it.
+        optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the adapters' compute copies in one pass,
+            where every trained parameter is held in fp32, whole on one device, without a loss scaler; else torch.optim.AdamW, fused where it can be.
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
         weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where optimizer is None.
         scheduler: "cosine", "linear" or "constant" after the warm-up, per optimizer step; or called with the optimizer, then without our warm-up.
@@ -381,6 +384,10 @@ class FineTuner(LightningModule):
         if self._undo_shadows is not None:
             self._undo_shadows()
         self.adapter_shadows = self._undo_shadows = None
+        for optimizer in () if self._trainer is None else self.trainer.optimizers:
+            if isinstance(optimizer, FusedAdamW):
+                # Lightning moves the state to the host; tables would hold what it leaves behind.
+                optimizer.release()
 
     # Steps.
 
@@ -458,11 +465,28 @@ class FineTuner(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": options}
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
-        """Run the optimizer step, then refresh the compute copies of the adapters."""
+        """Run the optimizer step, then refresh the compute copies of the adapters that it has not written."""
         super().optimizer_step(*args, **kwargs)
-        self._refresh_shadows()
+        if self.adapter_shadows is not None:
+            self.adapter_shadows.refresh(is_after_step=True)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer | LightningOptimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip by norm inside the optimizer's pass where it can; gradients then stay as they are. All else is Lightning's."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if not isinstance(inner, FusedAdamW) or gradient_clip_algorithm not in (None, "norm"):
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
+        elif gradient_clip_val is not None and gradient_clip_val > 0:
+            inner.clip_next(gradient_clip_val)
 
     def _make_optimizer(self) -> Optimizer:
+        optimizer = self._choose_optimizer()
+        if isinstance(optimizer, FusedAdamW) and self.adapter_shadows is not None:
+            optimizer.attach_copies(self.adapter_shadows.pairs, on_written=self.adapter_shadows.mark_written)
+        return optimizer
+
+    def _choose_optimizer(self) -> Optimizer:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if not parameters:
             raise OptionError(f"{type(self.model).__name__} has no trainable parameter: give lora, or set requires_grad on what is to be trained.")
@@ -472,6 +496,10 @@ class FineTuner(LightningModule):
         groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=self.weight_decay or 0.0)
         # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
         is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and self.trainer.scaler is None
+        is_whole = isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) and len({p.device for p in parameters}) == 1
+        # Averages of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
+        if is_fused and is_whole and all(is_steppable(parameter) and parameter.dtype is torch.float32 for parameter in parameters):
+            return FusedAdamW(groups)
         return torch.optim.AdamW(groups, fused=is_fused)
 
     def _make_schedule(self, name: str) -> Callable[[int], float]:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.module import FineTuner
+from lightning_fastft.optim import FusedAdamW
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
 from tests.host_waits import HostWaits
@@ -399,10 +400,22 @@ def built_optimizer(tmp_path, **options):
     return fit(tuner(**{"learning_rate": None, **options}), tmp_path, max_steps=1).optimizers[0]
 
 
-def test_default_optimizer_is_fused_adamw(tmp_path):
-    optimizer = built_optimizer(tmp_path)
+@pytest.mark.parametrize("mode", ["full", "lora", "lora_bf16"])
+def test_default_optimizer_of_fp32_masters_is_adamw_in_one_pass(tmp_path, mode):
+    optimizer = built_optimizer(tmp_path, mode=mode)
+    assert type(optimizer) is FusedAdamW
+    assert {(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups} == {(2e-4, 0.0)}
+    # After the run nothing but the state is held.
+    assert not optimizer._tables
+    assert optimizer._pairs is None
+
+
+@pytest.mark.parametrize("options", [{"mode": "full", "dtype": "bfloat16"}, {"mode": "lora_bf16", "adapter_dtype": "bfloat16"}])
+def test_default_optimizer_of_narrow_weights_keeps_their_averages_narrow(tmp_path, options):
+    optimizer = built_optimizer(tmp_path, **options)
     assert type(optimizer) is torch.optim.AdamW
-    assert {(group["initial_lr"], group["weight_decay"], group["fused"]) for group in optimizer.param_groups} == {(2e-4, 0.0, True)}
+    assert all(group["fused"] for group in optimizer.param_groups)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
 def test_optimizer_of_the_users_own_keeps_its_options_unless_ours_are_given(tmp_path):

@@ -63,8 +63,9 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
 def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
     """Return the L2 norm of all gradients of a table together, as one tensor.
 
-    Sums have one order: two calls are bit-equal. What is not finite in a gradient shows in the norm. The norm over several tables is the norm of
-    their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
+    Sums have one order for addresses that are multiples of 16 bytes and one for others: two calls are bit-equal, and so are two runs whose gradients
+    lie alike in this respect. What is not finite in a gradient shows in the norm. The norm over several tables is the norm of their norms,
+    ``torch.linalg.vector_norm(torch.stack(norms))``.
 
     Args:
         table: The tensors; those without gradient count as 0.

@@ -186,6 +186,8 @@ def grad_norm(table: TensorTable) -> torch.Tensor:
     """Return the L2 norm of all gradients together; same contract as the reference."""
     table.refresh()
     num_programs = [min(len(group.row_C), NUM_PARTIALS) for group in table.groups]
+    if not any(num_programs):
+        return torch.zeros((), dtype=torch.float32, device=table.device)
     partials = torch.empty(sum(num_programs), dtype=torch.float64, device=table.device)
     norm = torch.empty((), dtype=torch.float32, device=table.device)
     for group, is_aligned, num, partial in zip(table.groups, table.aligned, num_programs, partials.split(num_programs)):

@@ -1,0 +1,331 @@
+"""FusedAdamW: AdamW that clips, steps and writes narrow copies of all parameters in one pass over memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from lightning_fastft.checks import check_float
+from lightning_fastft.errors import OptionError, ResumeError, ShapeError
+from lightning_fastft.kernels.adamw_step.op import StepOptions, TensorTable, adamw_step, grad_norm
+from lightning_fastft.kernels.adamw_step.reference import TableRow
+
+_DTYPES = (torch.float32, torch.bfloat16)
+# What the pass can write beside a master; an owner of other copies is not told that they were written.
+_COPY_DTYPES = (torch.bfloat16, torch.float16)
+_AVERAGES = ("exp_avg", "exp_avg_sq")
+# Options of torch.optim.AdamW that change its numbers, and those that only choose how it computes them.
+_OTHER_RULES = ("amsgrad", "maximize")
+_OTHER_WAYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Part(NamedTuple):
+    """The parameters of one group that have a gradient and have made the same number of steps."""
+
+    group: dict[str, Any]
+    table: TensorTable
+    num_done: int
+    steps: list[torch.Tensor]
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW of fp32 and bf16 parameters on one device, in one pass over memory per parameter group.
+
+    State, its names and its files are those of torch.optim.AdamW, and each loads the other's; averages are fp32, also those of bf16 parameters. In
+    fp32 on a CPU the weights are bit-equal to torch's; on CUDA they have one rounding less. A parameter without gradient is left alone, and the step
+    is not counted for it.
+
+    Args:
+        params: Parameters, or groups of them with options of their own. Plain contiguous tensors; fp32 or bf16; all that get gradients on one device.
+        lr: Learning rate from 0, a number that schedulers may change between steps; or a tensor of shape () in fp32 on the device of the parameters.
+        betas: Shares of the old averages of gradients and of their squares, in [0, 1).
+        eps: Added to the denominator, from 0.
+        weight_decay: Decoupled decay per unit of learning rate, from 0.
+
+    Raises:
+        OptionError: A number is not allowed, or a parameter or gradient is none of the above; torch.optim.AdamW takes those.
+
+    Cost:
+        Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter, 2 more for a narrow copy; clipping
+        reads gradients once more. No host synchronisation. 8 bytes of averages per parameter, from its first step on. Tables of addresses are kept,
+        and made anew where the parameters that have gradients are others than in the step before.
+
+    Source:
+        AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW.
+
+    Example:
+        >>> param = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        >>> optimizer = FusedAdamW([param], lr=0.1, weight_decay=0.0)
+        >>> param.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.clip_next(1.0)
+        tensor(5.)
+        >>> optimizer.step()
+        >>> param.data
+        tensor([ 0.9000, -2.1000])
+    """
+
+    # Neither pickled nor copied: an owner of narrow copies belongs to one optimizer.
+    _pairs: Callable[[], Pairs] | None = None
+    _on_written: Callable[[Sequence[torch.Tensor]], None] | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        self._forget()
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state; what was made from the old one is made anew."""
+        super().__setstate__(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tables: dict[int, TensorTable] = {}
+        self._scale: torch.Tensor | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where the group has them.
+
+        Raises:
+            OptionError: As for the class; the group is not added.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except OptionError:
+            self.param_groups.pop()
+            raise
+
+    def attach_copies(self, pairs: Callable[[], Pairs], on_written: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Have each step write narrow copies of parameters in the same pass.
+
+        Args:
+            pairs: Returns (parameter, copy) at each step. Copies have shape, layout and device of their parameters; those that are not bf16 or fp16,
+                that belong to a parameter without gradient or of another optimizer, and second copies of one parameter are not written.
+            on_written: Called behind each step with the copies that are now the rounded parameters.
+
+        Example:
+            >>> param, copy = torch.nn.Parameter(torch.ones(1)), torch.zeros(1, dtype=torch.bfloat16)
+            >>> optimizer = FusedAdamW([param], lr=0.5, weight_decay=0.0)
+            >>> optimizer.attach_copies(lambda: [(param, copy)], on_written=lambda copies: None)
+            >>> param.grad = torch.ones(1)
+            >>> optimizer.step()
+            >>> copy
+            tensor([0.5000], dtype=torch.bfloat16)
+        """
+        self._pairs, self._on_written = pairs, on_written
+
+    def release(self) -> None:
+        """Let go of everything but parameters and state: copies, tables and a clipping that no step has taken; a later step makes tables anew."""
+        self._pairs = self._on_written = None
+        self._forget()
+
+    @torch.no_grad()
+    def clip_next(self, max_norm: float) -> torch.Tensor:
+        """Return the norm of all gradients, and let the next step take them times min(1, max_norm / (norm + 1e-6)).
+
+        The numbers of torch.nn.utils.clip_grad_norm_, in fp32 for gradients of any dtype; the gradients stay as they are. Of two calls the last one
+        counts, and ``zero_grad`` drops it together with the gradients that it was made from.
+
+        Args:
+            max_norm: Largest L2 norm of all gradients together, from 0.
+
+        Returns:
+            Norm before clipping. Shape (), fp32, on the device of the parameters.
+
+        Raises:
+            OptionError: max_norm is no such number, or a gradient cannot be stepped.
+
+        Cost:
+            Reads each gradient once; no host synchronisation.
+        """
+        check_float("max_norm", max_norm, low=0.0)
+        with _naming_the_alternative():
+            norms = [grad_norm(part.table) for part in self._find_parts()]
+        if not norms:
+            norms = [torch.zeros((), device=next((param.device for group in self.param_groups for param in group["params"]), None))]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and forget a clipping that was meant for them."""
+        self._scale = None
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # noqa: ANN401 - as torch's
+        """Make one step, and return what the closure returned.
+
+        Args:
+            closure: Called first, with gradients enabled; it may call ``clip_next``.
+
+        Raises:
+            OptionError: A parameter or gradient cannot be stepped, or a number of a group is not allowed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, self._scale = self._scale, None
+        written: list[torch.Tensor] = []
+        with torch.no_grad(), _naming_the_alternative():
+            for part in self._find_parts():
+                adamw_step(part.table, options=_read_options(part), scale=scale)
+                torch._foreach_add_(part.steps, 1.0)
+                written += [row.shadow for row in part.table.rows if row.shadow is not None]
+        if self._on_written is not None:
+            self._on_written(written)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this class or of torch.optim.AdamW; averages are copied and held in fp32.
+
+        Raises:
+            ResumeError: The state is that of another optimizer, or of AdamW with options that this class has not.
+        """
+        given: list[dict[str, Any]] = []
+
+        def take(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            _check_state(state_dict)
+            given.append(state_dict)
+
+        # Behind hooks of others, which may give another state.
+        handle = self.register_load_state_dict_pre_hook(take)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group in self.param_groups:
+            for name in (*_OTHER_RULES, *_OTHER_WAYS):
+                group.pop(name, None)
+        numbers = chain.from_iterable(group["params"] for group in given[0]["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(numbers, params):
+            # PyTorch has cast averages to the dtype of the parameter, and shares them with the state given where it had nothing to cast.
+            if given[0]["state"].get(number):
+                self.state[param] = _copy_state(given[0]["state"][number], param.device)
+
+    def _find_parts(self) -> list[_Part]:
+        """Group the parameters that have a gradient by group and number of steps, each part with its table."""
+        copies: dict[int, torch.Tensor] = {}
+        for master, copy in () if self._pairs is None else self._pairs():
+            if copy.dtype in _COPY_DTYPES:
+                copies.setdefault(id(master), copy)
+        tables, self._tables = self._tables, {}
+        parts = []
+        for group in self.param_groups:
+            held = [param for param in group["params"] if param.grad is not None]
+            states = [self._open_state(param) for param in held]
+            # Host numbers, read at once.
+            counts = torch.stack([state["step"] for state in states]).tolist() if states else []
+            for count in dict.fromkeys(counts):
+                chosen = [index for index, other in enumerate(counts) if other == count]
+                rows = [TableRow(held[i], states[i]["exp_avg"], states[i]["exp_avg_sq"], copies.get(id(held[i])), held[i]) for i in chosen]
+                table = _find_table(tables, rows)
+                self._tables[id(held[chosen[0]])] = table
+                parts.append(_Part(group, table, int(count), [states[i]["step"] for i in chosen]))
+        if len({part.table.device for part in parts}) > 1:
+            raise ShapeError(f"Parameters lie on {sorted({str(part.table.device) for part in parts})}; one step takes those of one device.")
+        return parts
+
+    def _open_state(self, param: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, made before its first step."""
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            # The count stays on the host, where bias corrections are computed.
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            for name in _AVERAGES:
+                state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format, requires_grad=False)
+        return state
+
+
+def is_steppable(param: torch.Tensor) -> bool:
+    """Whether FusedAdamW takes a parameter: a plain, contiguous tensor in fp32 or bf16.
+
+    Example:
+        >>> is_steppable(torch.nn.Parameter(torch.ones(2))), is_steppable(torch.nn.Parameter(torch.ones(2).double()))
+        (True, False)
+    """
+    is_plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
+    return is_plain and param.dtype in _DTYPES and param.is_contiguous()
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Refuse parameters and options that AdamW in one pass has not."""
+    for index, param in enumerate(group["params"]):
+        if not is_steppable(param):
+            raise OptionError(
+                f"params[{index}] is a {type(param).__name__} of {param.dtype} and shape {tuple(param.shape)}; FusedAdamW takes plain, contiguous "
+                "tensors in fp32 or bf16. Use torch.optim.AdamW for it."
+            )
+    rate = group["lr"]
+    if not isinstance(rate, torch.Tensor):
+        check_float("lr", rate, low=0.0)
+    for beta in group["betas"]:
+        if check_float("betas", beta, low=0.0) >= 1.0:
+            raise OptionError(f"betas must lie in [0, 1), got {group['betas']}.")
+    check_float("eps", group["eps"], low=0.0)
+    check_float("weight_decay", group["weight_decay"], low=0.0)
+    wanted = [name for name in _OTHER_RULES if group.get(name)]
+    if wanted:
+        raise OptionError(f"FusedAdamW has no {', '.join(wanted)}. Use torch.optim.AdamW for it.")
+
+
+def _read_options(part: _Part) -> StepOptions:
+    """Return the numbers of a part's next step."""
+    group, rate = part.group, part.group["lr"]
+    if isinstance(rate, torch.Tensor) and rate.device.type == "cpu":
+        rate = float(rate)
+    beta1, beta2 = group["betas"]
+    return StepOptions(learning_rate=rate, step=part.num_done + 1, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"])
+
+
+def _find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTable:
+    """Return the table of the step before where it holds these very tensors, else a new one."""
+    table = tables.get(id(rows[0].param))
+    kept = () if table is None else table.rows
+    if table is not None and len(kept) == len(rows) and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair)):
+        return table
+    params, exp_avgs, exp_avg_sqs, shadows, _ = zip(*rows)
+    return TensorTable(params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, shadows=shadows)
+
+
+@contextlib.contextmanager
+def _naming_the_alternative() -> Iterator[None]:
+    """Say in an error about a tensor which optimizer takes it."""
+    try:
+        yield
+    except ShapeError as error:
+        raise OptionError(f"FusedAdamW cannot step these tensors. {error} Or use torch.optim.AdamW.") from error
+
+
+def _check_state(state_dict: dict[str, Any]) -> None:
+    """Refuse a state whose numbers would be lost or read as others."""
+    for group in state_dict["param_groups"]:
+        wanted = [name for name in _OTHER_RULES if group.get(name)]
+        if wanted:
+            raise ResumeError(f"The state is of AdamW with {', '.join(wanted)}, which FusedAdamW has not: resume with torch.optim.AdamW.")
+    for number, state in state_dict["state"].items():
+        if state and set(state) != {"step", *_AVERAGES}:
+            raise ResumeError(f"The state of parameter {number} holds {sorted(state)}, AdamW's holds {sorted(('step', *_AVERAGES))}: resume with the "
+                              "optimizer that wrote it.")  # fmt: skip
+
+
+def _copy_state(state: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a state of one's own: the count on the host, averages in fp32 on the device of their parameter."""
+    copied = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
+    for name in _AVERAGES:
+        copied[name] = state[name].detach().to(device=device, dtype=torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return copied
