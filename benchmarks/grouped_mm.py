@@ -1,6 +1,7 @@
 """Products of rows sorted by expert: torch's grouped GEMM against our own kernel.
 
     python -m benchmarks.grouped_mm --out runs/grouped_mm
+    python -m benchmarks.grouped_mm --out runs/adapters --adapters
     python -m benchmarks.grouped_mm --out runs/tiles --cases "qwen3-30b-a3b gate_up" --tiles 128,64,128,8,3 128,64,256,8,3 64,64,256,8,4
 
 The products of Qwen3-30B-A3B (8,192 tokens, 8 of 128 experts) and gpt-oss-20b (8,192 tokens, 4 of 32) in bf16: forward, gradient of the rows (the
@@ -8,6 +9,9 @@ stored matrix read the other way), gradient of the matrices, the thin products o
 spread evenly, or half of them on a tenth of the experts; one expert has none. Every arm is first compared with a loop over experts in fp32: error at
 most twice that of the loop in bf16, or one unit in the last place of the largest value. Then 5 warm-up runs and 30 timed ones by CUDA events: p50 in
 the table, p10 and p90 in rows.csv. Tiles (rows, inputs, outputs, warps, stages) given by hand are further arms.
+
+With --adapters only what an adapter of rank 16 adds to a step, rows spread evenly, in one short table: the thin products, their gradients in fp32,
+what is added to a wide result, and the wide products with it, each with the tiles in use and with candidates for them.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from benchmarks.results import append_rows
 from benchmarks.ruler.cases import versions
 from benchmarks.ruler.measure import StepClock, summarise_ms
 from lightning_fastft.errors import OptionError
+from lightning_fastft.kernels.grouped_mm import reference
 from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import RowAddend
 
@@ -35,6 +40,17 @@ MODELS = {
     "qwen3-30b-a3b": (128, 65536, {"gate_up": (2048, 1536), "down": (768, 2048)}),
     "gpt-oss-20b": (32, 32768, {"gate_up": (2880, 5760), "down": (2880, 2880)}),
 }
+
+
+# Candidates for the table of tiles in kernels/grouped_mm/triton.py, beside what stands there: rows, inputs, outputs, warps, stages.
+CANDIDATES = {
+    "thin": ("128,64,16,4,4", "128,128,16,4,3", "64,256,16,4,2", "64,64,16,4,5", "32,256,16,4,3"),
+    "grad": ("64,16,256,4,3", "128,16,128,4,3", "32,16,256,4,4"),
+    "add": ("64,32,256,8,1", "128,32,128,8,1", "32,32,256,4,1"),
+    "fused": ("128,64,256,8,3",),
+}
+# Cycles for which the device sleeps before it is timed, so that the host is ahead of kernels that take less than a launch.
+SLEEP_CYCLES = 20_000_000
 
 
 class Case(NamedTuple):
@@ -68,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     is_cuda = options.device == "cuda"
+    if options.adapters:
+        return adapters_table(options, is_cuda=is_cuda)
     command = "python -m benchmarks.grouped_mm " + " ".join(sys.argv[1:])
     found = versions()
     shared = {
@@ -105,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[], help="parts of the names of the cases to run; all without")
     parser.add_argument("--tiles", nargs="*", default=[], help="rows,inputs,outputs,warps,stages of further arms")
+    parser.add_argument("--adapters", action="store_true", help="only what an adapter adds, with candidates for its tiles")
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes, to see that the script runs")
     return parser
@@ -233,12 +252,136 @@ def measure(arm: Arm, inputs: Inputs, *, truth: torch.Tensor, bound: float, num_
     del result
     for _ in range(NUM_WARMUP):
         arm(inputs)
+    if is_cuda:
+        torch.cuda._sleep(SLEEP_CYCLES)
     clock = StepClock(is_cuda=is_cuda)
     clock.mark()
     for _ in range(num_runs):
         arm(inputs)
         clock.mark()
     return None, clock.read_ms()
+
+
+class AdapterCase(NamedTuple):
+    """One step of an adapter: the product behind it, what kind of step it is, and what it costs at least."""
+
+    case: Case
+    kind: str
+    num_bytes: int
+    num_flop: int
+
+
+def adapters_table(options: argparse.Namespace, *, is_cuda: bool) -> int:
+    """Measure every step of the adapters and print one line per arm; 1 where a result is wrong."""
+    failed = False
+    lines = []
+    print(f"{'case':<44} {'arm':<24} {'ms':>8} {'rate':>14}")
+    for adapter_case in adapter_cases(is_small=not is_cuda):
+        case, kind = adapter_case.case, adapter_case.kind
+        if options.cases and not any(part in case.name for part in options.cases):
+            continue
+        torch.manual_seed(0)
+        inputs = make_inputs(case, "balanced", device=options.device)
+        truth, bound = check_values(case, inputs) if kind != "add" else check_sum(inputs)
+        for name, arm in adapter_arms(kind, tiles=options.tiles, is_cuda=is_cuda).items():
+            reason, milliseconds = measure(arm, inputs, truth=truth, bound=bound, num_runs=options.runs, is_cuda=is_cuda)
+            if reason is not None:
+                failed = failed or not reason.startswith("refused")
+                lines.append(f"{case.name:<44} {name:<24} {reason}")
+            else:
+                median = summarise_ms(milliseconds)["median"]
+                amount, unit = (adapter_case.num_flop, "TFLOP/s") if kind == "fused" else (adapter_case.num_bytes, "TB/s")
+                lines.append(f"{case.name:<44} {name:<24} {median:8.3f} {amount / median / 1e9:6.2f} {unit}")
+            print(lines[-1], flush=True)
+    (options.out / "adapters.txt").write_text("\n".join(lines) + "\n")
+    return int(failed)
+
+
+def adapter_cases(*, is_small: bool) -> list[AdapterCase]:
+    """Return the steps of the adapters on both products of every model, with the factors stored as (E, R, columns)."""
+    cases = []
+    for whole in all_cases(is_small=is_small):
+        # What has an addend stands for its product: both directions, each with its own matrix.
+        if not whole.has_addend:
+            continue
+        name = whole.name.partition(" + ")[0]
+        experts, rows, inputs, outputs = whole[1:5]
+        factor, low = experts * RANK * outputs, rows * RANK
+        thin = Case(f"{name} thin", experts, rows, inputs, RANK, is_transposed=True)
+        grad = Case(f"{name} thin gradient", experts, rows, RANK, inputs, is_grad=True)
+        cases += [
+            AdapterCase(thin, "thin", 2 * (rows * inputs + low + experts * RANK * inputs), 2 * rows * inputs * RANK),
+            AdapterCase(grad, "grad", 2 * (rows * inputs + low) + 4 * experts * RANK * inputs, 2 * rows * inputs * RANK),
+            AdapterCase(whole._replace(name=f"{name} add to rows"), "add", 2 * (2 * rows * outputs + low + factor), 2 * rows * outputs * RANK),
+            AdapterCase(whole, "fused", 0, 2 * rows * inputs * outputs),
+        ]
+    return cases
+
+
+def adapter_arms(kind: str, *, tiles: Sequence[str], is_cuda: bool) -> dict[str, Arm]:
+    """Return what is timed for one kind of step; without a GPU the plain twins."""
+
+    def product(backend: str) -> Arm:
+        return lambda inputs: grouped_mm(
+            inputs.x_NI, inputs.weight_EIO, inputs.end_E, bias_EO=inputs.addend.bias_EO, low_NR=inputs.addend.low_NR, low_ERO=inputs.addend.low_ERO,
+            low_scale=inputs.addend.low_scale, backend=backend,
+        )  # fmt: skip
+
+    def gradient(backend: str) -> Arm:
+        return lambda inputs: grouped_weight_grad(inputs.x_NI, inputs.d_NO, inputs.end_E, dtype=torch.float32, backend=backend)
+
+    ours = "triton" if is_cuda else "reference"
+    arms: dict[str, Arm] = {}
+    if kind == "add":
+        arms[ours] = added("" if is_cuda else None)
+    elif kind == "grad":
+        arms[ours] = gradient(ours)
+    else:
+        arms = {"torch" if kind == "thin" else "torch + add to rows": product("torch"), ours: product(ours)}
+    if is_cuda:
+        arms |= {f"triton {text}": with_tiles(kind, text) for text in (*CANDIDATES[kind], *tiles)}
+    return arms
+
+
+def added(text: str | None) -> Arm:
+    """Return the sum of d_NO and the addend: the plain twin for None, else our kernel, with tiles where the text holds some."""
+
+    def arm(inputs: Inputs) -> torch.Tensor:
+        out_NO = torch.empty_like(inputs.d_NO)
+        if text is None:
+            return reference.add_to_rows(inputs.d_NO, inputs.end_E, addend=inputs.addend, out_NO=out_NO)
+        from lightning_fastft.kernels.grouped_mm import triton
+
+        tiles = triton.Tiles(*(int(part) for part in text.split(","))) if text else triton.ADD_TILES
+        return triton.add_to_rows(inputs.d_NO, inputs.end_E, addend=inputs.addend, out_NO=out_NO, tiles=tiles)
+
+    return arm
+
+
+def with_tiles(kind: str, text: str) -> Arm:
+    """Return our kernel with these tiles."""
+    if kind == "add":
+        return added(text)
+
+    def arm(inputs: Inputs) -> torch.Tensor:
+        from lightning_fastft.kernels.grouped_mm import triton
+
+        tiles = triton.Tiles(*(int(part) for part in text.split(",")))
+        if kind == "grad":
+            return triton.grouped_weight_grad(inputs.x_NI, inputs.d_NO, inputs.end_E, dtype=torch.float32, tiles=tiles)
+        out_NO = inputs.x_NI.new_empty(inputs.x_NI.shape[0], inputs.weight_EIO.shape[2])
+        return triton.grouped_mm(inputs.x_NI, inputs.weight_EIO, inputs.end_E, addend=inputs.addend, out_NO=out_NO, tiles=tiles)
+
+    return arm
+
+
+def check_sum(inputs: Inputs) -> tuple[torch.Tensor, float]:
+    """Return d_NO and what is added to it in fp32, and the largest error that is allowed: a rounding of the largest value."""
+    bias_EO, low_NR, low_ERO = (None if part is None else part.float() for part in inputs.addend[:3])
+    wide = RowAddend(bias_EO, low_NR, low_ERO, inputs.addend.low_scale)
+    d_NO = inputs.d_NO.float()
+    truth = reference.add_to_rows(d_NO, inputs.end_E, addend=wide, out_NO=torch.empty_like(d_NO))
+    return truth, torch.finfo(torch.bfloat16).eps * 2.0 ** truth.abs().max().log2().floor().item()
 
 
 if __name__ == "__main__":

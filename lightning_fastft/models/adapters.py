@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_fastft.errors import OptionError
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
+from lightning_fastft.models.expert_adapters import ExpertShadows
 from lightning_fastft.models.expert_adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.models.swap import SwapLedger, share_state
 from lightning_fastft.models.values import find_session, is_frozen_point, unneeded, value_name
@@ -31,6 +33,8 @@ class _Shadow:
         # Made outside inference mode, so that a copy first needed in a validation can be saved for a later backward.
         with torch.inference_mode(mode=False), torch.no_grad():
             self.tensor = master.detach().to(dtype, copy=True)
+        # Whether an optimizer has written the copy together with its master, and no refresh has come since.
+        self.is_written = False
         self._mark()
 
     def is_copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -67,21 +71,43 @@ class AdapterShadows:
     def __init__(self, *, compute_dtype: torch.dtype, status: Status) -> None:
         self.compute_dtype = compute_dtype
         self.status = status
-        # Masters are held in pieces, and gathered in the dtype that computes.
+        # Masters are held in pieces, and gathered for each pass.
         self.is_sharded = False
         self._layers: list[LoraLayer] = []
+        self._experts = ExpertShadows(compute_dtype)
 
     def __len__(self) -> int:
         """Count the copies that exist."""
-        return len(self._shadows())
+        return len(self._shadows()) + len(self._experts)
 
-    def refresh(self) -> None:
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return masters with their narrow copies, for an optimizer that writes both in one pass (``FusedAdamW.attach_copies``)."""
+        return [(shadow.master, shadow.tensor) for shadow in self._shadows() if shadow.is_copy_of(shadow.master, self.compute_dtype)]
+
+    def mark_written(self, copies: Sequence[torch.Tensor]) -> None:
+        """Take note of the copies that an optimizer has written together with their masters."""
+        written = {id(copy) for copy in copies}
+        for shadow in self._shadows():
+            if id(shadow.tensor) in written:
+                shadow.is_written = True
+                shadow._mark()
+
+    def refresh(self, *, is_after_step: bool = False) -> None:
         """Copy every master into its narrow copy.
 
+        Args:
+            is_after_step: Called right behind an optimizer step: copies that the step has written itself are left as they are.
+
         Cost:
-            One foreach copy over all adapters: reads masters, writes copies; no host synchronisation.
+            One foreach copy over all adapters; for those on experts another one, and a launch for each second factor. Reads masters, writes copies;
+            no host synchronisation.
         """
+        self._experts.refresh()
         shadows = [shadow for shadow in self._shadows() if shadow.is_copy_of(shadow.master, self.compute_dtype)]
+        if is_after_step:
+            shadows = [shadow for shadow in shadows if not (shadow.is_written and shadow.is_current())]
+        for shadow in self._shadows():
+            shadow.is_written = False
         if not shadows:
             return
         with torch.no_grad():
@@ -94,6 +120,9 @@ class AdapterShadows:
         master = linear.weight
         if master.dtype is self.compute_dtype:
             return master.detach()
+        if self.is_sharded:
+            # Gathered for this pass: no version counter says when a copy of it would be stale.
+            return master.detach().to(self.compute_dtype)
         shadow = vars(linear).get(_WEIGHT_ATTRIBUTE)
         if shadow is None or not shadow.is_copy_of(master, self.compute_dtype):
             shadow = _Shadow(master, self.compute_dtype)
@@ -156,7 +185,7 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
     and is plain LoRA (no variant such as DoRA, no LoRA bias, no mixed batch); anything else runs PEFT's own forward.
 
     Args:
-        model: A PEFT model, or a module around one. Sharded adapters, which FSDP2 gathers in compute_dtype, are read as they are gathered.
+        model: A PEFT model, or a module around one. Sharded adapters are cast as they are gathered, in each pass.
         ledger: Where the swaps are written down.
         compute_dtype: torch.bfloat16 or torch.float16; with torch.float32 nothing is changed.
 
@@ -177,6 +206,9 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
     classes = {old: new for old, new in found.items() if new is not None}
     served = {name: layer for name, layer in layers.items() if type(layer) in classes}
     shadows.status = _judge(layers, served=served, compute_dtype=compute_dtype)
+    # Whatever the table says now: the router may come later.
+    if compute_dtype.itemsize < torch.float32.itemsize:
+        shadows._experts.watch(model, ledger)
     if shadows.status.state != "active":
         return shadows
     shadows.is_sharded = _has_pieces(served)
@@ -191,17 +223,19 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
     """Say whether shadows are needed, and what they will serve."""
-    # Wrappers of stacks that read the adapter themselves cast its factors where they compute (models/expert_adapters.py).
-    others = _count_types([layer for name, layer in layers.items() if name not in served and not isinstance(layer, RoutedWrapper)])
-    if not served:
+    # Wrappers around experts that the router serves have copies in another order (models/expert_adapters.py).
+    routed = {name: layer for name, layer in layers.items() if isinstance(layer, RoutedWrapper)}
+    others = _count_types([layer for name, layer in layers.items() if name not in served and name not in routed])
+    if not served and not routed:
         return Status(STATUS_NAME, "inactive", f"no plain LoRA layer; found {others}" if others else "no LoRA layers")
-    weights = [linear.weight for layer in served.values() for linear in (*layer.lora_A.values(), *layer.lora_B.values())]
+    weights = [linear.weight for layer in (*served.values(), *routed.values()) for linear in (*layer.lora_A.values(), *layer.lora_B.values())]
     dtypes = {weight.dtype for weight in weights}
     named = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if dtypes == {compute_dtype} or compute_dtype is torch.float32:
         return Status(STATUS_NAME, "inactive", f"adapters compute in the dtype they are held in ({named})")
     held = "sharded " if _has_pieces(served) else ""
-    reason = f"{len(served)} LoRA layers: {held}{named} masters, {str(compute_dtype).removeprefix('torch.')} compute"
+    layers_and_stacks = " and ".join([f"{len(served)} LoRA layers"] * bool(served) + [f"{len(routed)} stacks of experts"] * bool(routed))
+    reason = f"{layers_and_stacks}: {held}{named} masters, {str(compute_dtype).removeprefix('torch.')} compute"
     return Status(STATUS_NAME, "active", f"{reason}; PEFT's own forward for {others}" if others else reason)
 
 
@@ -227,8 +261,6 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, shadows: AdapterShadow
     linears, dtype = (layer.lora_A[name], layer.lora_B[name]), shadows.compute_dtype
     is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
     is_plain = is_plain and x.dtype is dtype and not torch.is_autocast_enabled(x.device.type)
-    # What was gathered from pieces in another dtype would need a copy that goes stale unseen.
-    is_plain = is_plain and not (shadows.is_sharded and any(linear.weight.dtype is not dtype for linear in linears))
     # A hook or another class on lora_A or lora_B is somebody's extension: it must run.
     is_plain = is_plain and all(type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears)
     return name if is_plain else None
@@ -241,3 +273,53 @@ def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
     if old.__module__ == "peft.tuners.lora.bnb" and old.__name__ in ("Linear4bit", "Linear8bitLt"):
         return type(f"Lora{old.__name__}", (_ShadowForward, old), {"__doc__": f"PEFT's LoRA on bitsandbytes {old.__name__}, computing from shadows."})
     return None
+
+
+class ActiveAdapter(NamedTuple):
+    """The one plain LoRA that is active around a linear layer: masters of A (R, D) and B (N, R), what computes of both, and the scale."""
+
+    a_RD: torch.Tensor
+    b_NR: torch.Tensor
+    narrow_a_RD: torch.Tensor
+    narrow_b_NR: torch.Tensor
+    scale: float
+
+
+def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str | None:
+    """Return the one plain LoRA that is active around a linear layer, as it computes for rows of this dtype.
+
+    Args:
+        layer: PEFT's layer.
+        dtype: Of the rows that it reads.
+
+    Returns:
+        None where the base computes alone: no adapter is active, or they are disabled or merged. A reason where PEFT's own forward has to run.
+
+    Cost:
+        Host work of some microseconds; where a narrow copy is stale, that copy.
+    """
+    if layer.merged or layer.disable_adapters:
+        return "is asked for its base while adapters are merged" if layer.merged and layer.disable_adapters else None
+    shadows: AdapterShadows | None = vars(layer).get(_LAYER_ATTRIBUTE)
+    if _class_for(type(layer)) is None and shadows is None:
+        return f"{type(layer).__name__} is no plain LoRA layer"
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(names) != 1:
+        return "several adapters are active" if names else None
+    name = names[0]
+    linears = (layer.lora_A[name], layer.lora_B[name])
+    if name in layer.lora_variant or layer.lora_bias.get(name, False):
+        return "the adapter is no plain LoRA (a variant such as DoRA, or a bias)"
+    dropout = layer.lora_dropout[name]
+    if layer.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0.0:
+        return "the adapter has dropout, which draws for each layer anew"
+    if any(type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
+        return "lora_A or lora_B is somebody's own class or has hooks"
+    masters = [linear.weight for linear in linears]
+    if shadows is not None and dtype is shadows.compute_dtype:
+        narrow = [shadows.read(linear) for linear in linears]
+    elif all(weight.dtype is dtype for weight in masters):
+        narrow = [weight.detach() for weight in masters]
+    else:
+        return f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without narrow copies"
+    return ActiveAdapter(masters[0], masters[1], narrow[0], narrow[1], float(layer.scaling[name]))

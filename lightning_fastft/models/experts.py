@@ -13,34 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import activations
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
 from lightning_fastft.kernels.grouped_mm.op import choose_backend
+from lightning_fastft.models.activations import activation_name
 from lightning_fastft.models.expert_adapters import find_adapter
 from lightning_fastft.models.expert_nf4 import read_nf4
 from lightning_fastft.models.values import find_session, value_name
-from lightning_fastft.moe.experts import ExpertLinear, ExpertPoint, dense_weight, run_experts
+from lightning_fastft.moe.experts import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
+from lightning_fastft.offload.segments import Session
 
 NAME = "fastft"
 # A plain attribute of instances, so no state_dict has it: the gate as it was recognised.
 FORM_ATTRIBUTE = "fastft_gate_form"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ACTIVATIONS = MappingProxyType(
-    {
-        nn.SiLU: "silu",
-        activations.SiLUActivation: "silu",
-        nn.functional.silu: "silu",
-        activations.GELUActivation: "gelu",
-        nn.functional.gelu: "gelu",
-        activations.GELUTanh: "gelu_tanh",
-        activations.NewGELUActivation: "gelu_tanh",
-        activations.FastGELUActivation: "gelu_tanh",
-    }
-)
 # Classes with an _apply_gate of their own that is read and known: whether gate and up alternate, and where the limit and alpha of the clamps are.
 _CLAMPED = MappingProxyType(
     {
@@ -105,8 +94,15 @@ def run_slots(module: nn.Module, x_ND: torch.Tensor, expert_N: torch.Tensor) -> 
 
 def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
     """Hand the weights of an experts module to the core."""
-    gate_up, down = (read_linear(module, name) for name in weight_names(module))
     session = find_session(module)
+    if session is None:
+        return _run_module(module, x_TD, expert_TK, weight_TK, session=None)
+    with session.unwatched():
+        return _run_module(module, x_TD, expert_TK, weight_TK, session=session)
+
+
+def _run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor, *, session: Session | None) -> torch.Tensor:
+    gate_up, down = (read_linear(module, name) for name in weight_names(module))
     # Grouped products know no autocast: like those of transformers they compute in the dtype of the weights.
     y_TD = run_experts(
         x_TD.to(gate_up.weight_EIO.dtype),
@@ -131,9 +127,9 @@ def grouped_backends(module: nn.Module) -> set[str]:
     """Return which grouped products serve the stacks of a module where they stand now."""
     picks = set()
     for name in weight_names(module):
-        linear = read_linear(module, name)
-        weight_EIO = dense_weight(linear.weight_EIO)
-        picks.add(choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=linear.bias_EO is not None))
+        weight, bias = _read_stack(module, name)
+        weight_EIO = dense_weight(weight)
+        picks.add(choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=bias is not None))
     return picks
 
 
@@ -144,18 +140,24 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
         UnsupportedModelError: The weight is sharded.
 
     Cost:
-        Views; with several active adapters PEFT's own copy of the stack.
+        Views; with several active adapters PEFT's own copy of the stack; where narrow copies of an adapter are kept and stale, those.
     """
+    weight, bias = _read_stack(module, name)
+    adapter = find_adapter(module, name, is_transposed=bool(getattr(module, "is_transposed", True)), dtype=weight.dtype)
+    return ExpertLinear(weight, bias, adapter)
+
+
+def _read_stack(module: nn.Module, name: str) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
+    """Return the weight of one product as (E, I, O), and its bias."""
     # Where PEFT wrote weight and adapter into one stack, that stack is the weight.
     weight: torch.Tensor = getattr(module, name)
     check_weight(module, name, weight)
     is_transposed = bool(getattr(module, "is_transposed", True))
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
-    adapter = find_adapter(module, name, is_transposed=is_transposed)
     packed = read_nf4(module, name, weight)
     if packed is not None:
-        return ExpertLinear(packed, bias, adapter)
-    return ExpertLinear(weight if is_transposed else weight.transpose(1, 2), bias, adapter)
+        return packed, bias
+    return weight if is_transposed else weight.transpose(1, 2), bias
 
 
 def check_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
@@ -203,7 +205,7 @@ def recognise_gate(module: nn.Module) -> GateForm:
         is_interleaved, limit, alpha = _CLAMPED[owner]
         form = GateForm(is_interleaved, "clamped", float(getattr(module, limit)), float(getattr(module, alpha)))
     elif not owner or owner in _WIDE_DEFAULT:
-        form = GateForm(activation=_activation_name(module))
+        form = GateForm(activation=activation_name(module))
     else:
         raise UnsupportedModelError(f"{owner}._apply_gate is a formula of its own that is not known here")
     if form.is_interleaved == getattr(module, "is_concatenated", True) or not _agrees(module, form):
@@ -220,16 +222,6 @@ def _gate_owner(module: nn.Module) -> str:
         if function is not None:
             return "" if function is _default_apply_gate else cls.__name__
     return ""
-
-
-def _activation_name(module: nn.Module) -> str:
-    activation: Any = getattr(module, "act_fn", None)
-    # Functions stand for themselves, modules for their class.
-    name = _ACTIVATIONS.get(type(activation) if isinstance(activation, nn.Module) else activation)
-    if name is None:
-        shown = type(activation).__name__ if isinstance(activation, nn.Module) else getattr(activation, "__name__", activation)
-        raise UnsupportedModelError(f"the activation {shown} of {type(module).__name__} is not known here (known: silu, gelu, gelu_tanh)")
-    return name
 
 
 def _agrees(module: Any, form: GateForm) -> bool:  # noqa: ANN401 - an experts module

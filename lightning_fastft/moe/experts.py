@@ -16,28 +16,39 @@ from lightning_fastft.checks import check_int, check_tensor
 from lightning_fastft.errors import ShapeError
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
-from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
+from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
+from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
+from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, Rows, rows_of
 from lightning_fastft.offload.segments import Session
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Parameters of one product, in the order in which the Function takes them.
 _PER_LINEAR = 4
+# Of those the last ones are the factors of an adapter.
+_NUM_FACTORS = 2
 
 
 class ExpertAdapter(NamedTuple):
     """LoRA on a stack of expert weights: ``x @ weight[e] + scale * (x @ a[e]) @ b[e]``.
 
+    Without narrow factors each pass casts the factors and lays them out anew. With them the factors are never read and only get the gradients, in
+    their own dtype; narrow factors that change between forward and backward are an error of autograd, not a wrong gradient.
+
     Args:
         a_EIR: Shape (E, I, R); any floating dtype (it computes in that of the tokens); any view.
         b_ERO: Shape (E, R, O); as a_EIR.
         scale: Factor on the low-rank product.
+        narrow_a_ERI: a with its last two axes exchanged. Shape (E, R, I), contiguous; dtype of the tokens. Given with narrow_b_ERO or not at all.
+        narrow_b_ERO: b. Shape (E, R, O), contiguous; dtype of the tokens.
     """
 
     a_EIR: torch.Tensor
     b_ERO: torch.Tensor
     scale: float
+    narrow_a_ERI: torch.Tensor | None = None
+    narrow_b_ERO: torch.Tensor | None = None
 
 
 class PackedWeight(Protocol):
@@ -118,7 +129,8 @@ def run_experts(
 
     Cost:
         Forward 2 N (D P + F D) FLOP and six passes over rows besides; backward as much again for the inputs, and again for weights that are trained.
-        Kept for the backward: x_TD, N x P values, the order and the routing weights. No copy of a weight stack. No host synchronisation on CUDA.
+        Kept for the backward: x_TD, N x P values, the order and the routing weights. No copy of a weight stack. Without narrow factors one pass over
+        the adapters each way. No host synchronisation on CUDA.
 
     Source:
         Routing by one sort: Unsloth and NVIDIA, as published. Gradient of the routing weights without experts' outputs: SonicMoE, arXiv 2512.14080.
@@ -137,8 +149,10 @@ def run_experts(
             f"expert_TK has shape {tuple(expert_TK.shape)}, weight_TK {tuple(weight_TK.shape)} and x_TD {tuple(x_TD.shape)}; the first two must be "
             "equal, with a row per token."
         )
+    for name, linear in (("gate_up", gate_up), ("down", down)):
+        _check_narrow(name, linear.adapter, dtype=x_TD.dtype)
     call = _Call(expert_TK, num_experts, form, has_gate, (_scale_of(gate_up), _scale_of(down)), point)
-    tensors = (*_tensors_of(gate_up), *_tensors_of(down))
+    tensors = (*_tensors_of(gate_up), *_tensors_of(down), *_narrow_of(gate_up), *_narrow_of(down))
     if point is None:
         return _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
     is_unneeded = point.session.is_last(point.last)
@@ -163,20 +177,28 @@ class _Call(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """One product in the dtype of the tokens, with its factors laid out as the grouped products want them."""
+    """One product in the dtype of the tokens, with both factors contiguous in these orders, as the grouped products want them."""
 
     weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None
-    a_EIR: torch.Tensor | None
+    a_ERI: torch.Tensor | None
     b_ERO: torch.Tensor | None
     scale: float
+
+
+class _Wanted(NamedTuple):
+    """How the gradient of one parameter is wanted."""
+
+    dtype: torch.dtype
+    is_expert_last: bool
 
 
 class _RoutedExperts(torch.autograd.Function):
     """The experts of one layer.
 
-    Saves x_TD, the first product, the order and the routing weights, and trained parameters as they are: the activation is rebuilt from the first
-    product, the experts' outputs are needed by no gradient, and rows of x_TD are gathered again where a weight or an adapter is trained.
+    Saves x_TD, the first product, the order and the routing weights, and trained parameters as they are, narrow factors in the place of theirs: the
+    activation is rebuilt from the first product, the experts' outputs are needed by no gradient, and a product that finds its rows by their slots
+    needs no copy of x_TD in the order of the experts.
     """
 
     @staticmethod
@@ -185,22 +207,26 @@ class _RoutedExperts(torch.autograd.Function):
         call: _Call,
         x_TD: torch.Tensor,
         weight_TK: torch.Tensor,
-        *parameters: torch.Tensor | None,
+        *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
-        first, second = _linears(parameters, call, dtype=x_TD.dtype)
+        parameters, narrow = tensors[: 2 * _PER_LINEAR], tensors[2 * _PER_LINEAR :]
+        read = _read_tensors(parameters, narrow)
+        first, second = _linears(read, call, dtype=x_TD.dtype)
         order = sort_by_expert(call.expert_TK, num_experts=call.num_experts)
 
         def first_product() -> tuple[torch.Tensor, ...]:
-            x_ND = gather_rows(x_TD, order.slot_N, num_experts_per_token=call.expert_TK.shape[1])
-            return _product(x_ND, first, order.end_E)
+            return _product(GatheredRows(x_TD, order.slot_N, call.expert_TK.shape[1]), first, order.end_E)
 
         point = call.point
         held = first_product() if point is None else point.session.value(point.first, first_product)
-        needs = ctx.needs_input_grad[-len(parameters) :]
+        needs = ctx.needs_input_grad[-len(tensors) :]
         ctx.call, ctx.num_held = call, len(held)
-        ctx.frozen = [None if is_trained else parameter for is_trained, parameter in zip(needs, parameters)]
-        trained = [parameter for is_trained, parameter in zip(needs, parameters) if is_trained]
-        ctx.save_for_backward(x_TD, weight_TK, *order, *held, *trained)
+        ctx.wanted = _wanted_gradients(parameters[:_PER_LINEAR]) + _wanted_gradients(parameters[_PER_LINEAR:])
+        # Narrow factors change with each optimizer step, so autograd watches them as it watches what is trained.
+        ctx.is_watched = [needs_it or tensor is not parameter for needs_it, tensor, parameter in zip(needs, read, parameters)]
+        ctx.frozen = [None if is_watched else tensor for is_watched, tensor in zip(ctx.is_watched, read)]
+        watched = [tensor for is_watched, tensor in zip(ctx.is_watched, read) if is_watched]
+        ctx.save_for_backward(x_TD, weight_TK, *order, *held, *watched)
         if point is not None and point.session.is_last(point.last):
             return x_TD.new_full((1,), float("nan")).expand(x_TD.shape)
         act_NF = gate_forward(_with_gate(held[0], has_gate=call.has_gate), form=call.form)
@@ -213,27 +239,26 @@ class _RoutedExperts(torch.autograd.Function):
         call: _Call = ctx.call
         # Read once: under a checkpoint a saved tensor can be asked for only once.
         x_TD, weight_TK, slot_N, place_TK, end_E, *others = ctx.saved_tensors
-        (gate_up_NP, *low_1), trained = others[: ctx.num_held], iter(others[ctx.num_held :])
-        needs_x, needs_weight, *needs = ctx.needs_input_grad[1:]
-        parameters = [next(trained) if is_trained else frozen for is_trained, frozen in zip(needs, ctx.frozen)]
-        first, second = _linears(parameters, call, dtype=x_TD.dtype)
+        (gate_up_NP, *low_1), watched = others[: ctx.num_held], iter(others[ctx.num_held :])
+        needs_x, needs_weight, *needs = ctx.needs_input_grad[1 : 3 + 2 * _PER_LINEAR]
+        read = [next(watched) if is_watched else frozen for is_watched, frozen in zip(ctx.is_watched, ctx.frozen)]
+        first, second = _linears(read, call, dtype=x_TD.dtype)
         num_chosen = weight_TK.shape[1]
         weight_N = weight_TK.reshape(-1).index_select(0, slot_N)
 
-        d_y_ND = gather_rows(d_y_TD.contiguous(), slot_N, num_experts_per_token=num_chosen)
+        d_y_ND = GatheredRows(d_y_TD.contiguous(), slot_N, num_chosen)
         d_act_NF, d_low_2 = _input_gradient(d_y_ND, second, end_E)
         gate = gate_backward(
             d_act_NF, _with_gate(gate_up_NP, has_gate=call.has_gate), form=call.form, weight_N=weight_N, need_act=any(needs[_PER_LINEAR:])
         )
         d_gate_up_NP = gate.d_gate_up_NP if call.has_gate else gate.d_gate_up_NP[:, : gate_up_NP.shape[1]]
         del d_act_NF, gate_up_NP
-        dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
         d_first: list[torch.Tensor | None] = [None] * _PER_LINEAR
         d_second = d_first
         if gate.act_NF is not None:
-            low_2 = None if second.a_EIR is None else grouped_mm(gate.act_NF, second.a_EIR, end_E)
+            low_2 = None if second.a_ERI is None else grouped_mm(gate.act_NF, second.a_ERI.transpose(1, 2), end_E)
             rows = _Rows(gate.act_NF, d_y_ND, low_2, d_low_2, weight_N)
-            d_second = _parameter_gradients(rows, second, end_E, needs=needs[_PER_LINEAR:], dtypes=dtypes[_PER_LINEAR:])
+            d_second = _parameter_gradients(rows, second, end_E, needs=needs[_PER_LINEAR:], wanted=ctx.wanted[_PER_LINEAR:])
             del rows
         del d_y_ND
 
@@ -241,14 +266,13 @@ class _RoutedExperts(torch.autograd.Function):
         d_x_TD = combine_rows(d_x_ND, place_TK, end_E) if needs_x else None
         del d_x_ND
         if any(needs[:_PER_LINEAR]):
-            x_ND = gather_rows(x_TD, slot_N, num_experts_per_token=num_chosen)
-            rows = _Rows(x_ND, d_gate_up_NP, low_1[0] if low_1 else None, d_low_1, None)
-            d_first = _parameter_gradients(rows, first, end_E, needs=needs[:_PER_LINEAR], dtypes=dtypes[:_PER_LINEAR])
+            rows = _Rows(GatheredRows(x_TD, slot_N, num_chosen), d_gate_up_NP, low_1[0] if low_1 else None, d_low_1, None)
+            d_first = _parameter_gradients(rows, first, end_E, needs=needs[:_PER_LINEAR], wanted=ctx.wanted[:_PER_LINEAR])
         d_weight_TK = None
         if needs_weight:
             assert gate.d_weight_N is not None
             d_weight_TK = _routing_gradient(gate.d_weight_N, d_y_TD, call, second.bias_EO, place_TK, end_E).to(weight_TK.dtype)
-        return None, d_x_TD, d_weight_TK, *d_first, *d_second
+        return None, d_x_TD, d_weight_TK, *d_first, *d_second, *[None] * (2 * _NUM_FACTORS)
 
 
 def _tensors_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
@@ -261,10 +285,41 @@ def _scale_of(linear: ExpertLinear) -> float:
     return 0.0 if linear.adapter is None else linear.adapter.scale
 
 
-def _linears(parameters: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.dtype) -> tuple[_Linear, _Linear]:
-    """Return both products with their factors in dtype; made anew in each pass, so that no narrow copy of an adapter is held."""
+def _narrow_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
+    """The narrow factors as views of the shapes that the factors have; as many entries as _NUM_FACTORS."""
+    adapter = linear.adapter
+    if adapter is None or adapter.narrow_a_ERI is None:
+        return (None,) * _NUM_FACTORS
+    return adapter.narrow_a_ERI.transpose(1, 2), adapter.narrow_b_ERO
+
+
+def _check_narrow(name: str, adapter: ExpertAdapter | None, *, dtype: torch.dtype) -> None:
+    """Refuse narrow factors that would be cast or copied in each pass, or belong to another adapter."""
+    if adapter is None or (adapter.narrow_a_ERI is None and adapter.narrow_b_ERO is None):
+        return
+    num_experts, num_inputs, rank = adapter.a_EIR.shape
+    expected = {"narrow_a_ERI": (num_experts, rank, num_inputs), "narrow_b_ERO": tuple(adapter.b_ERO.shape)}
+    for factor, narrow in zip(expected, (adapter.narrow_a_ERI, adapter.narrow_b_ERO)):
+        if narrow is None or tuple(narrow.shape) != expected[factor] or narrow.dtype is not dtype or not narrow.is_contiguous():
+            given = "missing" if narrow is None else f"{tuple(narrow.shape)} in {narrow.dtype} with strides {narrow.stride()}"
+            raise ShapeError(
+                f"{factor} of {name} is {given}; it must be {expected[factor]} in {dtype}, contiguous. Give both narrow factors or none."
+            )
+
+
+def _read_tensors(parameters: Sequence[torch.Tensor | None], narrow: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return what the products compute from: the parameters, or the narrow copies of their factors."""
+    read = list(parameters)
+    for start, factors in ((_PER_LINEAR, narrow[:_NUM_FACTORS]), (2 * _PER_LINEAR, narrow[_NUM_FACTORS:])):
+        if factors[0] is not None:
+            read[start - _NUM_FACTORS : start] = factors
+    return read
+
+
+def _linears(read: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.dtype) -> tuple[_Linear, _Linear]:
+    """Return both products with their factors in dtype; narrow factors are so already, others are cast in each pass and not held."""
     first, second = (
-        _cast_linear(*parameters[start : start + _PER_LINEAR], scale=scale, dtype=dtype) for start, scale in zip((0, _PER_LINEAR), call.scales)
+        _cast_linear(*read[start : start + _PER_LINEAR], scale=scale, dtype=dtype) for start, scale in zip((0, _PER_LINEAR), call.scales)
     )
     return first, second
 
@@ -279,11 +334,30 @@ def _cast_linear(
     dtype: torch.dtype,
 ) -> _Linear:
     assert weight_EIO is not None
+    a_ERI = None
     if a_EIR is not None and b_ERO is not None:
-        a_EIR, b_ERO = a_EIR.to(dtype), b_ERO.to(dtype).contiguous()
-        # Expert fastest, as PEFT stores the factor behind: no grouped product reads that.
-        a_EIR = a_EIR if 1 in a_EIR.stride()[1:] else a_EIR.contiguous()
-    return _Linear(weight_EIO, bias_EO, a_EIR, b_ERO, scale)
+        a_ERI, b_ERO = _lay_out(a_EIR.transpose(1, 2), dtype=dtype), _lay_out(b_ERO, dtype=dtype)
+    return _Linear(weight_EIO, bias_EO, a_ERI, b_ERO, scale)
+
+
+def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return a factor of shape (E, R, columns) in dtype, contiguous; itself where it is so."""
+    if _is_expert_last(factor):
+        return pack_expert_first(factor.permute(2, 1, 0), dtype=dtype)
+    return factor.to(dtype).contiguous()
+
+
+def _is_expert_last(factor: torch.Tensor) -> bool:
+    """Whether a factor of shape (E, R, columns) lies in memory as (columns, R, E), as PEFT stores one of the two."""
+    return not factor.is_contiguous() and factor.permute(2, 1, 0).is_contiguous()
+
+
+def _wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[_Wanted | None]:
+    """Return dtype and memory order of the gradients of one product's parameters."""
+    weight, bias, a_EIR, b_ERO = parameters
+    factors = (None if a_EIR is None else a_EIR.transpose(1, 2), b_ERO)
+    dense = [None if tensor is None else _Wanted(tensor.dtype, is_expert_last=False) for tensor in (weight, bias)]
+    return dense + [None if factor is None else _Wanted(factor.dtype, _is_expert_last(factor)) for factor in factors]
 
 
 def dense_weight(weight_EIO: torch.Tensor | PackedWeight) -> torch.Tensor:
@@ -291,58 +365,59 @@ def dense_weight(weight_EIO: torch.Tensor | PackedWeight) -> torch.Tensor:
     return weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
 
 
-def _product(x_NI: torch.Tensor, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the output of one product, and the adapter's narrow rows where there is one."""
     weight_EIO = dense_weight(linear.weight_EIO)
-    if linear.a_EIR is None:
+    if linear.a_ERI is None:
         return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
-    low_NR = grouped_mm(x_NI, linear.a_EIR, end_E)
+    low_NR = grouped_mm(x_NI, linear.a_ERI.transpose(1, 2), end_E)
     y_NO = grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO, low_NR=low_NR, low_ERO=linear.b_ERO, low_scale=linear.scale)
     return y_NO, low_NR
 
 
-def _input_gradient(d_NO: torch.Tensor, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradient of a product's input, and of the adapter's narrow rows without its scale."""
     weight_EOI = dense_weight(linear.weight_EIO).transpose(1, 2)
-    if linear.a_EIR is None or linear.b_ERO is None:
+    if linear.a_ERI is None or linear.b_ERO is None:
         return grouped_mm(d_NO, weight_EOI, end_E), None
     d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E)
-    # PEFT holds A in this order already.
-    a_ERI = linear.a_EIR.transpose(1, 2).contiguous()
-    return grouped_mm(d_NO, weight_EOI, end_E, low_NR=d_low_NR, low_ERO=a_ERI, low_scale=linear.scale), d_low_NR
+    return grouped_mm(d_NO, weight_EOI, end_E, low_NR=d_low_NR, low_ERO=linear.a_ERI, low_scale=linear.scale), d_low_NR
 
 
 class _Rows(NamedTuple):
     """Rows of one product in the backward: its input, the gradient of its output, the same of the adapter, and the factor on that gradient."""
 
-    x_NI: torch.Tensor
-    d_NO: torch.Tensor
+    x_NI: Rows
+    d_NO: Rows
     low_NR: torch.Tensor | None
     d_low_NR: torch.Tensor | None
     weight_N: torch.Tensor | None
 
-    def weighted(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows times the routing weights: of two factors of a gradient the thinner one carries them."""
-        return rows if self.weight_N is None else (rows * self.weight_N[:, None]).to(rows.dtype)
-
 
 def _parameter_gradients(
-    rows: _Rows, linear: _Linear, end_E: torch.Tensor, *, needs: Sequence[bool], dtypes: Sequence[torch.dtype | None]
+    rows: _Rows, linear: _Linear, end_E: torch.Tensor, *, needs: Sequence[bool], wanted: Sequence[_Wanted | None]
 ) -> list[torch.Tensor | None]:
     """Return the gradients of weight, bias, A and B of one product; None where not needed."""
-    needs_weight, needs_bias, needs_a, needs_b = needs
-    weight = bias = a = b = None
-    if needs_weight:
-        weight = grouped_weight_grad(rows.weighted(rows.x_NI), rows.d_NO, end_E, dtype=dtypes[0])
-    if needs_bias:
-        ones_N1 = rows.d_NO.new_ones(rows.d_NO.shape[0], 1)
-        bias = grouped_weight_grad(rows.weighted(ones_N1), rows.d_NO, end_E, dtype=dtypes[1])[:, 0]
-    if needs_a:
-        assert rows.d_low_NR is not None
-        a = grouped_weight_grad(rows.x_NI, rows.weighted(rows.d_low_NR), end_E, dtype=dtypes[2]).mul_(linear.scale)
-    if needs_b:
-        assert rows.low_NR is not None
-        b = grouped_weight_grad(rows.weighted(rows.low_NR), rows.d_NO, end_E, dtype=dtypes[3]).mul_(linear.scale)
+    x_NI, d_NO, low_NR, d_low_NR, weight_N = rows
+
+    def gradient(left: Rows, right: Rows, *, index: int, scale: float = 1.0) -> torch.Tensor:
+        want = wanted[index]
+        assert want is not None
+        grad = grouped_weight_grad(left, right, end_E, dtype=want.dtype, scale=scale, row_weight_N=weight_N)
+        # Autograd takes a gradient as it is where it lies in memory as its parameter does, and copies any other.
+        return unpack_expert_last(grad).permute(2, 1, 0) if want.is_expert_last else grad
+
+    weight, bias, a, b = (None,) * _PER_LINEAR
+    if needs[0]:
+        weight = gradient(x_NI, d_NO, index=0)
+    if needs[1]:
+        bias = gradient(rows_of(d_NO).new_ones(d_NO.shape[0], 1), d_NO, index=1)[:, 0]
+    if needs[2]:
+        assert d_low_NR is not None
+        a = gradient(d_low_NR, x_NI, index=2, scale=linear.scale).transpose(1, 2)
+    if needs[3]:
+        assert low_NR is not None
+        b = gradient(low_NR, d_NO, index=3, scale=linear.scale)
     return [weight, bias, a, b]
 
 

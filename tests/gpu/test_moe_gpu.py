@@ -11,6 +11,7 @@ from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.moe.experts import ExpertAdapter, ExpertLinear, run_experts
 from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
 from tests.models.packs import make_batch
 from tests.models.tiny_models import build_tiny
 from tests.moe.test_experts import plain_experts
@@ -153,3 +154,43 @@ def test_a_whole_step_never_waits():
         model(**batch).loss.backward()
         with torch.no_grad():
             model.eval()(**batch)
+
+
+def test_three_steps_with_shadows_are_those_without_and_never_wait():
+    """fp32 masters on a bf16 base: the same weights to the bit, and the gradients lie in memory as their parameters."""
+    from lightning_fastft.models.adapters import install_adapter_shadows
+
+    token_BT = torch.randint(3, 50, (2, 64), generator=torch.Generator().manual_seed(1)).cuda()
+    arms = []
+    for has_shadows in (False, True):
+        torch.manual_seed(0)
+        base = build_tiny("qwen3_moe").bfloat16()
+        model = get_peft_model(base, LoraConfig(r=8, target_modules=[], target_parameters=STACKS, init_lora_weights=False)).cuda().train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert {parameter.dtype for parameter in trained} == {torch.float32}
+        ledger = SwapLedger()
+        install_bincount_router(model, ledger)
+        shadows = install_adapter_shadows(model, ledger, compute_dtype=torch.bfloat16) if has_shadows else None
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+        def train(model=model, optimizer=optimizer, shadows=shadows):
+            optimizer.zero_grad()
+            model(input_ids=token_BT).logits.float().square().mean().backward()
+            optimizer.step()
+            if shadows is not None:
+                shadows.refresh()
+
+        train()
+        torch.cuda.synchronize()
+        with waits_are_errors():
+            train()
+            train()
+        assert all(parameter.grad.is_contiguous() for parameter in trained)
+        assert shadows is None or len(shadows) == len(trained)
+        arms.append([parameter.detach().clone() for parameter in trained])
+    for one, other in zip(*arms):
+        assert torch.equal(one, other)
+
+
+def test_the_kernel_that_turns_factors_passes_its_tests_on_the_device():
+    run_on_device("triton_expert_pack.py")

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.grouped_mm import op, reference
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
-from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend
 from tests.host_waits import HostWaits
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import assert_within_bound, load_with_fault
@@ -105,8 +105,16 @@ def formula(case, dtype, *, y_NO=None):
     return torch.cat(parts)
 
 
-def grad_formula(case, dtype):
-    return torch.stack([case.x_NI[rows].to(dtype).T @ case.d_NO[rows].to(dtype) for _, rows in case.expert_rows()])
+def grad_formula(case, dtype, *, scale=1.0, row_weight_N=None):
+    """In a narrow dtype weighted rows are rounded to it, as every copy of them is."""
+    parts = []
+    for _, rows in case.expert_rows():
+        x, d = case.x_NI[rows].to(dtype), case.d_NO[rows].to(dtype)
+        if row_weight_N is not None:
+            weight = row_weight_N[rows, None].to(torch.promote_types(dtype, torch.float32))
+            x, d = ((x * weight).to(dtype), d) if x.shape[1] <= d.shape[1] else (x, (d * weight).to(dtype))
+        parts.append(scale * (x.T @ d))
+    return torch.stack(parts)
 
 
 def check_product(run, case, *, y_NO=None, step=1, is_tail_kept=True):
@@ -126,16 +134,16 @@ def check_product(run, case, *, y_NO=None, step=1, is_tail_kept=True):
     assert torch.equal(*results)
 
 
-def check_grad(run, case, *, dtype=None):
+def check_grad(run, case, *, dtype=None, **factors):
     """Run twice: within the bound, bit-equal, and exactly 0 for experts without rows."""
     dtype = dtype or case.x_NI.dtype
-    truth, plain = grad_formula(case, torch.float64), grad_formula(case, case.x_NI.dtype)
+    truth, plain = grad_formula(case, torch.float64, **factors), grad_formula(case, case.x_NI.dtype, **factors)
     results = []
     for _ in range(2):
         # Fresh memory holds NaN.
         torch.use_deterministic_algorithms(True)
         try:
-            grad_EIO = run(case, dtype)
+            grad_EIO = run(case, dtype, **factors)
         finally:
             torch.use_deterministic_algorithms(False)
         assert grad_EIO.dtype is dtype
@@ -154,7 +162,15 @@ def public_product(backend, module=op):
 
 
 def public_grad(backend):
-    return lambda case, dtype: grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, backend=backend)
+    return lambda case, dtype, **factors: grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, backend=backend, **factors)
+
+
+def make_row_weights(case, *, dtype=torch.float32, is_exact=False):
+    """One factor per row, two apart from the next in memory and NaN for rows of nobody; exact ones change no digits of a row."""
+    num_rows, device = case.x_NI.shape[0], case.x_NI.device
+    weight_N = 2.0 ** torch.randint(-2, 3, (num_rows,), device=device) if is_exact else (torch.rand(num_rows, device=device) * 64).round() / 64
+    weight_N[case.num_real :] = float("nan")
+    return inside(weight_N.to(dtype)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -183,6 +199,38 @@ def test_the_composition_around_torch_equals_the_truth(is_transposed, rank, has_
     fresh_NO = grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), backend="torch")
     out_NO = public_product("torch")(case, torch.empty_like(fresh_NO))
     assert torch.equal(fresh_NO[: case.num_real], out_NO[: case.num_real])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(5, 24), (24, 5), (8, 8)])
+def test_scale_and_row_weights_of_a_gradient_equal_the_truth(num_inputs, num_outputs, dtype):
+    case = make_case((17, 0, 16, 15, 1, 2), num_inputs, num_outputs, dtype=dtype, num_sentinels=5)
+    for factors in ({"scale": -0.75}, {"row_weight_N": make_row_weights(case)}, {"scale": 3.0, "row_weight_N": make_row_weights(case)}):
+        check_grad(public_grad("auto"), case, **factors)
+    check_grad(public_grad("auto"), case, row_weight_N=make_row_weights(case, dtype=torch.float64 if dtype is torch.float64 else torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_and_row_weights_around_torch(dtype):
+    case = make_case((17, 0, 16), 16, 24, dtype=dtype, num_sentinels=5, step=8)
+    check_grad(public_grad("torch"), case, scale=0.5, row_weight_N=make_row_weights(case))
+
+
+def test_rows_and_their_weights_stay_as_they_are():
+    case = make_case((5, 7), 8, 16, dtype=torch.bfloat16, step=8)
+    weight_N = make_row_weights(case)
+    before = [tensor.clone() for tensor in (case.x_NI, case.d_NO, weight_N)]
+    for backend in ("auto", "torch"):
+        public_grad(backend)(case, torch.bfloat16, scale=2.0, row_weight_N=weight_N)
+    assert all(torch.equal(one, other) for one, other in zip((case.x_NI, case.d_NO, weight_N), before))
+
+
+@pytest.mark.parametrize("row_weight", [torch.ones(5), torch.ones(6, 1), torch.ones(6, dtype=torch.int64), torch.ones(6, device="meta")])
+def test_row_weights_that_do_not_fit_are_refused(row_weight):
+    with pytest.raises(ShapeError, match="row_weight_N"):
+        grouped_weight_grad(torch.zeros(6, 4), torch.zeros(6, 3), ends(2, 6), row_weight_N=row_weight)
+    with pytest.raises(OptionError, match="scale"):
+        grouped_weight_grad(torch.zeros(6, 4), torch.zeros(6, 3), ends(2, 6), scale=float("inf"))
 
 
 def test_a_gradient_may_be_wider_than_its_inputs():
@@ -227,6 +275,9 @@ FAULTS = {
     "last row of every expert lost": ("slice(begin, end) for", "slice(begin, max(begin, end - 1)) for"),
     "rows of nobody written": ("borders = [0, *end_E.tolist()]", "borders = [0, *end_E.tolist()[:-1], num_rows]"),
     "low precision": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return torch.bfloat16"),
+    "gradient: scale lost": ("= scale * (x_NI[rows]", "= 1.0 * (x_NI[rows]"),
+    "gradient: weights lost": ("    if row_weight_N is None:\n", "    if True:\n"),
+    "gradient: weights on both operands": ("weight_N1).to(x_NI.dtype), d_NO\n", "weight_N1).to(x_NI.dtype), (d_NO * weight_N1).to(d_NO.dtype)\n"),
 }
 
 
@@ -246,7 +297,12 @@ def check_the_twin(module):
     check_product(lambda case, out: module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=out), case)
     y_NO = case.d_NO
     check_product(lambda case, out: module.add_to_rows(y_NO, case.end_E, addend=case.addend, out_NO=out), case, y_NO=y_NO)
-    check_grad(lambda case, dtype: module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype), case)
+
+    def grad(case, dtype, **factors):
+        return module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, **factors)
+
+    check_grad(grad, case)
+    check_grad(grad, case, scale=0.75, row_weight_N=make_row_weights(case))
 
 
 OP_FAULTS = {
@@ -281,8 +337,8 @@ def empty(*shape, dtype=torch.bfloat16):
 
 def test_torch_serves_bf16_on_hopper_and_blackwell_and_triton_the_rest(pretend_cuda):
     def picks(dtype):
-        x_NI, d_NO = empty(64, 16, dtype=dtype), empty(64, 24, dtype=dtype)
-        return choose_backend(x_NI, empty(4, 16, 24, dtype=dtype)), choose_grad_backend(x_NI, d_NO, num_experts=4)
+        x_NI, d_NO = empty(64, 80, dtype=dtype), empty(64, 96, dtype=dtype)
+        return choose_backend(x_NI, empty(4, 80, 96, dtype=dtype)), choose_grad_backend(x_NI, d_NO, num_experts=4)
 
     expected = {
         (8, 0): ("triton", "triton"),
@@ -298,30 +354,76 @@ def test_torch_serves_bf16_on_hopper_and_blackwell_and_triton_the_rest(pretend_c
 
 
 def test_torch_is_picked_only_where_every_row_is_aligned(pretend_cuda):
-    x_NI, weight_EIO = empty(64, 16), empty(4, 24, 16).transpose(1, 2)
-    assert choose_backend(x_NI, weight_EIO) == choose_backend(x_NI, weight_EIO, has_addend=True) == "torch"
+    x_NI, weight_EIO = empty(64, 80), empty(4, 96, 80).transpose(1, 2)
+    assert choose_backend(x_NI, weight_EIO) == "torch"
     misfits = {
-        "inputs": (empty(64, 12), empty(4, 12, 24)),
-        "outputs": (x_NI, empty(4, 16, 20)),
-        "view of fewer inputs": (empty(64, 16).narrow(1, 0, 12), empty(4, 12, 24)),
-        "row stride": (empty(64, 20).narrow(1, 0, 16), weight_EIO),
-        "begin": (empty(64, 24).narrow(1, 4, 16), weight_EIO),
-        "weight stride": (x_NI, empty(4, 16, 28).narrow(2, 0, 24)),
-        "expert stride": (x_NI, empty(4 * 388).as_strided((4, 16, 24), (388, 24, 1))),
-        "overlap": (empty(16).expand(64, 16), weight_EIO),
-        "experts": (x_NI, empty(1024, 16, 24)),
-        "no rows": (empty(0, 16), weight_EIO),
+        "inputs": (empty(64, 76), empty(4, 76, 96)),
+        "outputs": (x_NI, empty(4, 80, 92)),
+        "view of fewer inputs": (empty(64, 80).narrow(1, 0, 76), empty(4, 76, 96)),
+        "row stride": (empty(64, 84).narrow(1, 0, 80), weight_EIO),
+        "begin": (empty(64, 88).narrow(1, 4, 80), weight_EIO),
+        "weight stride": (x_NI, empty(4, 80, 100).narrow(2, 0, 96)),
+        "expert stride": (x_NI, empty(4 * 7684).as_strided((4, 80, 96), (7684, 96, 1))),
+        "overlap": (empty(80).expand(64, 80), weight_EIO),
+        "experts": (x_NI, empty(1024, 80, 96)),
+        "no rows": (empty(0, 80), weight_EIO),
     }
     for name, (x, weight) in misfits.items():
         assert choose_backend(x, weight) == "triton", name
-    assert choose_grad_backend(x_NI, empty(64, 24), num_experts=4, dtype=torch.float32) == "triton"
-    assert choose_grad_backend(x_NI, empty(64, 28).narrow(1, 0, 24), num_experts=4) == "triton"
+    assert choose_grad_backend(x_NI, empty(64, 96), num_experts=4) == "torch"
+    assert choose_grad_backend(x_NI, empty(64, 96), num_experts=4, dtype=torch.float32) == "triton"
+    assert choose_grad_backend(x_NI, empty(64, 100).narrow(1, 0, 96), num_experts=4) == "triton"
 
 
-def test_one_constant_decides_who_adds(pretend_cuda, monkeypatch):
-    x_NI, weight_EIO = empty(64, 16), empty(4, 16, 24)
-    monkeypatch.setattr(op, "TORCH_WITH_ADDEND", False)
-    assert (choose_backend(x_NI, weight_EIO, has_addend=True), choose_backend(x_NI, weight_EIO)) == ("triton", "torch")
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_gathered_rows_are_read_by_their_slots(backend):
+    x_TI, d_TO = torch.randn(6, 8, dtype=torch.bfloat16), torch.randn(6, 8, dtype=torch.bfloat16)
+    slot_N, end_E = torch.randperm(12), torch.tensor([3, 3, 10], dtype=torch.int32)
+    weight_EIO = torch.randn(3, 8, 8, dtype=torch.bfloat16)
+    x, d = (GatheredRows(rows, slot_N, 2) for rows in (x_TI, d_TO))
+    copied = [rows[slot_N // 2] for rows in (x_TI, d_TO)]
+    found, expected = (grouped_mm(rows, weight_EIO, end_E, backend=backend)[:10] for rows in (x, copied[0]))
+    assert torch.equal(found, expected)
+    expected = grouped_weight_grad(*copied, end_E, backend=backend)
+    for left, right in ((x, d), (x, copied[1]), (copied[0], d)):
+        assert torch.equal(grouped_weight_grad(left, right, end_E, backend=backend), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slot_N": torch.zeros(11, dtype=torch.int64)}, "with 2 for each of the 6 rows"),
+        ({"slot_N": torch.zeros(24, dtype=torch.int64)[::2]}, "must be contiguous"),
+        ({"slot_N": torch.zeros(12)}, "slot_N of x_NI"),
+    ],
+)
+def test_slots_that_do_not_fit_their_rows_are_refused(changes, message):
+    rows = GatheredRows(torch.zeros(6, 8), torch.zeros(12, dtype=torch.int64), 2)._replace(**changes)
+    with pytest.raises(ShapeError, match=message):
+        grouped_mm(rows, torch.zeros(3, 8, 8), torch.zeros(3, dtype=torch.int32))
+
+
+def test_operands_of_other_slots_are_refused():
+    x, d = (GatheredRows(torch.zeros(6, 8), torch.randperm(12), 2) for _ in range(2))
+    with pytest.raises(ShapeError, match="different slots"):
+        grouped_weight_grad(x, d, torch.zeros(3, dtype=torch.int32))
+
+
+def test_thin_products_take_our_kernel(pretend_cuda):
+    thin, wide = THIN_COLUMNS, THIN_COLUMNS + 8
+    x_NI = empty(64, 2048)
+    assert [choose_backend(x_NI, empty(4, 2048, columns)) for columns in (16, thin, wide)] == ["triton", "triton", "torch"]
+    # Few inputs alone make no thin product: the result is what crosses memory.
+    assert choose_backend(empty(64, 16), empty(4, 16, 2048)) == "torch"
+    for left, right, expected in ((16, 2048, "triton"), (2048, thin, "triton"), (wide, 2048, "torch")):
+        assert choose_grad_backend(empty(64, left), empty(64, right), num_experts=4) == expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "triton"), ((10, 0), "torch")])
+def test_our_kernel_adds_where_that_was_measured_to_be_faster(pretend_cuda, capability, expected):
+    pretend_cuda[:] = capability
+    x_NI, weight_EIO = empty(64, 80), empty(4, 80, 96)
+    assert (choose_backend(x_NI, weight_EIO, has_addend=True), choose_backend(x_NI, weight_EIO)) == (expected, "torch")
 
 
 def test_a_backend_that_would_wait_or_be_wrong_is_refused(pretend_cuda):
@@ -416,13 +518,17 @@ def compile_kernel(kernel, dtype, capability, tiles, strides_of_one=(), **consta
     constants.update(BLOCK_N=tiles.rows, BLOCK_O=tiles.outputs, **dict.fromkeys(strides_of_one, 1))
     if kernel is not grouped_mm._add_to_rows_kernel:
         constants.update(BLOCK_I=tiles.inputs, IS_COMPENSATED=grouped_mm._is_compensated(DTYPES[dtype]))
-    kinds = {"end_ptr": "*i32", "grad_ptr": "*fp32", "low_scale": "fp32", **dict.fromkeys(constants, "constexpr")}
+    # With rows that are found by their slots, which takes more registers.
+    slots = {grouped_mm._grouped_mm_kernel: ("SLOTS_PER_ROW",), grouped_mm._weight_grad_kernel: ("X_SLOTS_PER_ROW", "D_SLOTS_PER_ROW")}
+    constants.update(dict.fromkeys(slots.get(kernel, ()), 8))
+    wide = {"grad_ptr": "*fp32", "row_weight_ptr": "*fp32", "low_scale": "fp32", "scale": "fp32", "slot_ptr": "*i64"}
+    kinds = {"end_ptr": "*i32", **wide, **dict.fromkeys(constants, "constexpr")}
     signature = {name: kinds.get(name, "*" + dtype if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
     # Sizes, strides and addresses in whole 16s: with them loads are asynchronous and need shared memory.
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind != "constexpr" and name not in ("num_rows", "num_experts", "low_scale")
+        if kind != "constexpr" and name not in ("num_rows", "num_experts", "low_scale", "scale", "row_weight_stride")
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
@@ -435,6 +541,17 @@ shared = {"BLOCK_E": 128, "GROUP": grouped_mm.ROW_TILES_PER_GROUP}
 for capability, dtype in itertools.product((86, 90, 100), DTYPES):
     is_wide = dtype == "fp32"
     products = [grouped_mm.PRODUCT_TILES_FP32] if is_wide else [grouped_mm.PRODUCT_TILES_MANY, grouped_mm.PRODUCT_TILES_FEW]
+    if capability >= 90 and not is_wide:
+        products.append(grouped_mm.PRODUCT_TILES_LARGE)
+    thin = {
+        grouped_mm.product_tiles(DTYPES[dtype], rows_per_expert=512, num_inputs=num_inputs, num_outputs=num_outputs)
+        for num_inputs, num_outputs in ((2048, 16), (2048, 64), (64, 2048))
+    }
+    for tiles in sorted(thin - set(products)):
+        compile_kernel(
+            grouped_mm._grouped_mm_kernel, dtype, capability, tiles, ("weight_stride_input",), RANK=0, HAS_BIAS=False, IS_WHOLE=False,
+            BLOCK_R=grouped_mm._rank_block(0, tiles), **shared,
+        )
     for tiles in products:
         for rank, axis, is_whole in ((0, "output", True), (16, "input", False), (100, "output", True)):
             compile_kernel(
@@ -445,7 +562,11 @@ for capability, dtype in itertools.product((86, 90, 100), DTYPES):
     compile_kernel(
         grouped_mm._add_to_rows_kernel, dtype, capability, tiles, RANK=16, HAS_BIAS=True, BLOCK_R=grouped_mm._rank_block(16, tiles), **shared
     )
-    compile_kernel(grouped_mm._weight_grad_kernel, dtype, capability, grouped_mm.GRAD_TILES_FP32 if is_wide else grouped_mm.GRAD_TILES)
+    gradients = ((2048, 1536, None), (16, 2048, None), (16, 2048, True), (64, 2048, True), (2048, 64, False))
+    for num_inputs, num_outputs, is_on_x in gradients[2:4] if is_wide else gradients:
+        tiles = grouped_mm.grad_tiles(DTYPES[dtype], num_inputs=num_inputs, num_outputs=num_outputs)
+        weights = {"HAS_WEIGHT": is_on_x is not None, "IS_WEIGHT_ON_X": bool(is_on_x)}
+        compile_kernel(grouped_mm._weight_grad_kernel, dtype, capability, tiles, **weights)
 """
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -455,7 +576,8 @@ SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 def test_the_triton_kernels_compile_and_fit_consumer_cards():
     out = compile_kernels(COMPILE_SCRIPT)
     compiled = [json.loads(line) for line in out.splitlines()]
-    assert len(compiled) == 3 * (2 * 8 + 5)
+    # By capability: wide products in three forms, thin ones, a sum, gradients; the second sum is that of fp32.
+    assert len(compiled) == 3 * (2 * (2 * 3 + 3 + 1 + 5) + (3 + 1 + 1 + 2)) + 2 * 2 * 3
     for capability, dtype, name, shared_bytes, is_compensated in compiled:
         assert shared_bytes <= SHARED_BYTES[capability], f"{name} on {capability}"
         # Only what fp32 loses is kept, and no compiler may have taken that for nothing.

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.grouped_mm import triton
-from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.grouped_mm.triton import Tiles
-from tests.kernels.test_grouped_mm import COUNTS, FULL, check_grad, check_product, formula, inside, make_case
+from tests.kernels.test_grouped_mm import COUNTS, FULL, check_grad, check_product, formula, inside, make_case, make_row_weights
 from tests.kernels.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -52,7 +52,7 @@ def added(y_NO, module=triton, tiles=SMALL):
 
 
 def grad(module=triton, tiles=SMALL):
-    return lambda case, dtype: module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, tiles=tiles)
+    return lambda case, dtype, **factors: module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, tiles=tiles, **factors)
 
 
 def case_of(*arguments, **options):
@@ -87,6 +87,27 @@ def test_bias_and_low_rank_product_equal_the_truth(rank, has_bias, dtype):
     check_product(added(y_NO), case, y_NO=y_NO)
 
 
+@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_gathered_rows_have_the_bits_of_their_copy(num_slots, index_dtype):
+    case = case_of((5, 0, 19, 6), 21, 19, dtype=torch.bfloat16, num_sentinels=3, rank=4, has_bias=True)
+    num_rows = case.x_NI.shape[0] // num_slots * num_slots
+    assert num_rows == case.x_NI.shape[0]
+    slot_N = torch.randperm(num_rows, generator=torch.Generator().manual_seed(2)).to(index_dtype).to(DEVICE)
+    sides = []
+    for columns in (21, 19):
+        x_TI = torch.randn(num_rows // num_slots, columns + 3, device=DEVICE).bfloat16()[:, :columns]
+        gathered = GatheredRows(x_TI, slot_N, num_slots)
+        copied = x_TI[slot_N // num_slots]
+        assert torch.equal(gathered.read(), copied)
+        sides.append((gathered, copied))
+    products = [product()(case._replace(x_NI=rows), torch.empty_like(case.d_NO))[: case.num_real] for rows in sides[0]]
+    assert torch.equal(*products)
+    expected = grad()(case._replace(x_NI=sides[0][1], d_NO=sides[1][1]), torch.float32)
+    for left, right in ((0, 1), (1, 0), (0, 0)):
+        assert torch.equal(grad()(case._replace(x_NI=sides[0][left], d_NO=sides[1][right]), torch.float32), expected)
+
+
 def test_a_sum_in_place():
     case = case_of(**FULL, dtype=torch.float32)
     apart = added(case.d_NO)(case, torch.empty_like(case.d_NO))
@@ -105,9 +126,52 @@ def test_the_tiles_that_are_used(counts, dtype):
 
 
 def test_a_table_of_tiles_by_dtype_and_rows():
-    assert triton.product_tiles(torch.bfloat16, rows_per_expert=127) == triton.PRODUCT_TILES_FEW
-    assert triton.product_tiles(torch.float16, rows_per_expert=128) == triton.PRODUCT_TILES_MANY
-    assert triton.product_tiles(torch.float32, rows_per_expert=4096) == triton.PRODUCT_TILES_FP32
+    wide = {"num_inputs": 2048, "num_outputs": 1536}
+    assert triton.product_tiles(torch.bfloat16, rows_per_expert=127, **wide) == triton.PRODUCT_TILES_FEW
+    assert triton.product_tiles(torch.float16, rows_per_expert=128, **wide) == triton.PRODUCT_TILES_MANY
+    assert triton.product_tiles(torch.float32, rows_per_expert=4096, **wide, shared_bytes=triton.LARGE_SHARED_BYTES) == triton.PRODUCT_TILES_FP32
+    large = {"shared_bytes": triton.LARGE_SHARED_BYTES, **wide}
+    assert triton.product_tiles(torch.bfloat16, rows_per_expert=128, **large) == triton.PRODUCT_TILES_LARGE
+    assert triton.product_tiles(torch.bfloat16, rows_per_expert=127, **large) == triton.PRODUCT_TILES_FEW
+    assert triton.product_tiles(torch.bfloat16, rows_per_expert=128, **{**large, "num_outputs": 255}) == triton.PRODUCT_TILES_MANY
+    assert triton.grad_tiles(torch.bfloat16, **wide) == triton.GRAD_TILES
+    assert triton.grad_tiles(torch.float32, num_inputs=16, num_outputs=2048) == triton.GRAD_TILES_FP32
+
+
+def test_tiles_of_thin_matrices_are_as_wide_as_the_matrix():
+    for columns, side in ((1, 16), (8, 16), (16, 16), (17, 32), (64, 64)):
+        thin = triton.product_tiles(torch.bfloat16, rows_per_expert=512, num_inputs=2048, num_outputs=columns)
+        assert thin.outputs == side
+        assert thin.inputs >= 64
+        shallow = triton.product_tiles(torch.bfloat16, rows_per_expert=512, num_inputs=columns, num_outputs=2048)
+        assert (shallow.inputs, shallow.outputs) == (side, 128)
+        assert triton.product_tiles(torch.float32, rows_per_expert=512, num_inputs=2048, num_outputs=columns).outputs == side
+        low, high = (triton.grad_tiles(torch.bfloat16, num_inputs=one, num_outputs=other) for one, other in ((columns, 2048), (2048, columns)))
+        assert (low.inputs, low.outputs) == (high.outputs, high.inputs) == (side, 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [1, 16, 33, 64])
+def test_thin_products_with_the_tiles_that_are_used(rank, dtype):
+    for num_inputs, num_outputs in ((131, rank), (rank, 131)):
+        case = case_of((63, 0, 66), num_inputs, num_outputs, dtype=dtype, num_sentinels=3, is_transposed=num_outputs == rank)
+        check_product(product(tiles=None), case)
+        check_grad(grad(tiles=None), case, dtype=torch.float32)
+        check_grad(grad(tiles=None), case, scale=0.5, row_weight_N=row_weights(case))
+
+
+def row_weights(case):
+    """The interpreter cuts to bf16 where a device rounds: there weights that need no rounding."""
+    return make_row_weights(case, is_exact=DEVICE == "cpu" and case.x_NI.dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(5, 33), (33, 5), (16, 16)])
+def test_scale_and_row_weights_of_a_gradient(num_inputs, num_outputs, dtype):
+    case = case_of((17, 0, 16, 15, 1, 2), num_inputs, num_outputs, dtype=dtype, num_sentinels=5)
+    for factors in ({"scale": -0.75}, {"row_weight_N": row_weights(case)}, {"scale": 3.0, "row_weight_N": row_weights(case)}):
+        check_grad(grad(), case, **factors)
+    check_grad(grad(), case, dtype=torch.float32, row_weight_N=make_row_weights(case, dtype=torch.bfloat16, is_exact=True))
 
 
 def test_more_groups_of_tiles_than_one_and_more_experts_than_rows():
@@ -204,7 +268,8 @@ def test_addresses_beyond_two_to_the_31_elements_are_reached():
 
 ROW_LOSS = "for start in range(begin, stop, BLOCK_N):"
 X_LOAD = "mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)"
-D_LOAD = "mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)\n        total, lost = "
+D_LOAD = "mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)\n        if HAS_WEIGHT"
+ON_X = "x = (x.to(tl.float32) * row_weight[None, :])"
 PRODUCT_STEP, GRAD_STEP = "_add_step(total, lost, x, weight,", "_add_step(total, lost, x, d,"
 FEW_BITS = ".to(tl.float16).to(tl.float32)"
 LOST = "lost = part - (new_total - total)"
@@ -251,6 +316,15 @@ FAULTS = {
     "gradient: low precision": (GRAD_STEP, GRAD_STEP.replace("total", "total" + FEW_BITS)),
     "gradient: last column lost": ("    inside_cols = cols < num_outputs\n    begin", "    inside_cols = cols < num_outputs - 1\n    begin"),
     "gradient: matrix of the first expert": ("grad_row = expert.to(tl.int64) * num_inputs + inputs", "grad_row = inputs"),
+    "gradient: scale lost": ("total *= scale\n", "total *= 1.0\n"),
+    "gradient: scale before the sum ends": ("    total *= scale\n", "        total *= scale\n"),
+    "gradient: weights lost": ("HAS_WEIGHT=row_weight_N is not None", "HAS_WEIGHT=False"),
+    "gradient: weight of the neighbour": ("rows * row_weight_stride", "(rows + 1) * row_weight_stride"),
+    "gradient: stride of the weights lost": ("0 if row_weight_N is None else row_weight_N.stride(0)", "1"),
+    "gradient: weights of nobody": ("row_weight_stride, mask=inside_rows, other=0.0", "row_weight_stride"),
+    "gradient: weight squared": (ON_X, ON_X.replace("row_weight[None, :]", "row_weight[None, :] * row_weight[None, :]")),
+    "gradient: weighted rows with few bits": (ON_X, ON_X + FEW_BITS),
+    "gradient: weights never on d": ("d = (d.to(tl.float32) * row_weight[:, None])", "d = (d.to(tl.float32))"),
     "product: borders trusted": ("stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n    first", "stop = tl.load(end_ptr + expert)\n    first"),
     "gradient: borders trusted": ("stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n\n", "stop = tl.load(end_ptr + expert)\n\n"),
 }  # fmt: skip
@@ -267,6 +341,9 @@ def check_every_part(module):
     narrow = case_of((9, 0, 150), 150, 20, dtype=torch.bfloat16, num_sentinels=5, rank=5, has_bias=True)
     check_product(product(module), narrow)
     check_grad(grad(module), narrow, dtype=torch.float32)
+    for num_inputs, num_outputs in ((20, 37), (37, 20)):
+        weighted = case_of((17, 0, 16, 15), num_inputs, num_outputs, dtype=torch.float32, num_sentinels=5)
+        check_grad(grad(module), weighted, scale=1.75, row_weight_N=make_row_weights(weighted))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

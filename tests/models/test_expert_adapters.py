@@ -9,11 +9,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch.nn.utils import parametrize
 
+from lightning_fastft.models import experts as experts_module
 from lightning_fastft.models.adapters import install_adapter_shadows
 from lightning_fastft.models.expert_adapters import ParamWrapper, install_expert_adapters
 from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.moe.experts import run_experts
 from tests.models.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
 from tests.models.test_moe import assert_same, distance, results, run
 from tests.models.tiny_models import build_tiny
@@ -174,6 +176,193 @@ def test_the_table_does_not_say_that_peft_serves_what_the_router_serves():
     after = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16).status
     assert after.state == "active"
     assert "PEFT's own" not in after.reason
+
+
+def with_exchanged_adapters(model):
+    """Adapters made as if the stacks were stored the other way round, so that PEFT's second factor stands where its first one was."""
+    stacks = [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "is_transposed")]
+    before = [module.is_transposed for module in stacks]
+    for module, is_transposed in zip(stacks, before):
+        module.is_transposed = not is_transposed
+    adapted = with_adapters(model)
+    for module, is_transposed in zip(stacks, before):
+        module.is_transposed = is_transposed
+    assert stacks
+    return adapted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_factors_in_the_other_order_are_those_of_peft(family):
+    model = with_exchanged_adapters(build_tiny(family, experts="eager"))
+    expected = results(model)
+    install(model)
+    assert_same(results(model), expected)
+
+
+def build_narrow(family="qwen3_moe", *, has_shadows=True, is_router_first=True, adapt=with_adapters):
+    """A bf16 model with fp32 masters, router and shadows (without: those of attention alone), in either order of installation."""
+    model = adapt(build_tiny(family).bfloat16())
+    assert {parameter.dtype for name, parameter in model.named_parameters() if "lora" in name} == {torch.float32}
+    shadows, ledgers = None, []
+    for step in ("router", "shadows") if is_router_first else ("shadows", "router"):
+        ledgers.append(SwapLedger())
+        if step == "router":
+            install_bincount_router(model, ledgers[-1])
+        else:
+            shadows = install_adapter_shadows(model, ledgers[-1], compute_dtype=torch.bfloat16)
+    if not has_shadows:
+        for module in model.modules():
+            vars(module).pop("fastft_expert_shadows", None)
+    return model, shadows, ledgers
+
+
+def stack_linears(model):
+    """lora_A and lora_B of every wrapped stack."""
+    wrappers = [module for module in model.modules() if isinstance(module, PeftParamWrapper)]
+    return [linear for wrapper in wrappers for linear in (wrapper.lora_A["default"], wrapper.lora_B["default"])]
+
+
+@pytest.fixture
+def narrow_adapters(monkeypatch):
+    """Notes of every product whether its adapter came with narrow factors."""
+    noted = []
+
+    def noting(*arguments, gate_up, down, **options):
+        noted.extend(linear.adapter is not None and linear.adapter.narrow_a_ERI is not None for linear in (gate_up, down))
+        return run_experts(*arguments, gate_up=gate_up, down=down, **options)
+
+    monkeypatch.setattr(experts_module, "run_experts", noting)
+    return noted
+
+
+@pytest.mark.parametrize("is_router_first", [True, False])
+@pytest.mark.parametrize("adapt", [with_adapters, with_exchanged_adapters])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shadows_give_the_bits_of_casts_in_every_pass(family, adapt, is_router_first, narrow_adapters):
+    arms = []
+    for has_shadows in (False, True):
+        torch.manual_seed(0)
+        model, shadows, _ = build_narrow(family, has_shadows=has_shadows, is_router_first=is_router_first, adapt=adapt)
+        narrow_adapters.clear()
+        arms.append(results(model))
+        assert set(narrow_adapters) == {has_shadows}
+    assert len(shadows._experts) == len(stack_linears(model))
+    (expected_logits, expected_grads), (logits, grads) = arms
+    assert torch.equal(logits, expected_logits)
+    for name, grad in expected_grads.items():
+        if "experts" in name and grad is not None:
+            assert torch.equal(grads[name], grad), name
+            assert grads[name].dtype is torch.float32
+            assert grads[name].is_contiguous()
+
+
+def test_shadows_are_in_no_state_dict_and_gone_after_undoing():
+    model, shadows, ledgers = build_narrow()
+    keys = list(model.state_dict())
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    run(model)
+    assert len(shadows._experts) == len(stack_linears(model))
+    assert list(model.state_dict()) == keys
+    assert not any("shadow" in name for name, _ in model.named_buffers())
+    ledgers[1].undo()
+    assert len(shadows._experts) == 0
+    after = {name: set(vars(module)) for name, module in model.named_modules()}
+    assert not any("fastft_expert_factor" in names or "fastft_expert_shadows" in names for names in after.values())
+    assert all(after[name] <= names for name, names in before.items() if name in after)
+    run(model)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["A", "B"])
+@pytest.mark.parametrize("change", ["in place", "load_state_dict", "new parameter", "data replaced", "unseen and refreshed"])
+def test_every_change_of_a_master_reaches_the_next_forward(change, which):
+    model, shadows, _ = build_narrow()
+    before = run(model).logits
+    linear = stack_linears(model)[which]
+    key = next(name for name, parameter in model.named_parameters() if parameter is linear.weight)
+    new = linear.weight.detach() * 3.0
+    if change == "in place":
+        with torch.no_grad():
+            linear.weight.mul_(3.0)
+    elif change == "load_state_dict":
+        model.load_state_dict({**model.state_dict(), key: new})
+    elif change == "new parameter":
+        linear.weight = torch.nn.Parameter(new)
+    elif change == "data replaced":
+        linear.weight.data = new
+    else:
+        # Through .data nothing is seen from outside: that is what refresh is for.
+        linear.weight.data.mul_(3.0)
+        assert torch.equal(run(model).logits, before)
+        shadows.refresh()
+    after = run(model).logits
+    assert not torch.equal(after, before)
+    fresh, _, _ = build_narrow()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(run(fresh).logits, after)
+
+
+def test_optimizer_steps_with_shadows_are_those_without():
+    arms = []
+    for has_shadows in (False, True):
+        torch.manual_seed(0)
+        model, shadows, _ = build_narrow(has_shadows=has_shadows)
+        optimizer = torch.optim.AdamW([linear.weight for linear in stack_linears(model)], lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            results(model)
+            optimizer.step()
+            shadows.refresh()
+        arms.append([linear.weight.detach().clone() for linear in stack_linears(model)])
+    assert all(torch.equal(one, other) for one, other in zip(*arms))
+
+
+def test_a_refresh_between_forward_and_backward_is_an_error():
+    model, shadows, _ = build_narrow()
+    loss = run(model).logits.float().square().mean()
+    shadows.refresh()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_first_forward_in_inference_mode_can_be_trained_on():
+    model, shadows, _ = build_narrow()
+    with torch.inference_mode():
+        run(model)
+        shadows.refresh()
+        run(model)
+    results(model)
+    assert all(linear.weight.grad is not None for linear in stack_linears(model))
+
+
+def test_a_deep_copy_has_shadows_of_its_own():
+    model, _, _ = build_narrow()
+    expected = run(model).logits
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for linear in stack_linears(twin):
+            linear.weight.mul_(2.0)
+    assert not torch.equal(run(twin).logits, expected)
+    assert torch.equal(run(model).logits, expected)
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.float16])
+def test_stacks_in_another_dtype_are_served_without(compute_dtype, narrow_adapters):
+    model = with_adapters(build_tiny("qwen3_moe").to(torch.float32 if compute_dtype is torch.float32 else torch.bfloat16))
+    ledger, _ = install(model)
+    shadows = install_adapter_shadows(model, ledger, compute_dtype=compute_dtype)
+    run(model)
+    assert set(narrow_adapters) == {False}
+    assert len(shadows._experts) == 0
+
+
+def test_the_table_counts_stacks_alone_too():
+    model = get_peft_model(build_tiny("qwen3_moe").bfloat16(), LoraConfig(r=4, target_modules=[], target_parameters=STACKS)).train()
+    install(model)
+    shadows = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    assert shadows.status.state == "active"
+    assert shadows.status.reason.startswith("4 stacks of experts: float32 masters, bfloat16 compute")
+    run(model)
+    assert len(shadows) == 8
 
 
 def test_nothing_to_swap():

@@ -88,7 +88,13 @@ def tensors_of(x_TD, weight_TK, gate_up, down):
     return named
 
 
-def run(function, case, *, dtype, trained, form=SILU, factor_dtype=None, **options):
+def with_narrow(adapter, dtype):
+    """The adapter with narrow copies of its factors."""
+    narrow_a_ERI, narrow_b_ERO = (factor.detach().to(dtype).contiguous() for factor in (adapter.a_EIR.transpose(1, 2), adapter.b_ERO))
+    return adapter._replace(narrow_a_ERI=narrow_a_ERI, narrow_b_ERO=narrow_b_ERO)
+
+
+def run(function, case, *, dtype, trained, form=SILU, factor_dtype=None, has_narrow=False, **options):
     """Output and gradients of the named tensors, from copies in dtype; adapters in factor_dtype."""
     x_TD, expert_TK, weight_TK, gate_up, down = case
 
@@ -101,6 +107,7 @@ def run(function, case, *, dtype, trained, form=SILU, factor_dtype=None, **optio
         if linear.adapter is not None:
             factors = (cast(factor, factor_dtype or dtype) for factor in linear.adapter[:2])
             adapter = ExpertAdapter(*factors, linear.adapter.scale)
+            adapter = with_narrow(adapter, dtype) if has_narrow else adapter
         linears.append(ExpertLinear(cast(linear.weight_EIO, dtype), cast(linear.bias_EO, dtype), adapter))
     x_TD, weight_TK = cast(x_TD, dtype), cast(weight_TK, factor_dtype or dtype)
     named = tensors_of(x_TD, weight_TK, *linears)
@@ -184,6 +191,94 @@ def test_wide_masters_of_adapters_and_routing_weights_get_wide_gradients():
         assert not torch.equal(found[name], found[name].bfloat16().float()), name
 
 
+@pytest.mark.parametrize("trained", [ADAPTERS, ("gate_up.a",), ("gate_up.b",), ("down.a",), ("down.b",), FROZEN], ids=lambda names: names[-1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_factors_give_the_same_bits(dtype, trained):
+    case = make_case(num_tokens=60, rank=8, has_bias=True, route="sentinels")
+    expected = run(run_experts, case, dtype=dtype, factor_dtype=torch.float32, trained=trained)
+    found = run(run_experts, case, dtype=dtype, factor_dtype=torch.float32, trained=trained, has_narrow=True)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_narrow_factors_are_what_is_read():
+    """Masters of NaN: nothing reads them, and they get the gradients."""
+    case = make_case(num_tokens=60, rank=8)
+    adapters = []
+    for linear in case[3:]:
+        adapter = with_narrow(linear.adapter, torch.float32)
+        adapters.append(adapter._replace(a_EIR=torch.full_like(adapter.a_EIR, float("nan")), b_ERO=torch.full_like(adapter.b_ERO, float("nan"))))
+    expected = run(run_experts, case, dtype=torch.float32, trained=ADAPTERS)
+    masters = [factor.requires_grad_() for adapter in adapters for factor in adapter[:2]]
+    linears = [linear._replace(adapter=adapter) for linear, adapter in zip(case[3:], adapters)]
+    y_TD = run_experts(*case[:3], gate_up=linears[0], down=linears[1], form=SILU, num_experts=5)
+    coefficients = torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    (y_TD * coefficients.float()).sum().backward()
+    assert torch.equal(y_TD, expected["y"])
+    for master, name in zip(masters, ADAPTERS[2:]):
+        assert torch.equal(master.grad, expected[name]), name
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_narrow_factor_that_changes_before_the_backward_is_an_error(index):
+    x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=4)
+    down = down._replace(adapter=with_narrow(down.adapter, torch.float32))
+    y_TD = run_experts(x_TD.requires_grad_(), expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=5)
+    down.adapter[3 + index].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y_TD.sum().backward()
+
+
+@pytest.mark.parametrize("is_a_last", [False, True], ids=["b has the expert last", "a has the expert last"])
+def test_a_gradient_lies_in_memory_as_its_parameter_and_is_not_copied(is_a_last, monkeypatch):
+    """PEFT's two parameters of a stack, either of them in front: autograd takes the very memory that was written."""
+    num_experts, rank = 5, 4
+    made = set()
+    for name in ("grouped_weight_grad", "unpack_expert_last"):
+        real = getattr(experts, name)
+
+        def noting(*arguments, real=real, **options):
+            result = real(*arguments, **options)
+            made.add(result.data_ptr())
+            return result
+
+        monkeypatch.setattr(experts, name, noting)
+    x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=rank, num_experts=num_experts)
+    parameters, linears = [], []
+    for linear in (gate_up, down):
+        _, num_inputs, num_outputs = linear.weight_EIO.shape
+        first, last = (num_outputs, num_inputs) if is_a_last else (num_inputs, num_outputs)
+        expert_first = torch.nn.Parameter(torch.randn(num_experts * rank, first))
+        expert_last = torch.nn.Parameter(torch.randn(last, rank * num_experts))
+        parameters += [expert_first, expert_last]
+        front, back = expert_first.view(num_experts, rank, first), expert_last.view(last, rank, num_experts).permute(2, 1, 0)
+        a_ERI, b_ERO = (back, front) if is_a_last else (front, back)
+        linears.append(linear._replace(adapter=ExpertAdapter(a_ERI.transpose(1, 2), b_ERO, 0.7)))
+    run_experts(x_TD, expert_TK, weight_TK, gate_up=linears[0], down=linears[1], form=SILU, num_experts=num_experts).sum().backward()
+    for parameter in parameters:
+        assert parameter.grad.is_contiguous()
+        assert parameter.grad.data_ptr() in made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"narrow_b_ERO": None},
+        {"narrow_a_ERI": None},
+        {"narrow_a_ERI": torch.zeros(5, 3, 12)},
+        {"narrow_b_ERO": torch.zeros(5, 4, 14).double()},
+        {"narrow_b_ERO": torch.zeros(14, 4, 5).permute(2, 1, 0)},
+    ],
+)
+def test_narrow_factors_that_do_not_fit(change):
+    x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=4)
+    gate_up = gate_up._replace(adapter=with_narrow(gate_up.adapter, torch.float32)._replace(**change))
+    with pytest.raises(ShapeError, match=f"{next(iter(change))} of gate_up"):
+        run_experts(x_TD, expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=5)
+
+
 def test_two_runs_are_bit_equal():
     case = make_case(num_tokens=200, rank=4, has_bias=True)
     first, second = (run(run_experts, case, dtype=torch.float32, trained=WHOLE) for _ in range(2))
@@ -197,7 +292,7 @@ def test_sentinel_rows_are_never_read(monkeypatch):
     real = experts.grouped_mm
 
     def poisoned(x_NI, weight_EIO, end_E, **options):
-        out = x_NI.new_full((x_NI.shape[0], weight_EIO.shape[2]), float("nan"))
+        out = weight_EIO.new_full((x_NI.shape[0], weight_EIO.shape[2]), float("nan"))
         return real(x_NI, weight_EIO, end_E, out=out, **options)
 
     monkeypatch.setattr(experts, "grouped_mm", poisoned)

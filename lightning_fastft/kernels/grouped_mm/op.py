@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_float, check_tensor
+from lightning_fastft.checks import check_choice, check_float, check_int, check_tensor
 from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import plain_numbers
+from lightning_fastft.kernels.expert_rows.op import gather_rows
 from lightning_fastft.kernels.grouped_mm import reference
-from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
 
 BACKENDS = ("auto", "torch", "triton", "reference")
-# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, and what is added costs one more pass over its result.
-# Whether our own kernel, which adds within its only pass, is faster is not yet measured (benchmarks/grouped_mm.py does).
-TORCH_WITH_ADDEND = True
+# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, but what is added costs one more pass over its result. Our
+# kernel, which adds within its only pass, took 0.74 to 0.98 of that time there (benchmarks/grouped_mm.py --adapters); elsewhere it is not measured.
+_ADDEND_CAPABILITIES = (9,)
 # CUTLASS kernels exist for these major compute capabilities; everywhere else torch loops over experts on the host, with waits (GroupedMMUtils.h).
 _TORCH_CAPABILITIES = (9, 10)
 # On 10.x the gradient of an expert without rows is not 0 (https://github.com/pytorch/pytorch/issues/172439).
@@ -27,7 +29,7 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def grouped_mm(
-    x_NI: torch.Tensor,
+    x_NI: Rows,
     weight_EIO: torch.Tensor,
     end_E: torch.Tensor,
     *,
@@ -45,7 +47,8 @@ def grouped_mm(
     written and hold anything.
 
     Args:
-        x_NI: Rows sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous.
+        x_NI: Rows sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous. Or GatheredRows, which "triton" reads
+            where they lie and the others copy first.
         weight_EIO: One matrix per expert. Shape (E, I, O); dtype of x_NI; any view with a stride of 1 along I or O.
         end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
         bias_EO: Shape (E, O); dtype of x_NI; last axis contiguous.
@@ -80,11 +83,11 @@ def grouped_mm(
     if name == "auto":
         name = choose_backend(x_NI, weight_EIO, has_addend=not addend.is_empty)
     else:
-        _check_forced(name, x_NI, _why_not_torch(x_NI, weight_EIO) if name == "torch" else None)
-    with torch.no_grad(), torch.autocast(x_NI.device.type, enabled=False):
+        _check_forced(name, rows_of(x_NI), _why_not_torch(x_NI, weight_EIO) if name == "torch" else None)
+    with plain_numbers(end_E.device.type):
         if name == "torch":
-            return _torch_product(x_NI, weight_EIO, end_E, addend=addend, out_NO=out)
-        out_NO = x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2]) if out is None else out
+            return _torch_product(_copy_rows(x_NI), weight_EIO, end_E, addend=addend, out_NO=out)
+        out_NO = weight_EIO.new_empty(x_NI.shape[0], weight_EIO.shape[2]) if out is None else out
         if name == "reference":
             return reference.grouped_mm(x_NI, weight_EIO, end_E, addend=addend, out_NO=out_NO)
         from lightning_fastft.kernels.grouped_mm import triton
@@ -93,17 +96,27 @@ def grouped_mm(
 
 
 def grouped_weight_grad(
-    x_NI: torch.Tensor, d_NO: torch.Tensor, end_E: torch.Tensor, *, dtype: torch.dtype | None = None, backend: str = "auto"
+    x_NI: Rows,
+    d_NO: Rows,
+    end_E: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    row_weight_N: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
-    """Return the gradient of each expert's matrix: ``g[e] = x[rows of e]^T @ d[rows of e]``, exactly 0 for an expert without rows.
+    """Return the gradient of each expert's matrix: ``g[e] = scale * (w * x)[rows of e]^T @ d[rows of e]``, exactly 0 for an expert without rows.
 
-    Sums are fp32, rounded once. Rows at or behind end_E[-1] take no part, whatever they hold.
+    Sums are fp32, scaled and rounded once; the weights w are multiplied in fp32 onto the rows of the thinner operand, which are then rounded to their
+    own dtype again. Rows at or behind end_E[-1] take no part, whatever they and their weights hold.
 
     Args:
-        x_NI: Inputs of the product, sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous.
-        d_NO: Gradient of its result. Shape (N, O); dtype of x_NI; last axis contiguous.
+        x_NI: Inputs of the product, sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous. Or GatheredRows.
+        d_NO: Gradient of its result. Shape (N, O); dtype of x_NI; last axis contiguous. Or GatheredRows, of the same slots where both are.
         end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
         dtype: Dtype of the gradient, one of those of x_NI; None for that of x_NI. "torch" has no other.
+        scale: Factor on the whole gradient.
+        row_weight_N: Factor on each row. Shape (N,); any floating dtype, any stride; None for 1.
         backend: "torch", "triton", "reference" or "auto" (choose_grad_backend).
 
     Returns:
@@ -111,10 +124,11 @@ def grouped_weight_grad(
 
     Raises:
         ShapeError: Shapes, dtypes, devices or layouts do not fit; on a CPU also where end_E falls or goes beyond N.
-        OptionError: backend is unknown or cannot run these tensors here.
+        OptionError: backend is unknown or cannot run these tensors here, or scale is not finite.
 
     Cost:
-        2 N I O FLOP; no host synchronisation on CUDA.
+        2 N I O FLOP; no host synchronisation on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy of the weighted rows and one
+        more pass over a scaled gradient.
 
     Source:
         own
@@ -124,32 +138,40 @@ def grouped_weight_grad(
         >>> grouped_weight_grad(x, d, torch.tensor([1, 3, 3], dtype=torch.int32)).flatten()
         tensor([1., 8., 0.])
     """
-    _check_rows("x_NI", x_NI, like=x_NI)
-    _check_rows("d_NO", d_NO, like=x_NI)
-    _check_ends(end_E, like=x_NI)
-    dtype = dtype or x_NI.dtype
-    if dtype not in _FLOATING or (dtype is torch.float64) != (x_NI.dtype is torch.float64):
-        raise ShapeError(f"dtype is {dtype} for rows in {x_NI.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in float64.")
+    like = rows_of(x_NI)
+    _check_either("x_NI", x_NI, like=like)
+    _check_either("d_NO", d_NO, like=like)
+    _check_ends(end_E, like=like)
+    if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
+        raise ShapeError("x_NI and d_NO are gathered by different slots; both operands of a gradient have the same rows.")
+    dtype = dtype or like.dtype
+    if dtype not in _FLOATING or (dtype is torch.float64) != (like.dtype is torch.float64):
+        raise ShapeError(f"dtype is {dtype} for rows in {like.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in float64.")
+    check_float("scale", scale, low=-float("inf"))
+    if row_weight_N is not None:
+        _check_row_weight(row_weight_N, num_rows=x_NI.shape[0], like=like)
     name = check_choice("backend", backend, BACKENDS)
     if name == "auto":
         name = choose_grad_backend(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype)
     else:
-        _check_forced(name, x_NI, _why_not_torch_grad(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype) if name == "torch" else None)
-    with torch.no_grad(), torch.autocast(x_NI.device.type, enabled=False):
+        _check_forced(name, like, _why_not_torch_grad(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype) if name == "torch" else None)
+    with plain_numbers(end_E.device.type):
         if name == "torch":
-            return torch.nn.functional.grouped_mm(x_NI.T, d_NO, offs=end_E)
+            weighted_NI, weighted_NO = reference.weigh_rows(_copy_rows(x_NI), _copy_rows(d_NO), row_weight_N)
+            grad_EIO = torch.nn.functional.grouped_mm(weighted_NI.T, weighted_NO, offs=end_E)
+            return grad_EIO if scale == 1.0 else grad_EIO.mul_(scale)
         if name == "reference":
-            return reference.grouped_weight_grad(x_NI, d_NO, end_E, dtype=dtype)
+            return reference.grouped_weight_grad(x_NI, d_NO, end_E, dtype=dtype, scale=scale, row_weight_N=row_weight_N)
         from lightning_fastft.kernels.grouped_mm import triton
 
-        return triton.grouped_weight_grad(x_NI, d_NO, end_E, dtype=dtype)
+        return triton.grouped_weight_grad(x_NI, d_NO, end_E, dtype=dtype, scale=scale, row_weight_N=row_weight_N)
 
 
-def choose_backend(x_NI: torch.Tensor, weight_EIO: torch.Tensor, *, has_addend: bool = False) -> str:
+def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = False) -> str:
     """Return what grouped_mm picks under backend="auto".
 
     On a CPU "reference"; on CUDA "torch" where its kernel takes these tensors (bf16 on compute capability 9.x or 10.x, strides and sizes in whole
-    16 bytes), else "triton".
+    16 bytes), there are more than 64 output columns, and on 9.x nothing is added; else "triton".
 
     Args:
         x_NI: Rows sorted by expert, shape (N, I); only dtype, device and layout count.
@@ -169,17 +191,21 @@ def choose_backend(x_NI: torch.Tensor, weight_EIO: torch.Tensor, *, has_addend: 
         >>> choose_backend(torch.zeros(3, 8), torch.zeros(2, 8, 8))
         'reference'
     """
-    if not x_NI.is_cuda:
+    if not weight_EIO.is_cuda:
         return "reference"
-    if has_addend and not TORCH_WITH_ADDEND:
+    # Tiles of torch's grouped GEMM are made for wide results: with 16 columns it took 0.14 ms where reading the rows takes 0.06 (H200).
+    if weight_EIO.shape[2] <= THIN_COLUMNS:
+        return "triton"
+    if has_addend and torch.cuda.get_device_capability(weight_EIO.device)[0] in _ADDEND_CAPABILITIES:
         return "triton"
     return "triton" if _why_not_torch(x_NI, weight_EIO) else "torch"
 
 
-def choose_grad_backend(x_NI: torch.Tensor, d_NO: torch.Tensor, *, num_experts: int, dtype: torch.dtype | None = None) -> str:
+def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torch.dtype | None = None) -> str:
     """Return what grouped_weight_grad picks under backend="auto".
 
-    As choose_backend, with "torch" on compute capability 9.x only: on 10.x it gives experts without rows a gradient.
+    As choose_backend, with "torch" on compute capability 9.x only (on 10.x it gives experts without rows a gradient), and only where neither operand
+    is thin.
 
     Args:
         x_NI: Inputs of the product, shape (N, I); only dtype, device and layout count.
@@ -200,9 +226,17 @@ def choose_grad_backend(x_NI: torch.Tensor, d_NO: torch.Tensor, *, num_experts: 
         >>> choose_grad_backend(torch.zeros(3, 8), torch.zeros(3, 8), num_experts=2)
         'reference'
     """
-    if not x_NI.is_cuda:
+    like = rows_of(x_NI)
+    if not like.is_cuda:
         return "reference"
-    return "triton" if _why_not_torch_grad(x_NI, d_NO, num_experts=num_experts, dtype=dtype or x_NI.dtype) else "torch"
+    if min(x_NI.shape[1], d_NO.shape[1]) <= THIN_COLUMNS:
+        return "triton"
+    return "triton" if _why_not_torch_grad(x_NI, d_NO, num_experts=num_experts, dtype=dtype or like.dtype) else "torch"
+
+
+def _copy_rows(rows: Rows) -> torch.Tensor:
+    """Return rows as a tensor of shape (N, I)."""
+    return gather_rows(rows.x_TI, rows.slot_N, num_experts_per_token=rows.num_slots_per_row) if isinstance(rows, GatheredRows) else rows
 
 
 def _torch_product(
@@ -220,20 +254,21 @@ def _torch_product(
     return add_to_rows(y_NO, end_E, addend=addend, out_NO=y_NO if out_NO is None else out_NO)
 
 
-def _why_not_torch(x_NI: torch.Tensor, weight_EIO: torch.Tensor) -> str | None:
+def _why_not_torch(x_NI: Rows, weight_EIO: torch.Tensor) -> str | None:
     """Return why torch's grouped GEMM does not take these tensors, or would loop on the host; None where it does its work in one launch."""
-    misfit = _device_misfit(x_NI, capabilities=_TORCH_CAPABILITIES) or _size_misfit(
-        x_NI.dtype, num_experts=weight_EIO.shape[0], sizes=(x_NI.shape[0], *weight_EIO.shape[1:])
+    misfit = _device_misfit(rows_of(x_NI), capabilities=_TORCH_CAPABILITIES) or _size_misfit(
+        weight_EIO.dtype, num_experts=weight_EIO.shape[0], sizes=(x_NI.shape[0], *weight_EIO.shape[1:])
     )
     return misfit or _layout_misfit("x_NI", x_NI) or _layout_misfit("weight_EIO", weight_EIO)
 
 
-def _why_not_torch_grad(x_NI: torch.Tensor, d_NO: torch.Tensor, *, num_experts: int, dtype: torch.dtype) -> str | None:
+def _why_not_torch_grad(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torch.dtype) -> str | None:
     """Return why torch's grouped GEMM does not serve a weight gradient; None where it does."""
-    if dtype is not x_NI.dtype:
-        return f"its result has the dtype of its inputs, {x_NI.dtype}, not {dtype}"
-    misfit = _device_misfit(x_NI, capabilities=_TORCH_GRAD_CAPABILITIES) or _size_misfit(
-        x_NI.dtype, num_experts=num_experts, sizes=(x_NI.shape[0], x_NI.shape[1], d_NO.shape[1])
+    like = rows_of(x_NI)
+    if dtype is not like.dtype:
+        return f"its result has the dtype of its inputs, {like.dtype}, not {dtype}"
+    misfit = _device_misfit(like, capabilities=_TORCH_GRAD_CAPABILITIES) or _size_misfit(
+        like.dtype, num_experts=num_experts, sizes=(x_NI.shape[0], x_NI.shape[1], d_NO.shape[1])
     )
     return misfit or _layout_misfit("x_NI", x_NI) or _layout_misfit("d_NO", d_NO)
 
@@ -261,8 +296,11 @@ def _size_misfit(dtype: torch.dtype, *, num_experts: int, sizes: tuple[int, int,
     return None
 
 
-def _layout_misfit(name: str, tensor: torch.Tensor) -> str | None:
+def _layout_misfit(name: str, tensor: Rows) -> str | None:
     """Of the last two axes one has stride 1, the other one of whole 16 bytes and no overlap; so has the first of three (TMA)."""
+    if isinstance(tensor, GatheredRows):
+        # Copied first, into rows that lie one behind the other.
+        return None
     *outer, slow, fast = tensor.stride()
     slow_size, fast_size = tensor.shape[-2:]
     if fast != 1:
@@ -288,11 +326,12 @@ def _check_forced(name: str, x_NI: torch.Tensor, misfit: str | None) -> None:
         raise OptionError(f'backend="torch" cannot run: {misfit}. Use "auto" or "{other}".')
 
 
-def _check_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None) -> None:
+def _check_product(x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None) -> None:
     """Refuse what a kernel would read or write wrongly."""
-    _check_rows("x_NI", x_NI, like=x_NI)
-    _check_like("weight_EIO", weight_EIO, ndim=3, like=x_NI)
-    _check_ends(end_E, like=x_NI)
+    like = rows_of(x_NI)
+    _check_either("x_NI", x_NI, like=like)
+    _check_like("weight_EIO", weight_EIO, ndim=3, like=like)
+    _check_ends(end_E, like=like)
     num_experts, num_inputs, num_outputs = weight_EIO.shape
     if end_E.shape[0] != num_experts or x_NI.shape[1] != num_inputs:
         raise ShapeError(
@@ -301,19 +340,19 @@ def _check_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, end_E: torch.Te
     if not any(stride == 1 or size <= 1 for stride, size in zip(weight_EIO.stride()[1:], weight_EIO.shape[1:])):
         raise ShapeError(f"weight_EIO has strides {weight_EIO.stride()}; one of its last two axes must be contiguous. Call .contiguous() once.")
     if addend.bias_EO is not None:
-        _check_rows("bias_EO", addend.bias_EO, like=x_NI, shape=(num_experts, num_outputs))
+        _check_rows("bias_EO", addend.bias_EO, like=like, shape=(num_experts, num_outputs))
     if (addend.low_NR is None) != (addend.low_ERO is None):
         raise ShapeError("low_NR and low_ERO must be given together; one of them is None.")
     if addend.low_NR is not None and addend.low_ERO is not None:
-        _check_rows("low_NR", addend.low_NR, like=x_NI, shape=(x_NI.shape[0], addend.low_ERO.shape[1] if addend.low_ERO.ndim == 3 else 0))
-        _check_like("low_ERO", addend.low_ERO, ndim=3, like=x_NI)
+        _check_rows("low_NR", addend.low_NR, like=like, shape=(x_NI.shape[0], addend.low_ERO.shape[1] if addend.low_ERO.ndim == 3 else 0))
+        _check_like("low_ERO", addend.low_ERO, ndim=3, like=like)
         if addend.low_ERO.shape[::2] != (num_experts, num_outputs) or addend.low_ERO.shape[1] == 0 or not addend.low_ERO.is_contiguous():
             raise ShapeError(
                 f"low_ERO has shape {tuple(addend.low_ERO.shape)} and strides {addend.low_ERO.stride()}; it must be contiguous, with "
                 f"{num_experts} experts, a rank above 0 and {num_outputs} outputs."
             )
     if out_NO is not None:
-        _check_rows("out", out_NO, like=x_NI, shape=(x_NI.shape[0], num_outputs))
+        _check_rows("out", out_NO, like=like, shape=(x_NI.shape[0], num_outputs))
         if out_NO.shape[0] > 1 and out_NO.stride(0) < num_outputs:
             raise ShapeError(f"out has strides {out_NO.stride()}; its rows must not overlap.")
 
@@ -325,6 +364,34 @@ def _check_rows(name: str, tensor: torch.Tensor, *, like: torch.Tensor, shape: t
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}.")
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise ShapeError(f"{name} has strides {tensor.stride()}; its last axis must be contiguous.")
+
+
+def _check_either(name: str, rows: Rows, *, like: torch.Tensor) -> None:
+    """Refuse rows, gathered or not, that a kernel would read wrongly."""
+    _check_rows(name, rows_of(rows), like=like)
+    if isinstance(rows, GatheredRows):
+        slot_N = check_tensor(f"slot_N of {name}", rows.slot_N, ndim=1, dtypes=(torch.int32, torch.int64))
+        check_int(f"num_slots_per_row of {name}", rows.num_slots_per_row, low=1)
+        if slot_N.device != like.device or not slot_N.is_contiguous() or slot_N.shape[0] != rows.x_TI.shape[0] * rows.num_slots_per_row:
+            raise ShapeError(
+                f"slot_N of {name} has {slot_N.shape[0]} entries on {slot_N.device} with stride {slot_N.stride(0)}; it must be contiguous, on "
+                f"{like.device}, with {rows.num_slots_per_row} for each of the {rows.x_TI.shape[0]} rows."
+            )
+
+
+def _have_same_slots(rows: GatheredRows, others: GatheredRows) -> bool:
+    """Whether one look at the slots finds both rows."""
+    return rows.slot_N is others.slot_N and rows.num_slots_per_row == others.num_slots_per_row
+
+
+def _check_row_weight(row_weight_N: torch.Tensor, *, num_rows: int, like: torch.Tensor) -> None:
+    """Refuse weights that are not one number per row where the rows are."""
+    check_tensor("row_weight_N", row_weight_N, ndim=1, dtypes=_FLOATING)
+    if row_weight_N.shape[0] != num_rows or row_weight_N.device != like.device:
+        raise ShapeError(
+            f"row_weight_N has {row_weight_N.shape[0]} entries on {row_weight_N.device}; x_NI has {num_rows} rows on {like.device}, and each "
+            "needs one."
+        )
 
 
 def _check_like(name: str, tensor: torch.Tensor, *, ndim: int, like: torch.Tensor) -> None:

@@ -13,6 +13,45 @@ import torch
 
 from lightning_fastft.errors import ShapeError
 
+# Products with no more output columns than this (the rows of an adapter's rank) do little arithmetic for each row they read: memory bounds them.
+THIN_COLUMNS = 64
+
+
+class GatheredRows(NamedTuple):
+    """Rows in the order of their experts that were never copied there: row n is ``x_TI[slot_N[n] // num_slots_per_row]``.
+
+    Args:
+        x_TI: Rows of tokens. Shape (T, I); last axis contiguous.
+        slot_N: Slots in sorted order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or int64, contiguous.
+        num_slots_per_row: Slots of a row: experts per token, K, with T * K = N.
+    """
+
+    x_TI: torch.Tensor
+    slot_N: torch.Tensor
+    num_slots_per_row: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, I)."""
+        return torch.Size((self.slot_N.shape[0], self.x_TI.shape[1]))
+
+    def read(self) -> torch.Tensor:
+        """Return the rows as a tensor of shape (N, I)."""
+        return self.x_TI.index_select(0, self.slot_N // self.num_slots_per_row)
+
+
+Rows = torch.Tensor | GatheredRows
+
+
+def rows_of(rows: Rows) -> torch.Tensor:
+    """Return the tensor that rows lie in."""
+    return rows.x_TI if isinstance(rows, GatheredRows) else rows
+
+
+def read_rows(rows: Rows) -> torch.Tensor:
+    """Return rows as a tensor of shape (N, I)."""
+    return rows.read() if isinstance(rows, GatheredRows) else rows
+
 
 class RowAddend(NamedTuple):
     """What is added to each product before it is rounded: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None leaves a part out.
@@ -35,12 +74,13 @@ class RowAddend(NamedTuple):
         return self.bias_EO is None and self.low_NR is None
 
 
-def grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor) -> torch.Tensor:
+def grouped_mm(x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor) -> torch.Tensor:
     """Write ``x[n] @ weight[e(n)]`` and what is added to it, rounded once; float64 is allowed.
 
     Raises:
         ShapeError: end_E decreases, or lies outside the rows.
     """
+    x_NI = read_rows(x_NI)
     wide = _wide_dtype(x_NI.dtype)
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=x_NI.shape[0])):
         product = x_NI[rows].to(wide) @ weight_EIO[expert].to(wide)
@@ -55,17 +95,43 @@ def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, o
     return out_NO
 
 
-def grouped_weight_grad(x_NI: torch.Tensor, d_NO: torch.Tensor, end_E: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x[rows of e]^T @ d[rows of e]``, rounded once; 0 for an expert without rows.
+def grouped_weight_grad(
+    x_NI: Rows,
+    d_NO: Rows,
+    end_E: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    row_weight_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``scale * (row_weight * x)[rows of e]^T @ d[rows of e]``, rounded once; 0 for an expert without rows.
 
     Raises:
         ShapeError: end_E decreases, or lies outside the rows.
     """
+    x_NI, d_NO = read_rows(x_NI), read_rows(d_NO)
     wide = _wide_dtype(x_NI.dtype)
+    x_NI, d_NO = weigh_rows(x_NI, d_NO, row_weight_N)
     grad_EIO = torch.empty(end_E.shape[0], x_NI.shape[1], d_NO.shape[1], dtype=dtype, device=x_NI.device)
     for expert, rows in enumerate(_rows_of_experts(end_E, num_rows=x_NI.shape[0])):
-        grad_EIO[expert] = x_NI[rows].to(wide).T @ d_NO[rows].to(wide)
+        grad_EIO[expert] = scale * (x_NI[rows].to(wide).T @ d_NO[rows].to(wide))
     return grad_EIO
+
+
+def weigh_rows(x_NI: torch.Tensor, d_NO: torch.Tensor, row_weight_N: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both operands of a gradient with the weights on the rows of the thinner one: a wide product, rounded to the dtype of the rows."""
+    if row_weight_N is None:
+        return x_NI, d_NO
+    wide = _wide_dtype(x_NI.dtype)
+    weight_N1 = row_weight_N[:, None].to(wide)
+    if has_thin_inputs(x_NI, d_NO):
+        return (x_NI.to(wide) * weight_N1).to(x_NI.dtype), d_NO
+    return x_NI, (d_NO.to(wide) * weight_N1).to(d_NO.dtype)
+
+
+def has_thin_inputs(x_NI: Rows, d_NO: Rows) -> bool:
+    """Whether the first operand of a gradient is the thinner one, which carries the weights of its rows."""
+    return x_NI.shape[1] <= d_NO.shape[1]
 
 
 def _add_to(product: torch.Tensor, expert: int, rows: slice, *, addend: RowAddend) -> torch.Tensor:

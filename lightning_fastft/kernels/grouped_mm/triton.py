@@ -11,18 +11,19 @@ first row, and a tile without rows of its own ends at once. Rows at or behind th
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.grouped_mm.reference import RowAddend
+from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, has_thin_inputs
 
 # Tiles of rows that share a tile of weights run next to each other, in groups of this many.
 ROW_TILES_PER_GROUP = 8
 # tl.dot takes no fewer than 16 columns.
-MIN_RANK_BLOCK = 16
+MIN_BLOCK = 16
 # With fewer rows per expert than this, half of a tile of 128 rows would be empty.
 MANY_ROWS = 128
 
@@ -45,12 +46,22 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Not yet measured (benchmarks/grouped_mm.py does). Chosen to fit the 99 KiB of shared memory of compute capability 8.6 and 8.9, which a test checks.
+# Fit the 99 KiB of shared memory of compute capability 8.6 and 8.9, which a test checks; not yet measured there.
 PRODUCT_TILES_MANY = Tiles(rows=128, inputs=64, outputs=128, num_warps=8, num_stages=3)
 PRODUCT_TILES_FEW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
+# Where a program may have 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above (benchmarks/grouped_mm.py --adapters).
+PRODUCT_TILES_LARGE = Tiles(rows=128, inputs=64, outputs=256, num_warps=8, num_stages=3)
+LARGE_SHARED_BYTES = 160 * 1024
+# Thin results: the rows cross memory once, in tiles as deep as fit, with two on their way in each of three programs of a multiprocessor (H200).
+PRODUCT_TILES_THIN = Tiles(rows=64, inputs=128, outputs=32, num_warps=4, num_stages=3)
+PRODUCT_TILES_HALF_THIN = Tiles(rows=64, inputs=64, outputs=64, num_warps=4, num_stages=4)
+# Few inputs: one step, so there is nothing to load ahead, and the result is what crosses memory.
+PRODUCT_TILES_SHALLOW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=1)
 PRODUCT_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
 ADD_TILES = Tiles(rows=64, inputs=32, outputs=128, num_warps=4, num_stages=1)
 GRAD_TILES = Tiles(rows=64, inputs=128, outputs=128, num_warps=8, num_stages=3)
+# Of a thin matrix, which is as many rows high as a rank; the same sizes the other way round where it is as many columns wide.
+GRAD_TILES_THIN = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
 GRAD_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
 
 
@@ -133,9 +144,19 @@ def _add_step(total, lost, a, b, IS_COMPENSATED: tl.constexpr):
     return total, lost
 
 
+@triton.jit
+def _find_sources(slot_ptr, rows, inside_rows, SLOTS_PER_ROW: tl.constexpr):
+    """Return where rows lie: where they are sorted to, or at the token of their slot."""
+    sources = rows
+    if SLOTS_PER_ROW > 0:
+        sources = tl.load(slot_ptr + rows, mask=inside_rows, other=0).to(tl.int64) // SLOTS_PER_ROW
+    return sources
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped_mm_kernel(
     x_ptr,
+    slot_ptr,
     weight_ptr,
     end_ptr,
     low_ptr,
@@ -154,6 +175,7 @@ def _grouped_mm_kernel(
     num_inputs,
     num_outputs,
     low_scale,
+    SLOTS_PER_ROW: tl.constexpr,
     RANK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
@@ -176,7 +198,8 @@ def _grouped_mm_kernel(
     )  # fmt: skip
 
     inputs = tl.arange(0, BLOCK_I).to(tl.int64)
-    x_ptrs = x_ptr + rows[:, None] * x_stride + inputs[None, :]
+    sources = _find_sources(slot_ptr, rows, inside_rows, SLOTS_PER_ROW)
+    x_ptrs = x_ptr + sources[:, None] * x_stride + inputs[None, :]
     weight_ptrs = weight_ptr + expert * weight_stride_expert + inputs[:, None] * weight_stride_input + cols[None, :] * weight_stride_output
     weight_step = tl.full((), BLOCK_I, tl.int64) * weight_stride_input
     lost = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)
@@ -236,13 +259,21 @@ def _add_to_rows_kernel(
 def _weight_grad_kernel(
     x_ptr,
     d_ptr,
+    slot_ptr,
     end_ptr,
+    row_weight_ptr,
     grad_ptr,
     x_stride,
     d_stride,
+    row_weight_stride,
     num_rows,
     num_inputs,
     num_outputs,
+    scale,
+    X_SLOTS_PER_ROW: tl.constexpr,
+    D_SLOTS_PER_ROW: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    IS_WEIGHT_ON_X: tl.constexpr,
     IS_COMPENSATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -264,23 +295,71 @@ def _weight_grad_kernel(
         rows = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
         # Rows of the next expert, or of nobody: both operands are cut off, since 0 times NaN is NaN.
         inside_rows = rows < stop
-        x = tl.load(x_ptr + rows[None, :] * x_stride + inputs[:, None], mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)
-        d = tl.load(d_ptr + rows[:, None] * d_stride + cols[None, :], mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)
+        x_rows = _find_sources(slot_ptr, rows, inside_rows, X_SLOTS_PER_ROW)
+        d_rows = _find_sources(slot_ptr, rows, inside_rows, D_SLOTS_PER_ROW)
+        x = tl.load(x_ptr + x_rows[None, :] * x_stride + inputs[:, None], mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)
+        d = tl.load(d_ptr + d_rows[:, None] * d_stride + cols[None, :], mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)
+        if HAS_WEIGHT:
+            row_weight = tl.load(row_weight_ptr + rows * row_weight_stride, mask=inside_rows, other=0.0).to(tl.float32)
+            if IS_WEIGHT_ON_X:
+                x = (x.to(tl.float32) * row_weight[None, :]).to(x_ptr.dtype.element_ty)
+            else:
+                d = (d.to(tl.float32) * row_weight[:, None]).to(d_ptr.dtype.element_ty)
         total, lost = _add_step(total, lost, x, d, IS_COMPENSATED)
+    total *= scale
     grad_row = expert.to(tl.int64) * num_inputs + inputs
     grad_ptrs = grad_ptr + grad_row[:, None] * num_outputs + cols[None, :]
     tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), mask=inside_inputs[:, None] & inside_cols[None, :])
 
 
-def product_tiles(dtype: torch.dtype, *, rows_per_expert: int) -> Tiles:
-    """Return the tiles of a product; fp32 runs on the plain arithmetic units, where a large tile would not stay in registers."""
+def product_tiles(dtype: torch.dtype, *, rows_per_expert: int, num_inputs: int, num_outputs: int, shared_bytes: int = 0) -> Tiles:
+    """Return the tiles of a product; fp32 runs on the plain arithmetic units, where a large tile would not stay in registers.
+
+    ``shared_bytes`` is the shared memory that a program may have, 0 where it is not known.
+    """
     if dtype is torch.float32:
-        return PRODUCT_TILES_FP32
-    return PRODUCT_TILES_MANY if rows_per_expert >= MANY_ROWS else PRODUCT_TILES_FEW
+        return _trim(PRODUCT_TILES_FP32, num_outputs=num_outputs)
+    if num_outputs <= THIN_COLUMNS:
+        tiles = PRODUCT_TILES_THIN if num_outputs <= PRODUCT_TILES_THIN.outputs else PRODUCT_TILES_HALF_THIN
+        return _trim(tiles, num_inputs=num_inputs, num_outputs=num_outputs)
+    if num_inputs <= THIN_COLUMNS:
+        return _trim(PRODUCT_TILES_SHALLOW, num_inputs=num_inputs)
+    if rows_per_expert < MANY_ROWS:
+        return PRODUCT_TILES_FEW
+    return PRODUCT_TILES_LARGE if shared_bytes >= LARGE_SHARED_BYTES and num_outputs >= PRODUCT_TILES_LARGE.outputs else PRODUCT_TILES_MANY
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type != "cuda":
+        return 0
+    # torch's stubs do not know the name.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
+
+
+def grad_tiles(dtype: torch.dtype, *, num_inputs: int, num_outputs: int) -> Tiles:
+    """Return the tiles of a weight gradient."""
+    if dtype is torch.float32:
+        return GRAD_TILES_FP32
+    if num_inputs <= THIN_COLUMNS:
+        return _trim(GRAD_TILES_THIN, num_inputs=num_inputs)
+    if num_outputs <= THIN_COLUMNS:
+        return _trim(GRAD_TILES_THIN._replace(inputs=GRAD_TILES_THIN.outputs, outputs=GRAD_TILES_THIN.inputs), num_outputs=num_outputs)
+    return GRAD_TILES
+
+
+def _trim(tiles: Tiles, *, num_inputs: int | None = None, num_outputs: int | None = None) -> Tiles:
+    """Return tiles that are no wider than a matrix, save for what tl.dot wants."""
+    inputs, outputs = (
+        side if size is None else min(side, max(triton.next_power_of_2(size), MIN_BLOCK))
+        for side, size in ((tiles.inputs, num_inputs), (tiles.outputs, num_outputs))
+    )
+    return tiles._replace(inputs=inputs, outputs=outputs)
 
 
 def grouped_mm(
-    x_NI: torch.Tensor,
+    x_NI: Rows,
     weight_EIO: torch.Tensor,
     end_E: torch.Tensor,
     *,
@@ -293,18 +372,22 @@ def grouped_mm(
     num_rows = x_NI.shape[0]
     if out_NO.numel() == 0 or num_experts == 0:
         return out_NO
-    tiles = tiles or product_tiles(x_NI.dtype, rows_per_expert=num_rows // num_experts)
+    if tiles is None:
+        sizes = {"rows_per_expert": num_rows // num_experts, "num_inputs": num_inputs, "num_outputs": num_outputs}
+        tiles = product_tiles(out_NO.dtype, **sizes, shared_bytes=_shared_bytes(out_NO.device))
     low_NR, factor_ERO, bias_EO = _or_stand_in(addend, out_NO)
     rank = 0 if addend.low_NR is None else low_NR.shape[1]
+    x_TI, slot_N, num_slots = _where(x_NI)
     _grouped_mm_kernel[_grid(num_rows, num_experts, num_outputs, tiles)](
-        x_NI,
+        x_TI,
+        end_E if slot_N is None else slot_N,
         weight_EIO,
         end_E,
         low_NR,
         factor_ERO,
         bias_EO,
         out_NO,
-        x_NI.stride(0),
+        x_TI.stride(0),
         *weight_EIO.stride(),
         low_NR.stride(0),
         bias_EO.stride(0),
@@ -314,10 +397,11 @@ def grouped_mm(
         num_inputs,
         num_outputs,
         float(addend.low_scale),
+        SLOTS_PER_ROW=num_slots,
         RANK=rank,
         HAS_BIAS=addend.bias_EO is not None,
         IS_WHOLE=num_inputs % tiles.inputs == 0,
-        IS_COMPENSATED=_is_compensated(x_NI.dtype),
+        IS_COMPENSATED=_is_compensated(out_NO.dtype),
         BLOCK_N=tiles.rows,
         BLOCK_I=tiles.inputs,
         BLOCK_O=tiles.outputs,
@@ -367,27 +451,44 @@ def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, o
 
 
 def grouped_weight_grad(
-    x_NI: torch.Tensor, d_NO: torch.Tensor, end_E: torch.Tensor, *, dtype: torch.dtype, tiles: Tiles | None = None
+    x_NI: Rows,
+    d_NO: Rows,
+    end_E: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    row_weight_N: torch.Tensor | None = None,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Return the gradient of each expert's matrix; same contract as the reference."""
     num_rows, num_inputs = x_NI.shape
     num_experts, num_outputs = end_E.shape[0], d_NO.shape[1]
-    grad_EIO = torch.empty(num_experts, num_inputs, num_outputs, dtype=dtype, device=x_NI.device)
+    grad_EIO = torch.empty(num_experts, num_inputs, num_outputs, dtype=dtype, device=end_E.device)
     if grad_EIO.numel() == 0:
         return grad_EIO
-    tiles = tiles or (GRAD_TILES_FP32 if x_NI.dtype is torch.float32 else GRAD_TILES)
+    (x_TI, x_slot_N, num_x_slots), (d_TO, d_slot_N, num_d_slots) = _where(x_NI), _where(d_NO)
+    slot_N = x_slot_N if d_slot_N is None else d_slot_N
+    tiles = tiles or grad_tiles(x_TI.dtype, num_inputs=num_inputs, num_outputs=num_outputs)
     num_tiles = triton.cdiv(num_inputs, tiles.inputs) * triton.cdiv(num_outputs, tiles.outputs)
     _weight_grad_kernel[(num_tiles, num_experts)](
-        x_NI,
-        d_NO,
+        x_TI,
+        d_TO,
+        end_E if slot_N is None else slot_N,
         end_E,
+        x_TI if row_weight_N is None else row_weight_N,
         grad_EIO,
-        x_NI.stride(0),
-        d_NO.stride(0),
+        x_TI.stride(0),
+        d_TO.stride(0),
+        0 if row_weight_N is None else row_weight_N.stride(0),
         num_rows,
         num_inputs,
         num_outputs,
-        IS_COMPENSATED=_is_compensated(x_NI.dtype),
+        float(scale),
+        X_SLOTS_PER_ROW=num_x_slots,
+        D_SLOTS_PER_ROW=num_d_slots,
+        HAS_WEIGHT=row_weight_N is not None,
+        IS_WEIGHT_ON_X=has_thin_inputs(x_NI, d_NO),
+        IS_COMPENSATED=_is_compensated(x_TI.dtype),
         BLOCK_N=tiles.rows,
         BLOCK_I=tiles.inputs,
         BLOCK_O=tiles.outputs,
@@ -395,6 +496,11 @@ def grouped_weight_grad(
         num_stages=tiles.num_stages,
     )
     return grad_EIO
+
+
+def _where(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Return the tensor that rows lie in, and by which slots they are found; 0 slots where they lie in their order."""
+    return (rows.x_TI, rows.slot_N, rows.num_slots_per_row) if isinstance(rows, GatheredRows) else (rows, None, 0)
 
 
 def _grid(num_rows: int, num_experts: int, num_outputs: int, tiles: Tiles) -> tuple[int]:
@@ -409,7 +515,7 @@ def _is_compensated(dtype: torch.dtype) -> bool:
 
 def _rank_block(rank: int, tiles: Tiles) -> int:
     """Ranks of one step of the low-rank product: all of them, or as many as a step of the product has inputs."""
-    return min(max(triton.next_power_of_2(rank), MIN_RANK_BLOCK), tiles.inputs)
+    return min(max(triton.next_power_of_2(rank), MIN_BLOCK), tiles.inputs)
 
 
 def _or_stand_in(addend: RowAddend, out_NO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

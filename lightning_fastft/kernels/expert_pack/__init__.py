@@ -1,0 +1,1 @@
+"""Stacks of thin matrices whose fastest axis is the expert, brought into expert order and back."""

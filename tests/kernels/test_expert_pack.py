@@ -1,0 +1,186 @@
+"""The expert from the last axis of a stack to the first and back: the public functions against a permutation; kernels in a child process."""
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.expert_pack import op, reference
+from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
+from tests.host_waits import HostWaits
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.kernels.truth import load_with_fault
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Around a tile of 64: none, one, a prime, one under and one over, more than two.
+SHAPES = ((0, 3, 5), (4, 0, 5), (4, 3, 0), (1, 1, 1), (13, 5, 7), (63, 2, 65), (64, 1, 64), (130, 3, 129))
+# More than one row too many along any axis of the sizes here.
+MARGIN = 2048
+BOTH = pytest.mark.parametrize("function", [pack_expert_first, unpack_expert_last])
+
+
+def flat_in_nan(shape, dtype, *, device="cpu"):
+    """Contiguous values between values that nobody may read; returns them and the whole buffer."""
+    size = torch.Size(shape).numel()
+    buffer = torch.full((size + 2 * MARGIN,), float("nan"), dtype=dtype, device=device)
+    return buffer[MARGIN : MARGIN + size].view(shape), buffer
+
+
+def make_source(shape, dtype, *, device="cpu"):
+    source, _ = flat_in_nan(shape, dtype, device=device)
+    return source.copy_(torch.randn(shape, device=device))
+
+
+def check_exchange(exchange, shape, *, dtype, out_dtype, scale=1.0, device="cpu", expected_of=None):
+    """Bit-equal to a permutation, cast once; nothing written beside the result, and the source stays."""
+    source = make_source(shape, dtype, device=device)
+    before = source.clone()
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    moved = before.permute(2, 1, 0)
+    expected = (moved.to(wide) * scale).to(out_dtype) if scale != 1.0 else moved.to(out_dtype)
+    out, buffer = flat_in_nan(shape[::-1], out_dtype, device=device)
+    result = exchange(source, scale=scale, out=out)
+    assert result is out
+    assert torch.equal(result, expected if expected_of is None else expected_of(expected, result))
+    assert torch.equal(source, before)
+    out.fill_(float("nan"))
+    assert buffer.isnan().all(), "something was written outside the result"
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@BOTH
+def test_every_cast_equals_a_permutation(function, dtype, out_dtype):
+    check_exchange(function, (13, 5, 7), dtype=dtype, out_dtype=out_dtype)
+    check_exchange(function, (13, 5, 7), dtype=dtype, out_dtype=out_dtype, scale=-0.7)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@BOTH
+def test_every_shape_equals_a_permutation(function, shape):
+    check_exchange(function, shape, dtype=torch.float32, out_dtype=torch.bfloat16)
+
+
+def test_each_undoes_the_other_and_makes_fresh_memory():
+    b_ORE = torch.randn(17, 4, 6)
+    b_ERO = pack_expert_first(b_ORE)
+    assert b_ERO.shape == (6, 4, 17)
+    assert b_ERO.is_contiguous()
+    assert torch.equal(b_ERO[2, 3], b_ORE[:, 3, 2])
+    assert torch.equal(unpack_expert_last(b_ERO), b_ORE)
+    assert pack_expert_first(b_ORE, dtype=torch.bfloat16).dtype is torch.bfloat16
+    assert torch.equal(unpack_expert_last(b_ERO, scale=0.5), b_ORE * 0.5)
+
+
+def test_no_graph_no_wait_and_a_changed_version():
+    b_ORE = torch.randn(17, 4, 6, requires_grad=True)
+    out = torch.empty(6, 4, 17, dtype=torch.bfloat16)
+    version = out._version
+    with HostWaits() as waits:
+        pack_expert_first(b_ORE, out=out)
+    assert waits.total == 0
+    assert not out.requires_grad
+    assert out._version > version
+
+
+def test_a_normal_tensor_is_written_in_inference_mode():
+    source, out = torch.randn(3, 2, 4), torch.empty(4, 2, 3)
+    with torch.inference_mode():
+        pack_expert_first(source, out=out)
+        fresh = pack_expert_first(source)
+    assert torch.equal(out, fresh)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"source": torch.zeros(3, 4)}, ShapeError, "3 axes"),
+        ({"source": torch.zeros(3, 4, 5, dtype=torch.int32)}, ShapeError, "dtype"),
+        ({"source": torch.zeros(5, 4, 3).permute(2, 1, 0)}, ShapeError, "contiguous"),
+        ({"dtype": torch.int8}, ShapeError, "int8"),
+        ({"dtype": torch.bfloat16, "out": torch.zeros(5, 4, 3)}, ShapeError, "out"),
+        ({"out": torch.zeros(3, 4, 5)}, ShapeError, "out"),
+        ({"out": torch.zeros(3, 4, 5).permute(2, 1, 0)}, ShapeError, "contiguous"),
+        ({"out": torch.zeros(5, 4, 3, device="meta")}, ShapeError, "meta"),
+        ({"scale": float("nan")}, OptionError, "scale"),
+        ({"backend": "fast"}, OptionError, "'auto', 'triton', 'reference'"),
+        ({"backend": "triton"}, OptionError, "CUDA"),
+    ],
+)
+@BOTH
+def test_what_the_kernel_would_do_wrongly_is_refused(function, change, error, message):
+    given = {"source": torch.zeros(3, 4, 5), **change}
+    with pytest.raises(error, match=message):
+        function(given.pop("source"), **given)
+
+
+def test_memory_of_the_source_is_no_place_for_the_result():
+    cube = torch.zeros(4, 4, 4)
+    with pytest.raises(ShapeError, match="shares memory"):
+        pack_expert_first(cube, out=cube)
+
+
+FAULTS = {
+    "axes not exchanged": ("source.permute(2, 1, 0)", "source.permute(0, 1, 2).reshape(source.shape[::-1])"),
+    "middle axis moved": ("source.permute(2, 1, 0)", "source.permute(1, 2, 0).reshape(source.shape[::-1])"),
+    "scale lost": ("moved.to(wide) * scale", "moved.to(wide)"),
+    "rounded before it is scaled": ("moved.to(wide) * scale", "moved.to(out.dtype) * scale"),
+}
+
+
+def check_every_part(exchange, *, device="cpu", **options):
+    check_exchange(exchange, (67, 3, 70), dtype=torch.float32, out_dtype=torch.float16, device=device, **options)
+    check_exchange(exchange, (67, 3, 70), dtype=torch.float32, out_dtype=torch.float16, scale=0.3, device=device, **options)
+    check_exchange(exchange, (5, 20, 7), dtype=torch.float32, out_dtype=torch.float32, device=device, **options)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty.exchange_ends)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(reference.exchange_ends)
+    check_every_part(op.pack_expert_first)
+
+
+COMPILE_SCRIPT = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.expert_pack import triton as expert_pack
+
+kernel = expert_pack._exchange_ends_kernel
+for capability in (86, 90, 100):
+    for source, out, has_scale in (("fp32", "bf16", False), ("fp32", "fp32", False), ("bf16", "fp32", True), ("fp32", "fp16", True)):
+        constants = {"HAS_SCALE": has_scale, "BLOCK_FIRST": expert_pack.MAX_SIDE, "BLOCK_LAST": expert_pack.MAX_SIDE}
+        kinds = {"source_ptr": "*" + source, "out_ptr": "*" + out, "scale": "fp32", **dict.fromkeys(constants, "constexpr")}
+        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+        whole = [index for index, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
+        attributes = {(index,): [["tt.divisibility", 16]] for index in whole}
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constexprs=constants, attrs=attributes), target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": expert_pack.NUM_WARPS},
+        )
+        # Both sides in 8 bytes or more at once: the tile was turned in shared memory.
+        ptx = compiled.asm["ptx"]
+        print(compiled.metadata.shared, int("ld.global.v" in ptx), int("st.global.v" in ptx))
+"""
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_compiles_with_wide_reads_and_writes():
+    lines = [[int(part) for part in line.split()] for line in compile_kernels(COMPILE_SCRIPT).splitlines()]
+    assert len(lines) == 12
+    for shared_bytes, has_wide_reads, has_wide_writes in lines:
+        # Four programs or more of a consumer card's 99 KiB.
+        assert 0 < shared_bytes <= 24 * 1024
+        assert has_wide_reads
+        assert has_wide_writes
+
+
+@pytest.mark.slow
+@in_both_lanes
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_expert_pack.py", lane=lane)

@@ -1,0 +1,75 @@
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+
+``test_expert_pack.py`` runs them in the interpreter, ``tests/gpu/test_moe_gpu.py`` on the device.
+"""
+
+import os
+
+import pytest
+import torch
+
+from lightning_fastft.kernels.expert_pack import triton
+from tests.kernels.test_expert_pack import SHAPES, check_every_part, check_exchange
+from tests.kernels.truth import load_with_fault
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cut_alike(expected, result):
+    """The interpreter rounds to bf16 towards zero where a device rounds to the nearest: there one unit in the last place is no fault."""
+    if DEVICE == "cuda" or result.dtype is not torch.bfloat16:
+        return expected
+    distance = (result.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    return result if bool((distance <= 1).all()) else expected
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, -0.7])
+def test_every_cast_equals_a_permutation(scale, dtype, out_dtype):
+    check_exchange(triton.exchange_ends, (13, 5, 7), dtype=dtype, out_dtype=out_dtype, scale=scale, device=DEVICE, expected_of=cut_alike)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_equals_a_permutation(shape):
+    check_exchange(triton.exchange_ends, shape, dtype=torch.float32, out_dtype=torch.float16, device=DEVICE)
+
+
+def test_whoever_saved_the_old_values_is_told():
+    out = torch.zeros(4, 2, 3, device=DEVICE)
+    leaf = torch.ones(4, 2, 3, device=DEVICE, requires_grad=True)
+    product = leaf * out
+    triton.exchange_ends(torch.ones(3, 2, 4, device=DEVICE), scale=1.0, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        triton.exchange_ends(torch.ones(3, 2, 4, device=DEVICE), scale=1.0, out=torch.empty(4, 2, 3, device=DEVICE))
+
+
+FAULTS = {
+    "lost mask along the first axis": ("(first < num_first)[:, None] & (last", "(first < num_first + 1)[:, None] & (last"),
+    "lost mask along the last axis": ("(last < num_last)[None, :]", "(last < num_last + 1)[None, :]"),
+    "last row lost": ("(first < num_first)[:, None] & (last", "(first < num_first - 1)[:, None] & (last"),
+    "last column lost": ("(last < num_last)[None, :]", "(last < num_last - 1)[None, :]"),
+    "wrong stride of the source": ("source_row[:, None] * num_last", "source_row[:, None] * (num_last - 1)"),
+    "wrong stride of the result": ("out_row[None, :] * num_first", "out_row[None, :] * (num_first - 1)"),
+    "middle axis forgotten": ("out_row = last * num_middle + middle", "out_row = last * num_middle"),
+    "only the first tile of rows": ("(tl.program_id(0) // num_last_tiles).to(tl.int64)", "(tl.program_id(0) * 0).to(tl.int64)"),
+    "only the first tile of columns": ("(tl.program_id(0) % num_last_tiles).to(tl.int64)", "(tl.program_id(0) * 0).to(tl.int64)"),
+    "scale lost": ("value.to(tl.float32) * scale", "value.to(tl.float32)"),
+    "scale never asked for": ("HAS_SCALE=scale != 1.0", "HAS_SCALE=False"),
+    "rounded before it is scaled": ("value.to(tl.float32) * scale", "value.to(tl.float16).to(tl.float32) * scale"),
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty.exchange_ends)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(triton.exchange_ends, device=DEVICE)
