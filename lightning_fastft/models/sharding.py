@@ -224,7 +224,7 @@ class _Sharder:
     def describe(self, num_units: int) -> str:
         """Say in one line how the model is held."""
         held = "weights in their own dtype" if self.master_dtype is None else f"trained weights in {_short(self.master_dtype)}"
-        computed = "" if self.compute_dtype is None else f", gathered and computed in {_short(self.compute_dtype)}, reduced in float32"
+        computed = "" if self.compute_dtype is None else f", computed in {_short(self.compute_dtype)}, reduced in float32"
         return f"FSDP2 over {self.mesh.size()} devices, {num_units} units; {held}{computed}"
 
     def _fill(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel, filler: Filler) -> None:
@@ -255,7 +255,9 @@ class _Sharder:
     def _cut(self, unit: nn.Module) -> None:
         policy = MixedPrecisionPolicy()
         if self.compute_dtype is not None:
-            policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            # Adapters cast their factors themselves: gathered as they are held, their gradients are rounded nowhere, as on one device.
+            param_dtype = None if _trains_adapters_only(unit) else self.compute_dtype
+            policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         # A unit computes in one dtype: what is wider on purpose, and frozen, stays out of it.
         own = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
         self._whole |= {parameter for parameter in own if not parameter.requires_grad and self._is_wide(parameter)}
@@ -280,6 +282,12 @@ class _Sharder:
     def _is_wide(self, parameter: nn.Parameter) -> bool:
         is_narrowed = self.compute_dtype is not None and parameter.is_floating_point()
         return is_narrowed and parameter.dtype.itemsize > self.compute_dtype.itemsize  # type: ignore[union-attr]
+
+
+def _trains_adapters_only(unit: nn.Module) -> bool:
+    """Whether what is trained in a unit are LoRA factors, and nothing besides."""
+    trained = [name for name, parameter in unit.named_parameters() if parameter.requires_grad and not isinstance(parameter, DTensor)]
+    return bool(trained) and all(".lora_A." in name or ".lora_B." in name for name in trained)
 
 
 class Filler:

@@ -155,13 +155,13 @@ def test_bf16_is_trained_from_fp32_masters_unless_asked_otherwise(two_ranks):
 
 @pytest.mark.slow
 def test_narrow_adapters_compute_as_on_one_device(two_ranks):
-    """From weights that FSDP2 has gathered in bf16: the same forward to the bit, gradients rounded once before they are reduced."""
+    """From fp32 masters that FSDP2 has gathered: the same forward to the bit, and gradients that are not rounded before they are reduced."""
     ours, one = two_ranks["bf16 adapters"], narrow_adapters(strategy=FastFTStrategy())
     assert ours["calls"] > 0
     # One process has the micro-batches of both ranks, in turns, and divides by twice as many.
     first_window = slice(0, 2 * ACCUMULATE, 2)
     assert torch.equal(ours["losses"][:ACCUMULATE], 2 * one["losses"][first_window])
-    assert difference(ours["state"], one["state"]) <= torch.finfo(torch.bfloat16).eps
+    assert difference(ours["state"], one["state"]) <= 1e-5
 
 
 @pytest.mark.slow
