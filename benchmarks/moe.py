@@ -10,7 +10,7 @@ weights. Modes:
 
 - ``plain``: recompute or keep, with +eager, +grouped_mm or +published (the experts function of transformers; without one its own default); +flex for
   FlexAttention where the family has sinks (its default, eager attention, builds every score of the pack).
-- ``ours``: as in the ruler; BincountRouter is always there.
+- ``ours``: as in the ruler; BincountRouter is always there, FusedKernels with +fused.
 - ``unsloth``: unsloth (its default) and off; +paddedN for models that it never packs: length-grouped batches of N documents, right-padded. The judged
   step has the documents of the first pack. Then all documents of the token file, sorted by length and cut into batches, in an order in which every
   beginning holds short and long ones; only real tokens are counted, and the rate is that of all timed steps together.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import json
 import os
@@ -173,6 +174,8 @@ def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: s
         name = recorder.case.optimizer
         if name not in held:
             held.clear()
+            # A tuner and what trained it refer to each other: without this the next model would stand beside the last one.
+            gc.collect()
             held[name] = ours.make_tuner(files, optimizer=name, is_cuda=is_cuda)
         _train_ours(held[name], recorder, adapter=adapter, is_cuda=is_cuda)
         held[name].zero_grad(set_to_none=True)
@@ -188,14 +191,15 @@ def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: s
 def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
     from benchmarks.ruler.arms import ours
     from lightning_fastft.callbacks.bincount_router import BincountRouter
+    from lightning_fastft.callbacks.fused_kernels import FusedKernels
     from lightning_fastft.strategies.single_device import FastFTStrategy
 
-    checkpointing, wants_liger = parse_mode(recorder.case.mode)
+    checkpointing, wants_liger, wants_fused = parse_mode(recorder.case.mode)
     measure = ours.MeasuringCallback(recorder, adapter=adapter, wants_liger=wants_liger, checkpointing=checkpointing, is_cuda=is_cuda)
     strategy, router = FastFTStrategy(activations=checkpointing), BincountRouter()
     num_steps = recorder.num_total + measure.num_extra_steps
     trainer = ours.make_trainer(strategy, measure, max_steps=num_steps, is_cuda=is_cuda)
-    trainer.callbacks.append(router)
+    trainer.callbacks.extend([router, FusedKernels()] if wants_fused else [router])
     loader = torch.utils.data.DataLoader(
         [recorder.pack_at(step) for step in range(num_steps)],
         batch_size=None,
@@ -436,7 +440,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     num_before, records = len(records), read_records(raw)
     command = "python -m benchmarks.moe " + " ".join(sys.argv[1:])
-    append_rows(moe_rows(records[num_before:], command=command), path=options.out / "rows.csv")
+    append_rows(moe_rows(records, num_before=num_before, command=command), path=options.out / "rows.csv")
     table = describe(records)
     (options.out / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(table, flush=True)
@@ -465,11 +469,13 @@ def is_done(case: Case, records: Sequence[dict[str, Any]], *, files: WorkloadFil
     )
 
 
-def moe_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return the ruler's rows, under this benchmark's name and with the routing in the workload."""
+def moe_rows(records: Sequence[dict[str, Any]], *, command: str, num_before: int = 0) -> list[dict[str, Any]]:
+    """Return the ruler's rows of the records behind the first num_before, under this benchmark's name and with the routing in the workload."""
+    # An arm that the ruler runs as it is does not look at the routing, which the weights and the tokens decide.
+    busiest = {record["workload"]: record["routing"]["busiest_tenth"] for record in records if "routing" in record}
     return [
-        {**row, "benchmark": "moe", "workload": f"{row['workload']}, busiest tenth {record['routing']['busiest_tenth']:.0%}"}
-        for record in records
+        {**row, "benchmark": "moe", "workload": f"{row['workload']}, busiest tenth {busiest[record['workload']]:.0%}"}
+        for record in records[num_before:]
         for row in result_rows([record], command=command)
     ]
 

@@ -22,6 +22,7 @@ from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.plans import CHECKED_STEP, check_plan, describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.workloads import Pack, Workload, lora_config, make_packs, read_lengths
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.models.families import decoder_layers, find_causal_models
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.module import FineTuner
@@ -145,11 +146,12 @@ class Rig:
         return make_packs(replace(self.workload, max_tokens=num_tokens, num_packs=num_packs))
 
     def _fit(self, run: Run, record: dict[str, Any], *, deadline: float) -> None:
-        checkpointing, _ = parse_mode(run.mode)
+        checkpointing, _, wants_fused = parse_mode(run.mode)
         if run.is_serial:
             checkpointing.options = checkpointing.options._replace(is_serial=True)
         follow = RunCallback(run, record, rig=self, checkpointing=checkpointing, deadline=deadline)
         trainer = make_trainer(FastFTStrategy(activations=checkpointing), follow, max_steps=follow.num_total, is_cuda=self.is_cuda)
+        trainer.callbacks.extend([FusedKernels()] if wants_fused else [])
         packs = self.packs(run.num_tokens)
         rows = [packs[step % len(packs)] for step in range(follow.num_total)]
         loader = torch.utils.data.DataLoader(rows, batch_size=None, collate_fn=collate_pack, pin_memory=self.is_cuda)

@@ -11,6 +11,7 @@ from lightning_fastft.strategies.registry import register_strategies
 
 if TYPE_CHECKING:
     from lightning_fastft.callbacks.bincount_router import BincountRouter
+    from lightning_fastft.callbacks.fused_kernels import FusedKernels
     from lightning_fastft.callbacks.gradient_health import GradientHealth
     from lightning_fastft.callbacks.packed_training import PackedTraining
     from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
@@ -40,6 +41,7 @@ _PLACES = {
     "FastFTProgressBar": "callbacks.progress_bar",
     "FastFTStrategy": "strategies.single_device",
     "FineTuner": "module",
+    "FusedKernels": "callbacks.fused_kernels",
     "GradientHealth": "callbacks.gradient_health",
     "OffloadCheckpointing": "offload.checkpointing",
     "PackedBatch": "packing.collate",
@@ -61,6 +63,7 @@ __all__ = [
     "FastFTProgressBar",
     "FastFTStrategy",
     "FineTuner",
+    "FusedKernels",
     "GradientHealth",
     "OffloadCheckpointing",
     "PackedBatch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,24 +34,32 @@ _GIB = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def parse_mode(mode: str) -> tuple[OffloadCheckpointing, bool]:
-    """Return the policy of a mode, and whether Liger's layers are asked for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+stream][+tilesN].
+class Mode(NamedTuple):
+    """What a mode asks for: an activation policy, Liger's layers, our fused layers."""
 
-    "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N tiles.
+    checkpointing: OffloadCheckpointing
+    wants_liger: bool
+    wants_fused: bool
+
+
+def parse_mode(mode: str) -> Mode:
+    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+stream][+tilesN].
+
+    "fused" adds FusedKernels, "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N tiles.
 
     Raises:
         ValueError: There is no such mode.
 
     Example:
-        >>> parse_mode("auto=14.5:32+liger")[0].options.vram_budget_bytes / 2**30
+        >>> parse_mode("auto=14.5:32+liger").checkpointing.options.vram_budget_bytes / 2**30
         14.5
     """
     rest, *added = mode.split("+")
     rest, _, host = rest.partition(":")
     name, _, vram = rest.partition("=")
     tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
-    if name not in POLICIES or len(tiles) + sum(part in ("liger", "stream") for part in added) != len(added):
-        raise ValueError(f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}.")
+    if name not in POLICIES or len(tiles) + sum(part in ("liger", "fused", "stream") for part in added) != len(added):
+        raise ValueError(f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}.")
     options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
     if "stream" in added:
         options["weights"] = "stream"
@@ -59,7 +67,7 @@ def parse_mode(mode: str) -> tuple[OffloadCheckpointing, bool]:
         options["host_budget"] = float(host or DEFAULT_HOST_GIB)
     if vram:
         options["vram_budget"] = float(vram)
-    return OffloadCheckpointing(**options), "liger" in added
+    return Mode(OffloadCheckpointing(**options), "liger" in added, "fused" in added)
 
 
 def least_warmup(mode: str) -> int:

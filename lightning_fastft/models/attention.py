@@ -180,7 +180,7 @@ def attend(
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     session = find_session(module)
     out_THW = packed_attention(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
         context=context, scale=scale, window=sliding_window, softcap=softcap, sink_H=s_aux, backend=context.attention_backend,
         remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
     )  # fmt: skip

@@ -75,6 +75,11 @@ def value_name(module: nn.Module) -> str:
     return str(vars(module)[_NAME_ATTRIBUTE])
 
 
+def is_linear_point(module: nn.Module) -> bool:
+    """Whether a module is ``nn.Linear`` that asks its segment."""
+    return isinstance(module, _LinearPoint)
+
+
 def is_frozen_point(module: nn.Module) -> bool:
     """Whether a module is a value point that saves nothing for its backward."""
     return isinstance(module, _ValuePoint) and not any(parameter.requires_grad for parameter in module.parameters())

@@ -175,6 +175,7 @@ class Session:
         self._held: dict[str, tuple[_Held, ...]] = {}
         self._counts: Counter[str] = Counter()
         self._num_runs = 0
+        self._choice: _RememberedChoice | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - the layer's own
         """Run the layer with this session open; the first time records, later times replay."""
@@ -187,13 +188,29 @@ class Session:
             observer.replay_begins(segment)
         try:
             if segment.has_router:
-                with _RememberedChoice(self):
+                self._choice = _RememberedChoice(self)
+                with self._choice:
                     return function(*args)
             return function(*args)
         finally:
+            # The two refer to each other: held on, an interrupted step would keep its memory until garbage is collected.
+            self._choice = None
             segment.session = outer
             if self.is_replay and observer is not None:
                 observer.replay_ends(segment)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Run what chooses no experts without being watched for it: every call of torch, each look at a shape among them, passes a watch."""
+        choice = self._choice
+        if choice is None or not choice.is_innermost():
+            yield
+            return
+        choice.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            choice.__enter__()
 
     def value(self, name: str, compute: Callable[[], Tensors], *, is_always_held: bool = False) -> Tensors:
         """Return what compute returns, computed or remembered as the plan says.
@@ -313,6 +330,11 @@ class _RememberedChoice(TorchFunctionMode):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
+
+    def is_innermost(self) -> bool:
+        """Whether this watch is the first to see a call."""
+        depth = torch._C._len_torch_function_stack()
+        return depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}

@@ -112,21 +112,22 @@ def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
 
 
 @pytest.mark.parametrize(
-    ("mode", "policy", "vram_gib", "host_gib", "buffers", "wants_liger"),
+    ("mode", "policy", "vram_gib", "host_gib", "buffers", "wants_liger", "wants_fused"),
     [
-        ("keep", "keep", None, None, 2, False),
-        ("recompute+liger", "recompute", None, None, 2, True),
-        ("offload", "offload", None, plans.DEFAULT_HOST_GIB, 2, False),
-        ("offload1:8+liger", "offload", None, 8.0, 1, True),
-        ("auto", "auto", None, plans.DEFAULT_HOST_GIB, 2, False),
-        ("auto=14.5:32+liger", "auto", 14.5, 32.0, 2, True),
-        ("recompute:8+stream+tiles4", "recompute", None, 8.0, 2, False),
+        ("keep", "keep", None, None, 2, False, False),
+        ("recompute+liger", "recompute", None, None, 2, True, False),
+        ("offload", "offload", None, plans.DEFAULT_HOST_GIB, 2, False, False),
+        ("offload1:8+liger", "offload", None, 8.0, 1, True, False),
+        ("auto", "auto", None, plans.DEFAULT_HOST_GIB, 2, False, False),
+        ("auto=14.5:32+liger", "auto", 14.5, 32.0, 2, True, False),
+        ("recompute:8+stream+tiles4", "recompute", None, 8.0, 2, False, False),
+        ("keep+fused", "keep", None, None, 2, False, True),
     ],
 )
-def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffers, wants_liger):
-    checkpointing, liger = plans.parse_mode(mode)
+def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffers, wants_liger, wants_fused):
+    checkpointing, liger, fused = plans.parse_mode(mode)
     options = checkpointing.options
-    assert (checkpointing.policy, options.buffers, liger) == (policy, buffers, wants_liger)
+    assert (checkpointing.policy, options.buffers, liger, fused) == (policy, buffers, wants_liger, wants_fused)
     assert options.vram_budget_bytes == (None if vram_gib is None else int(vram_gib * 2**30))
     assert options.host_budget_bytes == (None if host_gib is None else int(host_gib * 2**30))
     assert options.weights == ("stream" if "stream" in mode else "auto")

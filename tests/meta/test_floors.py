@@ -21,7 +21,7 @@ PLACES = (
     ("models/", (2, 4)),
     ("checkpoint/", (3, 0)),
     ("strategies/", (3, 1)),
-    *((f"{name}.py", (3, 2)) for name in ("metrics", "optimization", "module", "datamodule")),
+    *((f"{name}.py", (3, 2)) for name in ("metrics", "optim", "optimization", "module", "datamodule")),
     ("demo/", (3, 2)),
     ("callbacks/", (3, 3)),
     ("cli/", (4, 0)),

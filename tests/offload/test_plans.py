@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fastft.models import decoder_functions
 from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
@@ -11,7 +12,8 @@ from lightning_fastft.moe import experts
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.offload.segments import RECOMPUTE
 from lightning_fastft.offload.step import SegmentPlan
-from tests.models.packs import make_batch
+from tests.models.layer_pairs import DENSE, build, count_own_forwards, fuse, layers_of
+from tests.models.packs import assert_close, make_batch
 from tests.models.tiny_models import build_tiny
 from tests.offload.late_lanes import LateLanes
 from tests.offload.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
@@ -273,3 +275,119 @@ def test_a_slab_too_small_for_all_inputs_takes_some_and_says_so():
     assert_equal(read_gradients(model), expected, what="small slab")
     assert "1 of 3 inputs" in reports[0]
     assert "1 of 3 inputs" in checkpointing.status().reason
+
+
+FUSED = ("self_attn.qkv", "self_attn.o_proj")
+
+
+def make_fused(name, **options):
+    """A small model of one of the families of the decoder tests, its layers fused."""
+    model = build(name.removesuffix(" routed"), "lora" if name == "llama biased" else "full", **options)
+    if name.endswith(" routed"):
+        install_bincount_router(model, SwapLedger())
+    fuse(model)
+    return model, [make_batch(LENGTHS, seed=seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("name", ["llama biased", "qwen3", "gpt_oss", "qwen3_moe routed"])
+def test_random_plans_over_fused_layers_are_bit_equal(name):
+    model, batches = make_fused(name, **({} if name == "gpt_oss" else {"num_hidden_layers": 4}))
+    expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
+    planned = PlannedModel(model, batches, make_lanes=late(seed=1))
+    with count_own_forwards(model) as own:
+        planned.gradients(1)
+    assert own.attention == 0
+    block = ("mlp.gate_up",) if name in DENSE else ("mlp.experts.gate_up",) if name.endswith(" routed") else ()
+    assert set(planned.value_names[0]) == {*FUSED, *block}
+    for seed in range(8):
+        planned.follow(random_plan(planned.value_names, seed=seed))
+        for count in (1, 3):
+            assert_equal(planned.gradients(count), expected[count], what=f"{name}, plan {seed}, accumulation {count}")
+        assert is_clean(planned.use()), planned.use()
+
+
+def test_what_a_fused_layer_holds_is_not_computed_again(monkeypatch):
+    """Counted by the norms and products that run between forward and the end of the backward of one layer."""
+    model, batches = make_fused("qwen3", num_hidden_layers=1)
+    expected = kept_gradients(model, batches, 1)
+    planned = PlannedModel(model, batches)
+    columns = []
+    real = decoder_functions.product
+    monkeypatch.setattr(
+        decoder_functions,
+        "product",
+        lambda joint, *args, **options: columns.append(sum(part.num_outputs for part in joint.parts)) or real(joint, *args, **options),
+    )
+    qkv, out, gate_up, down = 128, 32, 80, 32
+    forward = [qkv, out, gate_up, down]
+    # The last product of a layer is needed by nobody in its second run.
+    again = {(): [qkv, out, gate_up], ("self_attn.qkv",): [out, gate_up], ("mlp.gate_up", "self_attn.o_proj"): [qkv], (*FUSED, "mlp.gate_up"): []}
+    for names, second in again.items():
+        for place in ("device", "host"):
+            planned.follow([RECOMPUTE._replace(values=tuple((name, place) for name in names))])
+            planned.gradients(1)
+            columns.clear()
+            assert_equal(planned.gradients(1), expected, what=f"{names} on {place}")
+            assert columns == forward + second
+
+
+def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed():
+    model, batches = make_fused("qwen3", num_hidden_layers=2)
+    expected = kept_gradients(model, batches, 1)
+    checkpointing = OffloadCheckpointing("recompute")
+    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    layers = layers_of(model)
+
+    class Squared(type(layers[0])):
+        """A layer that reads its output again after its last Function."""
+
+        def forward(self, *args, **options):
+            out = super().forward(*args, **options)
+            return out if not torch.is_grad_enabled() else out + 0.0 * out.square()
+
+    for segment in checkpointing.segments_of():
+        segment.last_point = "mlp.down"
+    for layer in layers:
+        layer.__class__ = Squared
+    model(**batches[0]).loss.backward()
+    assert_equal(read_gradients(model), expected, what="after a wrong guess")
+
+
+def test_tiles_of_the_block_and_fused_attention_go_together():
+    model, batches = make_fused("qwen3", num_hidden_layers=3)
+    expected = kept_gradients(model, batches, 1)
+    for policy in ("recompute", "offload"):
+        ledger = SwapLedger()
+        install_packed_training(model, ledger, checkpointing=OffloadCheckpointing(policy, mlp_tiles=3))
+        # The first second run learns where it ends; after that, three tiles of three blocks run in the forward and once more before their backward.
+        for num_blocks in (None, 18):
+            model.zero_grad(set_to_none=True)
+            with count_own_forwards(model) as own:
+                model(**batches[0]).loss.backward()
+            assert own.attention == 0
+            assert own.block == num_blocks or num_blocks is None
+            found = read_gradients(model)
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert_close(found[name], gradient)
+        ledger.undo()
+
+
+def test_streamed_weights_under_fused_layers_give_the_same_bits():
+    model, batches = make_fused("llama biased", num_hidden_layers=4)
+    expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
+    checkpointing = OffloadCheckpointing("recompute", weights="stream", host_budget=1.0)
+    ledger, before = SwapLedger(), {name: value.clone() for name, value in model.state_dict().items()}
+    install_packed_training(model, ledger, checkpointing=checkpointing)
+    checkpointing.stacks[0].make_lanes = late(seed=5)
+    checkpointing.place(torch.device("cpu"))
+    for count in (1, 3, 3):
+        model.zero_grad(set_to_none=True)
+        for batch in batches[:count]:
+            with count_own_forwards(model) as own:
+                model(**batch).loss.backward()
+            assert own.attention == 0
+        assert_equal(read_gradients(model), expected[count], what=f"streamed, accumulation {count}")
+    assert checkpointing.stacks[0].streamed is not None
+    ledger.undo()
+    assert_equal(model.state_dict(), before, what="given back")

@@ -1,14 +1,15 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in GiB; ":32" behind it is the
-host's), each with "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles; benchmarks/ruler/plans.py) and "+liger": Liger's
-norms and SwiGLU swapped in per instance until fused layers of our own exist. Under "auto" the judge's step is one that is measured, so gradients are
+host's), each with "+fused" (FusedKernels), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and "+liger" (Liger's
+norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Under "auto" the judge's step is one that is measured, so gradients are
 compared again when the plan stands: with those of recompute on the same weights.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.plans import CHECKED_STEP, check_plan, describe_plan, has_host_tensors, least_warmup, parse_mode
 from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.module import FineTuner
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
@@ -45,6 +47,8 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
 
 def _run_group(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
     packs, adapter = files.read_packs(), files.read_adapter()
+    # A tuner and what trained it refer to each other: without this the next model would stand beside the last one.
+    gc.collect()
     # The only reference to the model between cases, so that a model that is not wanted any more leaves the device.
     held: dict[str, FineTuner] = {}
 
@@ -92,10 +96,11 @@ def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
 
 def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
     case = recorder.case
-    checkpointing, wants_liger = parse_mode(case.mode)
+    checkpointing, wants_liger, wants_fused = parse_mode(case.mode)
     measure = MeasuringCallback(recorder, adapter=adapter, wants_liger=wants_liger, checkpointing=checkpointing, is_cuda=is_cuda)
     strategy = FastFTStrategy(activations=checkpointing)
     trainer = make_trainer(strategy, measure, max_steps=recorder.num_total + measure.num_extra_steps, is_cuda=is_cuda)
+    trainer.callbacks.extend([FusedKernels()] if wants_fused else [])
     rows = [recorder.pack_at(step) for step in range(recorder.num_total + measure.num_extra_steps)]
     loader = torch.utils.data.DataLoader(
         rows, batch_size=None, collate_fn=functools.partial(collate_pack, share=case.label_share), pin_memory=is_cuda

@@ -89,13 +89,22 @@ class _LoraAddmm(torch.autograd.Function):
         if needs_x or needs_a:
             d_low_TR = (d_out_TN @ shadow_b_NR).mul_(ctx.scale)
             d_x = (d_low_TR @ shadow_a_RD).view(x.shape) if needs_x else None
-            d_a_RD = _wide_product(d_low_TR.T, x.reshape(-1, x.shape[-1]), dtype=ctx.a_dtype) if needs_a else None
-        d_b_NR = _wide_product(d_out_TN.T, low_TR, dtype=ctx.b_dtype).mul_(ctx.scale) if needs_b else None
+            d_a_RD = wide_product(d_low_TR.T, x.reshape(-1, x.shape[-1]), dtype=ctx.a_dtype) if needs_a else None
+        d_b_NR = wide_product(d_out_TN.T, low_TR, dtype=ctx.b_dtype).mul_(ctx.scale) if needs_b else None
         return d_out if needs_base else None, d_x, d_a_RD, d_b_NR, None, None, None
 
 
-def _wide_product(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return left x right in dtype without rounding the sums to the narrow dtype of the factors."""
+def wide_product(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return left x right in dtype without rounding the sums to the narrow dtype of the factors.
+
+    Args:
+        left: Shape (M, K); any layout.
+        right: Shape (K, N); dtype of left.
+        dtype: Of the result, at least as wide as the factors.
+
+    Cost:
+        2 M K N FLOP; on a CPU wide copies of the factors; no host synchronisation.
+    """
     if left.dtype is dtype:
         return left @ right
     if left.is_cuda and dtype is torch.float32:

@@ -1,0 +1,110 @@
+"""What callbacks that swap modules of a model have in common: when they install, and that everything is taken back."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fastft.errors import SwapError
+from lightning_fastft.status import Status
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch import nn
+
+    from lightning_fastft.models.swap import SwapLedger
+
+
+class ModelSwaps(Callback):
+    """Swap modules of every transformers model inside the LightningModule for the length of a run; a subclass says which.
+
+    A FineTuner is asked to swap while it builds its model, before it is sharded and before strategies measure it; any other module is swapped when
+    the run starts, before sanity validation. Everything is taken back at the end and after an exception.
+    """
+
+    status_name = ""
+
+    def __init__(self) -> None:
+        self._ledger: SwapLedger | None = None
+        self._statuses: list[Status] = []
+        self._is_running = False
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the swaps are in place."""
+        return self._ledger is not None
+
+    def install(self, root: nn.Module, ledger: SwapLedger) -> list[Status]:
+        """Swap what stands in root, write every change into the ledger, and return what was done."""
+        raise NotImplementedError
+
+    def check_start(self, pl_module: pl.LightningModule) -> None:
+        """Called when a run starts and the swaps are in place; refuses what has changed since they were made."""
+
+    def status(self) -> list[Status]:
+        """Return what is active, for the table of the run; after the run, what was."""
+        return self._statuses or [Status(self.status_name, "inactive", "not installed")]
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Ask a FineTuner to swap while it builds its model."""
+        self._is_running = True
+        register: Any = getattr(pl_module, "register_transform", None)
+        if callable(register):
+            # A model that stands already is swapped when the run starts.
+            with contextlib.suppress(SwapError):
+                register(type(self).__name__, self._transform, stage="after_adapters")
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install before sanity validation, after configure_model."""
+        self._start(pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install for ``trainer.validate``."""
+        self._start(pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install for ``trainer.test``."""
+        self._start(pl_module)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install for ``trainer.predict``."""
+        self._start(pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take every swap back."""
+        self._undo()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take every swap back; Lightning calls no teardown of callbacks after an exception."""
+        self._undo()
+
+    def _transform(self, model: nn.Module) -> None:
+        # A FineTuner keeps the transform of a run that ended before its model was built.
+        if self._is_running:
+            self._install(model)
+
+    def _start(self, pl_module: pl.LightningModule) -> None:
+        self._install(pl_module)
+        self.check_start(pl_module)
+
+    def _install(self, root: nn.Module) -> None:
+        # Imported on first use: callbacks must be importable without transformers.
+        from lightning_fastft.models.swap import SwapLedger
+
+        if self._ledger is not None:
+            return
+        self._ledger = SwapLedger()
+        is_done = False
+        try:
+            self._statuses = self.install(root, self._ledger)
+            is_done = True
+        finally:
+            if not is_done:
+                self._undo()
+
+    def _undo(self) -> None:
+        ledger, self._ledger, self._is_running = self._ledger, None, False
+        if ledger is not None:
+            ledger.undo()

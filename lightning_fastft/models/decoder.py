@@ -1,0 +1,327 @@
+"""Fused decoder layers: a swap of transformers' layers for subclasses that run as a few autograd Functions; names, parameters and files stay.
+
+Axes: B rows, S positions, T = B * S tokens, D model width, H query heads, G key/value heads, W head width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.errors import UnsupportedModelError
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.models.activations import activation_name
+from lightning_fastft.models.attention import NAME as ATTENTION_NAME
+from lightning_fastft.models.attention import attend
+from lightning_fastft.models.decoder_functions import Norm, Rope, norm_feed_forward, norm_project, norm_rows, project_add, split_heads
+from lightning_fastft.models.families import decoder_layers, find_causal_models
+from lightning_fastft.models.linears import DenseWeights, Joint, join, read_part
+from lightning_fastft.models.swap import SwapLedger, share_state
+from lightning_fastft.models.values import find_session
+from lightning_fastft.status import Status
+
+STATUS_NAME = "fused layers"
+# A plain attribute of instances, so no state_dict has it.
+_FUSION_ATTRIBUTE = "fastft_fusion"
+_RECORDING = "transformers.utils.output_capturing"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+class LayerForm(NamedTuple):
+    """What tells one family's layer from another's; all of them norm, attend, add, norm, feed forward, add.
+
+    Args:
+        is_norm_wide: The norms multiply with their weight in fp32 (gpt-oss) and not after rounding (Llama).
+        has_config_window: Every layer hands the window of the configuration to attention (Mistral); else its own attribute says it, where it has one.
+        feed_forward: Classes of dense feed-forward blocks that are ``down(act(gate(x)) * up(x))``.
+    """
+
+    is_norm_wide: bool = False
+    has_config_window: bool = False
+    feed_forward: tuple[str, ...] = ()
+
+
+# By class of the decoder layer: only what was read and is compared with transformers in tests.
+LAYERS = MappingProxyType(
+    {
+        "LlamaDecoderLayer": LayerForm(feed_forward=("LlamaMLP",)),
+        "MistralDecoderLayer": LayerForm(has_config_window=True, feed_forward=("MistralMLP",)),
+        "MixtralDecoderLayer": LayerForm(has_config_window=True),
+        "Qwen2DecoderLayer": LayerForm(feed_forward=("Qwen2MLP",)),
+        "Qwen2MoeDecoderLayer": LayerForm(feed_forward=("Qwen2MoeMLP",)),
+        "Qwen3DecoderLayer": LayerForm(feed_forward=("Qwen3MLP",)),
+        "Qwen3MoeDecoderLayer": LayerForm(feed_forward=("Qwen3MoeMLP",)),
+        "GptOssDecoderLayer": LayerForm(is_norm_wide=True),
+    }
+)
+
+
+class _Fusion(NamedTuple):
+    """What a fused layer knows beside its modules."""
+
+    form: LayerForm
+    dense: DenseWeights
+
+
+class _Parts(NamedTuple):
+    """The products of a layer as they can be read now; without gate_up and down its feed-forward block runs as a module."""
+
+    qkv: Joint
+    out: Joint
+    gate_up: Joint | None
+    down: Joint | None
+
+
+class _FusedLayer:
+    """The forward of a decoder layer as a few Functions; mixed in before the layer's own class, whose forward serves whatever they cannot."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,  # noqa: ANN401 - a tensor, our deferred mask or None
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401 - a cache
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,  # noqa: ANN401 - transformers' keywords, with the batch context
+    ) -> torch.Tensor:
+        layer: Any = self
+        session = find_session(layer.self_attn)
+        with nullcontext() if session is None else session.unwatched():
+            parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
+        if parts is None or position_embeddings is None:
+            options = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+            return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
+        fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
+        with nullcontext() if session is None else session.unwatched():
+            x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+            x_TD = _attend(layer, fusion, parts, x_TD, shape=hidden_states.shape, angles=position_embeddings, mask=attention_mask, options=kwargs)
+            norm = _norm(layer.post_attention_layernorm, fusion.form)
+            if parts.gate_up is not None and parts.down is not None:
+                form = GateForm(activation=activation_name(layer.mlp))
+                return norm_feed_forward(x_TD, norm, parts.gate_up, parts.down, form=form, session=session).view(hidden_states.shape)
+            h_TD, x_TD = norm_rows(x_TD, norm)
+        out = layer.mlp(h_TD.view(hidden_states.shape))
+        # Blocks of some families hand their router's scores over beside the states.
+        out = out[0] if isinstance(out, tuple) else out
+        return x_TD.view(hidden_states.shape) + out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Classes made at run time have no place to be found in: a copied or pickled layer makes its class again."""
+        return _new_instance, (_fused_class, type(self).__mro__[2]), vars(self)
+
+
+class _FusedNorm:
+    """The forward of an RMSNorm as one kernel; mixed in before the norm's own class."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        norm: Any = self
+        if hidden_states.dtype not in _DTYPES or torch.is_autocast_enabled(hidden_states.device.type) or torch.compiler.is_compiling():
+            return super().forward(hidden_states)  # type: ignore[misc]
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return norm_rows(x_TD, _norm(norm, vars(norm)[_FUSION_ATTRIBUTE].form))[0].view(hidden_states.shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As that of a fused layer."""
+        return _new_instance, (_fused_norm_class, type(self).__mro__[2]), vars(self)
+
+
+def install_fused_layers(root: nn.Module, ledger: SwapLedger, *, awaits_copies: bool = False) -> list[Status]:
+    """Let the decoder layers of every model inside root run as a few fused Functions, where their family is known and nothing of theirs is changed.
+
+    A layer is swapped for a subclass that shares its state. In each call it reads its modules anew, and runs its own class's forward where a Function
+    would not be exact: with a cache, under autocast or torch.compile, with adapters that are no plain LoRA, with hooks on a module that would be
+    passed over, or where attention is not ours.
+
+    Args:
+        root: Any module: a model, a PEFT model, a LightningModule around them.
+        ledger: Where every change is written down.
+        awaits_copies: Adapters in fp32 will have narrow copies (``install_adapter_shadows``) before the first call, so they are no obstacle.
+
+    Returns:
+        One status "fused layers" for each model: active, inactive where the family is not served, refused where a layer stands in its way.
+
+    Cost:
+        Host work once; no device work.
+    """
+    models = find_causal_models(root)
+    if not models:
+        return [Status(STATUS_NAME, "inactive", f"{type(root).__name__} holds no transformers model")]
+    statuses = []
+    for name, model in models:
+        status = _install(model, ledger, awaits_copies=awaits_copies)
+        statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
+    return statuses
+
+
+def _install(model: PreTrainedModel, ledger: SwapLedger, *, awaits_copies: bool) -> Status:
+    layers = decoder_layers(model)
+    forms = {type(layer): LAYERS.get(type(layer).__name__) for layer in layers}
+    unknown = sorted(kind.__name__ for kind, form in forms.items() if form is None)
+    if unknown:
+        known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
+        return Status(STATUS_NAME, "inactive", f"{', '.join(unknown)} is not served; served are the layers of {known}")
+    obstacles = Counter(filter(None, (_obstacle(layer, awaits_copies=awaits_copies) for layer in layers)))
+    if obstacles:
+        reason, count = obstacles.most_common(1)[0]
+        return Status(STATUS_NAME, "refused", f"{count} of {len(layers)} layers: {reason}", "remove it, or leave FusedKernels out")
+    dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
+    num_fused = 0
+    for layer in layers:
+        form = forms[type(layer)]
+        assert form is not None
+        new = share_state(layer, _fused_class(type(layer)))  # type: ignore[arg-type]
+        ledger.replace_module(model, names[id(layer)], new)
+        ledger.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(form, dense))
+        num_fused += _is_known_block(layer.mlp, form)  # type: ignore[arg-type]
+    last_norm = getattr(model.get_decoder(), "norm", None)
+    if type(last_norm) is type(layers[0].input_layernorm):
+        # The norm in front of the head is one of the same family.
+        new = share_state(last_norm, _fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
+        ledger.replace_module(model, names[id(last_norm)], new)
+        ledger.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(LAYERS[type(layers[0]).__name__], dense))
+    blocks = "" if num_fused == len(layers) else f", feed-forward blocks of {num_fused}" if num_fused else ", without the blocks of experts"
+    return Status(STATUS_NAME, "active", f"{len(layers)} layers of {model.config.get_text_config().model_type}{blocks}")
+
+
+@functools.cache
+def _fused_class(old: type[Any]) -> type[nn.Module]:
+    return type(f"Fused{old.__name__}", (_FusedLayer, old), {"__doc__": f"transformers' {old.__name__} as a few fused Functions."})
+
+
+@functools.cache
+def _fused_norm_class(old: type[Any]) -> type[nn.Module]:
+    return type(f"Fused{old.__name__}", (_FusedNorm, old), {"__doc__": f"transformers' {old.__name__} as one kernel."})
+
+
+def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[Any]) -> nn.Module:
+    new_class = make_class(old)
+    return new_class.__new__(new_class)
+
+
+def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> _Parts | None:  # noqa: ANN401
+    """Return the products of a layer for one call, or None where the layer's own forward has to serve it."""
+    if cache is not None or angles is None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
+        return None
+    if options.get("output_attentions") or getattr(layer.self_attn.config, "output_attentions", False):
+        return None
+    if torch.is_autocast_enabled(x.device.type) or layer.self_attn.config._attn_implementation != ATTENTION_NAME:
+        return None
+    found = _read_parts(layer, dtype=x.dtype)
+    return None if isinstance(found, str) else found
+
+
+def _obstacle(layer: Any, *, awaits_copies: bool) -> str:  # noqa: ANN401 - a decoder layer
+    """Return why no call of a layer could be served as it stands; empty where one can."""
+    try:
+        if _is_known_block(layer.mlp, LAYERS[type(layer).__name__]):
+            activation_name(layer.mlp)
+    except UnsupportedModelError as error:
+        return str(error)
+    found = _read_parts(layer, dtype=layer.input_layernorm.weight.dtype, awaits_copies=awaits_copies)
+    return found if isinstance(found, str) else ""
+
+
+def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> _Parts | str:  # noqa: ANN401 - a decoder layer
+    """Return the products of a layer for rows of this dtype, or what stands in their way."""
+    fusion: _Fusion | None = vars(layer).get(_FUSION_ATTRIBUTE)
+    form = fusion.form if fusion is not None else LAYERS[type(layer).__name__]
+    dense = fusion.dense if fusion is not None else DenseWeights()
+    attention = layer.self_attn
+    passed_over = [attention, layer.input_layernorm, layer.post_attention_layernorm]
+    passed_over += [attention._modules[name] for name in (*_PROJECTIONS, "o_proj", "q_norm", "k_norm") if name in attention._modules]
+    is_known_block = _is_known_block(layer.mlp, form)
+    if is_known_block:
+        passed_over += [layer.mlp, *(layer.mlp._modules[name] for name in _FEED_FORWARD)]
+    hooked = next((type(module).__name__ for module in passed_over if _has_hooks(module)), None)
+    if hooked is not None:
+        return f"{hooked} has hooks or a forward of its own, which would be passed over"
+    joints = []
+    for module, names in [(attention, _PROJECTIONS), (attention, ("o_proj",)), (layer.mlp, _FEED_FORWARD[:2]), (layer.mlp, _FEED_FORWARD[2:])]:
+        if module is layer.mlp and not is_known_block:
+            continue
+        joint = join([read_part(module._modules[name], dtype=dtype, awaits_copies=awaits_copies) for name in names], dense)
+        if isinstance(joint, str):
+            return joint
+        joints.append(joint)
+    return _Parts(*joints, *((None, None) if not is_known_block else ()))  # type: ignore[arg-type]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody's code runs around a module, or in the place of its forward."""
+    is_hooked = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
+    # Whoever asked for some output once leaves transformers' hooks on every attention layer; they do nothing unless attention weights are asked for.
+    return bool(is_hooked) or any(getattr(hook, "__module__", "") != _RECORDING for hook in module._forward_hooks.values())
+
+
+def _is_known_block(block: nn.Module, form: LayerForm) -> bool:
+    """Whether a feed-forward block is fused; one that runs in tiles has a forward of its own and stays."""
+    return type(block).__name__ in form.feed_forward and "forward" not in vars(block)
+
+
+def _norm(module: Any, form: LayerForm) -> Norm:  # noqa: ANN401 - a norm of transformers
+    return Norm(module.weight, NormForm(eps=module.variance_epsilon, is_weight_wide=form.is_norm_wide))
+
+
+def _attend(
+    layer: Any,  # noqa: ANN401 - a decoder layer
+    fusion: _Fusion,
+    parts: _Parts,
+    x_TD: torch.Tensor,
+    *,
+    shape: torch.Size,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    mask: Any,  # noqa: ANN401 - as the layer was given it
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Return the residual stream behind attention, shape (T, D)."""
+    attention, session = layer.self_attn, find_session(layer.self_attn)
+    qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), parts.qkv, session=session)
+    heads = split_heads(qkv_TC, _rope(attention, parts.qkv, angles, num_tokens=qkv_TC.shape[0], dtype=qkv_TC.dtype))
+    # As attention layers hand them over: (B, H, S, W).
+    q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
+    out, _ = attend(
+        attention, q, k, v, mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        sliding_window=getattr(attention.config if fusion.form.has_config_window else attention, "sliding_window", None),
+        s_aux=getattr(attention, "sinks", None),
+        **options,
+    )  # fmt: skip
+    return project_add(out.reshape(x_TD.shape[0], -1), x_TD, parts.out, session=session)
+
+
+def _rope(attention: Any, qkv: Joint, angles: tuple[torch.Tensor, torch.Tensor], *, num_tokens: int, dtype: torch.dtype) -> Rope:  # noqa: ANN401
+    """Return what turns projections into heads."""
+    width = int(attention.head_dim)
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    form = RopeForm(
+        num_heads=qkv.parts[0].num_outputs // width,
+        num_kv_heads=qkv.parts[1].num_outputs // width,
+        head_width=width,
+        has_norm=q_norm is not None,
+        eps=1e-6 if q_norm is None else q_norm.variance_epsilon,
+    )
+    cos, sin = (_angle_rows(angle, num_tokens=num_tokens, width=width, dtype=dtype) for angle in angles)
+    return Rope(cos, sin, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, form)
+
+
+def _angle_rows(angle_BSW: torch.Tensor, *, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return cos or sin with a row per token and both halves of a head."""
+    if angle_BSW.shape[-1] * 2 == width:
+        # gpt-oss gives each pair of columns one angle.
+        angle_BSW = torch.cat([angle_BSW, angle_BSW], dim=-1)
+    rows = angle_BSW.expand(num_tokens // angle_BSW.shape[1], -1, -1).reshape(num_tokens, -1)
+    return rows if rows.dtype in (dtype, torch.float32) else rows.to(dtype)

@@ -1,0 +1,358 @@
+"""The autograd Functions of a fused decoder layer: between them stand only attention and, in mixture models, the block of experts.
+
+What is elementwise (norms, the activation) is built again in the backward. Large products are values that a plan can hold (``Session.value``).
+Residuals pass through the Function that norms them, so that both gradients meet in one kernel.
+
+Axes: T tokens, D model width, C columns of q, k and v side by side, P columns of gate and up, F width of the feed-forward block, W head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
+from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.models.linears import Joint, input_gradient, low_rows_gradient, parameter_gradients, product
+from lightning_fastft.models.values import unneeded
+from lightning_fastft.offload.segments import Session
+
+QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
+GATE_UP_VALUE, DOWN_VALUE = "mlp.gate_up", "mlp.down"
+
+_Grads = tuple[torch.Tensor | None, ...]
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: its weight, shape (D,), and its form."""
+
+    weight_D: torch.Tensor
+    form: NormForm
+
+
+class Rope(NamedTuple):
+    """What turns raw projections into queries and keys: angles of shape (T, W), the norms' weights where there are norms, and the form."""
+
+    cos_TW: torch.Tensor
+    sin_TW: torch.Tensor
+    q_weight_W: torch.Tensor | None
+    k_weight_W: torch.Tensor | None
+    form: RopeForm
+
+
+def norm_rows(x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normed rows, and the rows themselves for the residual stream.
+
+    Cost:
+        As rms_norm_forward; saves x_TD.
+    """
+    out = _NormRows.apply(x_TD, norm.weight_D, norm.form)
+    return out if isinstance(out, tuple) else (out, x_TD)
+
+
+def norm_project(x_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the projection of the normed rows, shape (T, C), and the rows themselves for the residual stream.
+
+    Args:
+        x_TD: Residual stream.
+        norm: In front of the projections.
+        joint: The projections.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As rms_norm_forward and product; saves x_TD, the adapters' narrow rows and factors, and trained weights.
+    """
+    out = _NormProject.apply(joint, norm.form, session, x_TD, norm.weight_D, *joint.tensors())
+    return out if isinstance(out, tuple) else (out, x_TD)
+
+
+def split_heads(qkv_TC: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries (T, H, W), keys and values (T, G, W): normed where the family does so, and rotated.
+
+    Cost:
+        As qk_rope_forward; saves the raw projection where it is normed.
+    """
+    return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form)
+
+
+def project_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, joint: Joint, *, session: Session | None) -> torch.Tensor:
+    """Return ``residual + projection of x``.
+
+    Args:
+        x_TI: Output of attention.
+        residual_TD: Residual stream.
+        joint: The one projection.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As product; saves x_TI where something is trained, the adapter's narrow rows and factors, and a trained weight.
+    """
+    return _ProjectAdd.apply(joint, session, x_TI, residual_TD, *joint.tensors())
+
+
+def norm_feed_forward(x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, *, form: GateForm, session: Session | None) -> torch.Tensor:
+    """Return ``x + down(gate(gate_up(norm(x))))``.
+
+    Args:
+        x_TD: Residual stream.
+        norm: In front of the block.
+        gate_up: The two first projections.
+        down: The last one.
+        form: What joins gate and up.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As the products; saves x_TD, gate and up, the adapters' narrow rows and factors, and trained weights.
+    """
+    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
+
+    def run(call: _FeedForwardCall) -> torch.Tensor:
+        return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors(), *down.tensors())
+
+    if session is None:
+        return run(call)
+    is_unneeded = session.is_last(DOWN_VALUE)
+    with session.watch_end(DOWN_VALUE):
+        y_TD = run(call)
+    if is_unneeded:
+        # The second run went on, so somebody may read the output after all.
+        with torch.no_grad():
+            y_TD.data = run(call._replace(session=None))
+    return y_TD
+
+
+class _NormRows(torch.autograd.Function):
+    """Saves x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, form: NormForm) -> Any:  # noqa: ANN401
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x_TD, weight_D)
+        ctx.form = form
+        y_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
+        return (y_TD, x_TD) if ctx.needs_input_grad[0] else y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:  # noqa: ANN401
+        x_TD, weight_D = ctx.saved_tensors
+        return (*_norm_gradients(ctx, d_y_TD, d_x_TD, x_TD, weight_D, needs=ctx.needs_input_grad), None)
+
+
+class _NormProject(torch.autograd.Function):
+    """Saves x, the narrow rows, the adapters' narrow factors and trained weights; the normed rows are built again where something is trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        joint: Joint,
+        form: NormForm,
+        session: Session | None,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> Any:  # noqa: ANN401 - one tensor or two
+        ctx.set_materialize_grads(False)
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            return _held(product(joint, rms_norm_forward(x_TD, weight_D, form=form).y_TD))
+
+        y_TC, *low = _value(session, QKV_VALUE, compute)
+        ctx.joint, ctx.form, ctx.num_low = joint, form, len(low)
+        ctx.save_for_backward(x_TD, weight_D, *low, *joint.watched_tensors())
+        return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TC: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:  # noqa: ANN401
+        x_TD, weight_D, *others = ctx.saved_tensors
+        needs_x, needs_weight, *needs = ctx.needs_input_grad[3:]
+        if d_y_TC is None:
+            return None, None, None, d_x_TD, None, *(None for _ in needs)
+        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        d_low_TR = low_rows_gradient(joint, d_y_TC)
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        if any(needs):
+            h_TD = rms_norm_forward(x_TD, weight_D, form=ctx.form).y_TD
+            gradients = parameter_gradients(joint, h_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs)
+            del h_TD
+        d_h_TD = input_gradient(joint, d_y_TC, d_low_TR) if needs_x or needs_weight else None
+        d_x, d_weight = _norm_gradients(ctx, d_h_TD, d_x_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
+        return None, None, None, d_x, d_weight, *gradients
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Saves angles, and the raw projection where it is normed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        qkv_TC: torch.Tensor,
+        cos_TW: torch.Tensor,
+        sin_TW: torch.Tensor,
+        q_weight_W: torch.Tensor | None,
+        k_weight_W: torch.Tensor | None,
+        form: RopeForm,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.form = form
+        ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
+        out_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+        heads_THW = out_TC.view(out_TC.shape[0], -1, form.head_width)
+        return heads_THW.split((form.num_heads, form.num_kv_heads, form.num_kv_heads), dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_q_THW: torch.Tensor, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> _Grads:  # noqa: ANN401
+        cos_TW, sin_TW, *others = ctx.saved_tensors
+        qkv_TC, q_weight_W, k_weight_W = others if others else (None, None, None)
+        needs_weight = any(ctx.needs_input_grad[3:5])
+        d_TC = torch.cat([d.reshape(d.shape[0], -1) for d in (d_q_THW, d_k_THW, d_v_THW)], dim=1)
+        gradients = qk_rope_backward(
+            d_TC, qkv_TC, cos_TW, sin_TW, form=ctx.form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, needs_weight=needs_weight, out=d_TC
+        )
+        d_weights = (
+            None if d is None or weight is None or not needs else d.to(weight.dtype)
+            for d, weight, needs in zip((gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5])
+        )
+        return gradients.d_raw_TC, None, None, *d_weights, None
+
+
+class _ProjectAdd(torch.autograd.Function):
+    """Saves x where something is trained, the narrow rows, the adapter's narrow factors and a trained weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        joint: Joint,
+        session: Session | None,
+        x_TI: torch.Tensor,
+        residual_TD: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(joint, x_TI, addend_TO=residual_TD)))
+        ctx.joint, ctx.num_low = joint, len(low)
+        saved_x = (x_TI,) if any(ctx.needs_input_grad[4:]) else ()
+        ctx.save_for_backward(*low, *joint.watched_tensors(), *saved_x)
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        needs_x, needs_residual, *needs = ctx.needs_input_grad[2:]
+        others = list(ctx.saved_tensors)
+        x_TI = others.pop() if any(needs) else None
+        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        d_y_TD = d_y_TD.contiguous()
+        d_low_TR = low_rows_gradient(joint, d_y_TD)
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        if x_TI is not None:
+            gradients = parameter_gradients(joint, x_TI, d_y_TD, low[0] if low else None, d_low_TR, needs=needs)
+        d_x_TI = input_gradient(joint, d_y_TD, d_low_TR) if needs_x else None
+        return None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
+
+
+class _FeedForwardCall(NamedTuple):
+    """What is not differentiated."""
+
+    gate_up: Joint
+    down: Joint
+    norm_form: NormForm
+    gate_form: GateForm
+    session: Session | None
+
+
+class _NormFeedForward(torch.autograd.Function):
+    """Saves x, gate and up, their narrow rows, the adapters' narrow factors and trained weights; norm and activation are built again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        call: _FeedForwardCall,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        def compute() -> tuple[torch.Tensor, ...]:
+            return _held(product(call.gate_up, rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD))
+
+        session = call.session
+        gate_up_TP, *low = _value(session, GATE_UP_VALUE, compute)
+        # Without the session: a backward belongs to no run.
+        ctx.call, ctx.num_low = call._replace(session=None), len(low)
+        ctx.save_for_backward(x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        if session is not None and session.is_last(DOWN_VALUE):
+            return unneeded(x_TD, x_TD.shape[-1])
+        return product(call.down, gate_forward(gate_up_TP, form=call.gate_form), addend_TO=x_TD).y_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        call: _FeedForwardCall = ctx.call
+        x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
+        needs_x, needs_weight, *needs = ctx.needs_input_grad[1:]
+        low, watched = others[: ctx.num_low], others[ctx.num_low :]
+        num_first = len(call.gate_up.watched_tensors())
+        gate_up, down = call.gate_up.with_watched(watched[:num_first]), call.down.with_watched(watched[num_first:])
+        first, last = needs[: len(gate_up.tensors())], needs[len(gate_up.tensors()) :]
+
+        d_y_TD = d_y_TD.contiguous()
+        d_low_2 = low_rows_gradient(down, d_y_TD)
+        gate = gate_backward(input_gradient(down, d_y_TD, d_low_2), gate_up_TP, form=call.gate_form, need_act=any(last))
+        d_gate_up_TP = gate.d_gate_up_NP
+        d_last: list[torch.Tensor | None] = [None] * len(last)
+        if gate.act_NF is not None:
+            d_last = parameter_gradients(down, gate.act_NF, d_y_TD, _narrow_rows(down, gate.act_NF), d_low_2, needs=last)
+        del gate
+
+        d_low_1 = low_rows_gradient(gate_up, d_gate_up_TP)
+        d_first: list[torch.Tensor | None] = [None] * len(first)
+        if any(first):
+            h_TD = rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD
+            d_first = parameter_gradients(gate_up, h_TD, d_gate_up_TP, low[0] if low else None, d_low_1, needs=first)
+            del h_TD
+        d_h_TD = input_gradient(gate_up, d_gate_up_TP, d_low_1) if needs_x or needs_weight else None
+        ctx.form = call.norm_form
+        d_x_TD, d_weight_D = _norm_gradients(ctx, d_h_TD, d_y_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
+        return None, d_x_TD, d_weight_D, *d_first, *d_last
+
+
+def _held(result: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - a Product
+    """A product as a value that a plan can hold."""
+    return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
+
+
+def _value(session: Session | None, name: str, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return compute() if session is None else session.value(name, compute)
+
+
+def _narrow_rows(joint: Joint, x_TI: torch.Tensor) -> torch.Tensor | None:
+    """Return the adapter's narrow rows of a single layer again: they cost one thin product and are not worth holding."""
+    a_RI = joint.parts[0].narrow_a_RI
+    return None if a_RI is None else x_TI @ a_RI.T
+
+
+def _norm_gradients(
+    ctx: Any,  # noqa: ANN401 - autograd's context, with the form of the norm
+    d_y_TD: torch.Tensor | None,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    needs: tuple[bool, ...],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight."""
+    needs_x, needs_weight = needs[:2]
+    if d_y_TD is None or not (needs_x or needs_weight):
+        return d_x_TD if needs_x else None, None
+    gradients = rms_norm_backward(
+        d_y_TD.contiguous(), x_TD, weight_D, None, form=ctx.form, d_sum_TD=None if d_x_TD is None else d_x_TD.contiguous(), needs_weight=needs_weight
+    )
+    d_weight_D = gradients.d_weight_D
+    return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)

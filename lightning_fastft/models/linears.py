@@ -1,0 +1,334 @@
+"""Linear layers that read the same rows, computed side by side: base weights, dense or in NF4, and their LoRA; forward and gradients without a graph.
+
+Axes: T rows, I input columns, O output columns of all layers together, R adapter ranks of all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from lightning_fastft.kernels.lora_linear.op import wide_product
+from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
+from lightning_fastft.models.adapters import ActiveAdapter, read_adapter
+from lightning_fastft.models.values import is_linear_point
+
+# What autograd watches of one layer, in this order: weight, bias, A, B.
+TENSORS_PER_LAYER = 4
+
+
+class LinearPart(NamedTuple):
+    """One linear layer as it stands in this pass.
+
+    Args:
+        base: The layer that holds weight and bias.
+        weight: (O, I), or bitsandbytes' packed weight.
+        bias: (O,); None for none.
+        a_RI: Master of A; None without an adapter.
+        b_OR: Master of B.
+        narrow_a_RI: A in the dtype of the rows.
+        narrow_b_OR: B in the dtype of the rows.
+        scale: Factor on the low-rank product.
+        num_outputs: O.
+        is_packed: The weight is NF4, and frozen.
+    """
+
+    base: nn.Module
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a_RI: torch.Tensor | None
+    b_OR: torch.Tensor | None
+    narrow_a_RI: torch.Tensor | None
+    narrow_b_OR: torch.Tensor | None
+    scale: float
+    num_outputs: int
+    is_packed: bool
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter; 0 without one."""
+        return 0 if self.narrow_a_RI is None else self.narrow_a_RI.shape[0]
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what autograd watches; a packed weight is never trained."""
+        return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR)
+
+
+class DenseWeights:
+    """One buffer per device and dtype in which packed weights are dense while a product reads them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled model makes its own."""
+        return vars(DenseWeights())
+
+    def dequantise(self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights of these layers below each other, shape (O, I), valid until the next call."""
+        device = parts[0].weight.device
+        num_outputs = sum(part.num_outputs for part in parts)
+        buffer = self._buffers.get((device, dtype))
+        if buffer is None or buffer.numel() < num_outputs * num_inputs:
+            # A tensor of inference mode could not be written outside of it, and a validation may come before the first step.
+            with torch.inference_mode(mode=False):
+                buffer = torch.empty(num_outputs * num_inputs, dtype=dtype, device=device)
+            self._buffers[device, dtype] = buffer
+        dense_OI = buffer[: num_outputs * num_inputs].view(num_outputs, num_inputs)
+        weights = [read_params4bit(part.weight) for part in parts]
+        dequantise_many([weight for weight in weights if weight is not None], outs=dense_OI.split([part.num_outputs for part in parts]))
+        return dense_OI
+
+
+class Product(NamedTuple):
+    """Output of a product, and the narrow rows of its adapters; None without adapters."""
+
+    y_TO: torch.Tensor
+    low_TR: torch.Tensor | None
+
+
+class Joint(NamedTuple):
+    """Linear layers that read the same rows.
+
+    Args:
+        parts: The layers, in the order of their columns.
+        dense: Where packed weights become dense.
+    """
+
+    parts: tuple[LinearPart, ...]
+    dense: DenseWeights
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Return what autograd watches, TENSORS_PER_LAYER for each layer."""
+        return [tensor for part in self.parts for tensor in part.tensors()]
+
+    def watched_tensors(self) -> list[torch.Tensor]:
+        """Return what the gradients read and a step or a refresh writes; saved through autograd, so that writing before the backward is an error.
+
+        Frozen weights are not among them: they may be streamed through slots that are written anew.
+        """
+        return [getattr(part, name) for part in self.parts for name in _watched_names(part)]
+
+    def with_watched(self, tensors: Sequence[torch.Tensor]) -> Joint:
+        """Return the same layers with the tensors of watched_tensors as autograd gave them back."""
+        rest = iter(tensors)
+        parts = []
+        for part in self.parts:
+            found: dict[str, Any] = {name: next(rest) for name in _watched_names(part)}
+            parts.append(part._replace(**found))
+        return self._replace(parts=tuple(parts))
+
+
+def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
+    """Return a linear layer, with the adapter that PEFT hangs around it, as a product can read it now; or why it cannot.
+
+    Served: ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA without dropout, also merged or disabled.
+
+    Args:
+        module: A linear layer, or PEFT's layer around one.
+        dtype: Of the rows.
+        awaits_copies: An adapter in fp32 is no obstacle: it will have narrow copies before the first call.
+
+    Cost:
+        Host work of some microseconds; where an adapter's narrow copy is stale, that copy.
+    """
+    base: nn.Module = module
+    adapter: ActiveAdapter | None = None
+    if isinstance(module, LoraLayer):
+        found = read_adapter(module, dtype=dtype)
+        if isinstance(found, str) and awaits_copies:
+            found = read_adapter(module, dtype=torch.float32)
+        if isinstance(found, str):
+            return found
+        base, adapter = module.get_base_layer(), found
+    obstacle = _base_obstacle(base, dtype=dtype)
+    if obstacle:
+        return obstacle
+    linear: Any = base
+    num_outputs, is_packed = int(linear.out_features), type(linear.weight) is not nn.Parameter
+    if adapter is None:
+        return LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
+    return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
+
+
+def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
+    """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of every layer side by side.
+
+    Args:
+        joint: The layers.
+        x_TI: Rows, 2-D.
+        addend_TO: Added within the product of a single layer; None for nothing.
+
+    Cost:
+        2 T I O FLOP and those of the adapters; one product per dense layer, one for packed ones together; no host synchronisation.
+    """
+    parts = joint.parts
+    pieces = _dense_pieces(joint, x_TI)
+    if addend_TO is not None:
+        ((_, weight_OI),) = pieces
+        y_TO = torch.addmm(addend_TO, x_TI, weight_OI.T)
+    elif len(pieces) == 1:
+        y_TO = x_TI @ pieces[0][1].T
+    else:
+        y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in parts))
+        for columns, weight_OI in pieces:
+            torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
+    for part, columns in zip(parts, _columns(parts)):
+        if part.bias is not None:
+            y_TO[:, columns] += part.bias
+    a_RI = _joint_a(parts)
+    if a_RI is None:
+        return Product(y_TO, None)
+    low_TR = x_TI @ a_RI.T
+    for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
+        if part.narrow_b_OR is not None:
+            y_TO[:, columns].addmm_(low_TR[:, ranks], part.narrow_b_OR.T, alpha=part.scale)
+    return Product(y_TO, low_TR)
+
+
+def low_rows_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of the adapters' narrow rows, with their scales; None without adapters."""
+    parts = joint.parts
+    num_ranks = sum(part.rank for part in parts)
+    if not num_ranks:
+        return None
+    d_low_TR = d_TO.new_empty(d_TO.shape[0], num_ranks)
+    for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
+        if part.narrow_b_OR is not None:
+            out = d_low_TR[:, ranks]
+            torch.addmm(out, d_TO[:, columns], part.narrow_b_OR, beta=0.0, alpha=part.scale, out=out)
+    return d_low_TR
+
+
+def input_gradient(joint: Joint, d_TO: torch.Tensor, d_low_TR: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of the rows.
+
+    Args:
+        joint: The layers.
+        d_TO: Gradient of the output.
+        d_low_TR: Of low_rows_gradient.
+
+    Cost:
+        2 T I O FLOP and those of the adapters; no host synchronisation.
+    """
+    d_x_TI: torch.Tensor | None = None
+    for columns, weight_OI in _dense_pieces(joint, d_TO):
+        d_piece = d_TO[:, columns]
+        d_x_TI = d_piece @ weight_OI if d_x_TI is None else d_x_TI.addmm_(d_piece, weight_OI)
+    assert d_x_TI is not None
+    a_RI = _joint_a(joint.parts)
+    return d_x_TI if d_low_TR is None or a_RI is None else d_x_TI.addmm_(d_low_TR, a_RI)
+
+
+def parameter_gradients(
+    joint: Joint, x_TI: torch.Tensor, d_TO: torch.Tensor, low_TR: torch.Tensor | None, d_low_TR: torch.Tensor | None, *, needs: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Return the gradients of Joint.tensors in the dtypes of the parameters; None where not needed.
+
+    Args:
+        joint: The layers.
+        x_TI: Rows that the product read.
+        d_TO: Gradient of its output.
+        low_TR: Narrow rows that the product returned.
+        d_low_TR: Of low_rows_gradient.
+        needs: Which are needed, in the order of Joint.tensors.
+
+    Cost:
+        2 T I FLOP per rank and trained column; no host synchronisation.
+    """
+    parts, found = joint.parts, []
+    d_a = None
+    if any(needs[2::TENSORS_PER_LAYER]):
+        assert d_low_TR is not None
+        # One product for all layers: each gradient is a piece of rows of it.
+        d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
+    for place, (part, columns, ranks) in enumerate(zip(parts, _columns(parts), _ranks(parts))):
+        needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
+        d_piece = d_TO[:, columns]
+        found.append(d_piece.T @ x_TI if needs_weight else None)
+        found.append(d_piece.sum(0) if needs_bias else None)
+        found.append(d_a[ranks] if needs_a and d_a is not None else None)
+        if needs_b and low_TR is not None and part.b_OR is not None:
+            d_b = wide_product(d_piece.T, low_TR[:, ranks], dtype=part.b_OR.dtype)
+            found.append(d_b if part.scale == 1.0 else d_b.mul_(part.scale))
+        else:
+            found.append(None)
+    return found
+
+
+def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
+    """Return why a base layer cannot be read; empty where it can."""
+    weight, name = getattr(base, "weight", None), type(base).__name__
+    if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
+        return f"{name} has hooks"
+    if "forward" in vars(base):
+        return f"{name} has a forward of its own"
+    if isinstance(base, nn.Linear) and (type(base).forward is nn.Linear.forward or is_linear_point(base)) and type(weight) is nn.Parameter:
+        return "" if weight.dtype is dtype else f"{name} holds {weight.dtype} for rows in {dtype}"
+    if type(weight).__name__ != "Params4bit":
+        return f"{name} is no plain linear layer"
+    if weight is None or read_params4bit(weight) is None:
+        return f"{name} holds no NF4 in blocks of 64"
+    compute_dtype = getattr(base, "compute_dtype", None)
+    is_dtype = compute_dtype in (None, dtype) and weight.quant_state.dtype is dtype  # type: ignore[union-attr]
+    is_wide = base.in_features % 64 == 0  # type: ignore[operator]
+    return "" if is_dtype and is_wide else f"{name} computes in {compute_dtype or weight.quant_state.dtype} on {base.in_features} columns"  # type: ignore[union-attr]
+
+
+def _dense_pieces(joint: Joint, x: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+    """Return weights as they lie: their columns of the output, and the weight as (O, I)."""
+    parts = joint.parts
+    if parts[0].is_packed:
+        return [(slice(None), joint.dense.dequantise(parts, num_inputs=int(parts[0].base.in_features), dtype=x.dtype))]  # type: ignore[arg-type]
+    return [(columns, part.weight) for columns, part in zip(_columns(parts), parts)]
+
+
+def join(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Joint | str:
+    """Return layers that read the same rows as one product, or why they cannot be one."""
+    found = []
+    for part in parts:
+        if isinstance(part, str):
+            return part
+        found.append(part)
+    if len({part.is_packed for part in found}) > 1:
+        return "dense and packed layers side by side"
+    if len({part.a_RI.dtype for part in found if part.a_RI is not None}) > 1:
+        return "adapters in several dtypes side by side"
+    return Joint(tuple(found), dense)
+
+
+def _watched_names(part: LinearPart) -> list[str]:
+    trained = ["weight"] if part.weight.requires_grad else []
+    return trained if part.narrow_a_RI is None else [*trained, "narrow_a_RI", "narrow_b_OR"]
+
+
+def _columns(parts: Sequence[LinearPart]) -> list[slice]:
+    return _slices([part.num_outputs for part in parts])
+
+
+def _ranks(parts: Sequence[LinearPart]) -> list[slice]:
+    return _slices([part.rank for part in parts])
+
+
+def _slices(sizes: Sequence[int]) -> list[slice]:
+    ends, start = [], 0
+    for size in sizes:
+        ends.append(slice(start, start + size))
+        start += size
+    return ends
+
+
+def _joint_a(parts: Sequence[LinearPart]) -> torch.Tensor | None:
+    """Return A of all layers below each other."""
+    factors = [part.narrow_a_RI for part in parts if part.narrow_a_RI is not None]
+    if not factors:
+        return None
+    return factors[0] if len(factors) == 1 else torch.cat(factors)
+
+
+def _master_dtype(parts: Sequence[LinearPart]) -> torch.dtype:
+    return next(part.a_RI.dtype for part in parts if part.a_RI is not None)

@@ -1,0 +1,50 @@
+"""Train tiny models with FusedKernels under DDP and FSDP2; run by torchrun on two ranks: ``-m tests.callbacks.fused_kernels_worker <folder>``."""
+
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from lightning.pytorch import seed_everything
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.strategies.registry import register_strategies
+from tests.rank_exit import leave
+from tests.strategies.strategy_worker import STRATEGIES, fit, make_tuner, trained_state
+
+CASES = [("ddp", "lora", "keep"), ("ddp", "full", "recompute"), ("fsdp", "lora", "recompute"), ("fsdp", "full", "keep")]
+BFLOAT16 = [("ddp", "lora"), ("fsdp", "lora")]
+
+
+def train(strategy_name, kind, policy, *, rank=0, folder=None, dtype="float32", is_fused=True):
+    """The trained weights of one case, what the table said, and how often an attention layer ran itself."""
+    seed_everything(5, verbose=False)
+    module, callback = make_tuner(kind, dtype=dtype), FusedKernels()
+    own, real = [], Qwen3Attention.forward
+
+    def counted(*args, **options):
+        own.append(True)
+        return real(*args, **options)
+
+    with mock.patch.object(Qwen3Attention, "forward", counted):
+        strategy = STRATEGIES[strategy_name](activations=OffloadCheckpointing(policy))
+        fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=[callback] if is_fused else [])
+    return {"state": trained_state(module), "status": [tuple(status) for status in callback.status()], "own": len(own)}
+
+
+def main(folder):
+    register_strategies()
+    rank = int(os.environ["RANK"])
+    found = {case: train(*case, rank=rank, folder=folder) for case in CASES}
+    for strategy, kind in BFLOAT16:
+        found[strategy, kind, "bfloat16"] = train(strategy, kind, "keep", rank=rank, folder=folder, dtype="bfloat16")
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    leave()
