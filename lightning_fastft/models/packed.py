@@ -100,7 +100,8 @@ def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) ->
     embedding = install_host_embedding(model, ledger, lanes=lanes, allocate_host=allocate)
     # The forward that is about to run may have passed the hooks of its first layer.
     streamer.use(0, direction=1)
-    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes, (weights, embedding))
+    enter_backward = functools.partial(streamer.use, 0, direction=-1)
+    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes, (weights, embedding), enter_backward)
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

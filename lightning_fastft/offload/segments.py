@@ -82,6 +82,8 @@ class Segment:
         self.last_point: str | None = None
         # Called with the layer's input before a forward that records gradients begins.
         self.on_forward: Callable[[torch.Tensor], None] | None = None
+        # Called once, when the gradient of the output of the forward that is under way, or of the next one, is known.
+        self.on_backward: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled model recomputes: streams, pinned memory and probes stay with the original."""
@@ -128,9 +130,19 @@ class Segment:
                 output = checkpoint(partial(session.run, function), *args, use_reentrant=False, preserve_rng_state=self.is_random)
         if observer is not None:
             observer.forward_ends(self)
+        self._announce_backward(output)
         if group is not None or observer is not None:
             self._watch_backward(output, group=group, observer=observer)
         return output
+
+    def _announce_backward(self, output: Any) -> None:  # noqa: ANN401
+        """Call on_backward as soon as the gradient of one of the outputs is known."""
+        announce, self.on_backward = self.on_backward, None
+        if announce is None:
+            return
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: announce())
 
     def _watch_backward(self, output: Any, *, group: Group | None, observer: SegmentObserver | None) -> None:  # noqa: ANN401
         """Learn when the backward reaches the layer: when the gradient of its output is known."""

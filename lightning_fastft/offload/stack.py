@@ -45,11 +45,19 @@ class StackOptions(NamedTuple):
 
 
 class StreamedWeights(NamedTuple):
-    """What became of frozen weights that were moved to the host: bytes there, bytes of the device slots for them, and what to tell the user."""
+    """What became of frozen weights that were moved to the host.
+
+    Args:
+        num_host_bytes: Their bytes there.
+        num_slot_bytes: Bytes of the device slots for them.
+        statuses: What to tell the user.
+        enter_backward: Brings the first layer in for its backward; None where nothing has to.
+    """
 
     num_host_bytes: int
     num_slot_bytes: int
     statuses: tuple[Status, ...] = ()
+    enter_backward: Callable[[], None] | None = None
 
 
 class SegmentStack:
@@ -365,6 +373,8 @@ class SegmentStack:
         if self.stream_weights is None:
             raise OptionError("weights='stream' is for models of transformers; for other layers use lightning_fastft.offload.weights.WeightStreamer.")
         self.streamed = self.stream_weights(self._lanes_of(device))
+        # Where this is decided inside the first layer's own call, the hooks that were just added to it pass that call by.
+        self.segments[0].on_backward = self.streamed.enter_backward
 
     def _lanes_of(self, device: torch.device) -> Lanes:
         """The copy lanes of the stack, shared by activations and weights."""
