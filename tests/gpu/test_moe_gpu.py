@@ -159,8 +159,9 @@ def test_a_whole_step_never_waits():
 def test_three_steps_with_shadows_are_those_without_and_never_wait():
     """fp32 masters on a bf16 base: the same weights to the bit, and the gradients lie in memory as their parameters."""
     from lightning_fastft.models.adapters import install_adapter_shadows
+    from lightning_fastft.models.packed import install_packed_training
 
-    token_BT = torch.randint(3, 50, (2, 64), generator=torch.Generator().manual_seed(1)).cuda()
+    batch = make_batch((40, 1, 25, 62)).to(torch.device("cuda"))
     arms = []
     for has_shadows in (False, True):
         torch.manual_seed(0)
@@ -170,12 +171,14 @@ def test_three_steps_with_shadows_are_those_without_and_never_wait():
         assert {parameter.dtype for parameter in trained} == {torch.float32}
         ledger = SwapLedger()
         install_bincount_router(model, ledger)
+        # Without a batch context transformers looks for documents in the positions, which waits.
+        install_packed_training(model, ledger)
         shadows = install_adapter_shadows(model, ledger, compute_dtype=torch.bfloat16) if has_shadows else None
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
 
         def train(model=model, optimizer=optimizer, shadows=shadows):
             optimizer.zero_grad()
-            model(input_ids=token_BT).logits.float().square().mean().backward()
+            model(**batch).loss.backward()
             optimizer.step()
             if shadows is not None:
                 shadows.refresh()

@@ -150,7 +150,7 @@ FAULTS = {
     "mask of the places lost": ("tl.store(place_ptr + slot, place, mask=inside)", "tl.store(place_ptr + slot, place)"),
     "wrong strides": ("given = (num_slots, *expert_TK.stride(),", "given = (num_slots, num_choices, 1,"),
     "choice dropped": ("(slot % K) * choice_stride", "0 * choice_stride"),
-    "last tile of bins lost": ("triton.cdiv(num_bins, BLOCK_BINS)", "triton.cdiv(num_bins - 2, BLOCK_BINS)"),
+    "last tile of bins lost": ("ceil_div(num_bins, BLOCK_BINS)", "ceil_div(num_bins - 2, BLOCK_BINS)"),
     "last bin not counted": ("mask=bins <= num_experts)", "mask=bins < num_experts)"),
     "mask of the bins lost": ("mask=bins <= num_experts)", "mask=bins >= 0)"),
 }  # fmt: skip

@@ -202,7 +202,7 @@ FAULTS = {
     "a program is left out of the weight's gradient": ("partial_PD.sum(dim=0)", "partial_PD[:-1].sum(dim=0)"),
     "programs write into one partial sum": ("partial_ptr + program * num_columns", "partial_ptr + program * 0"),
     "last column not in the weight's gradient": (PARTIAL_STORE, PARTIAL_STORE.replace("inside_cols", "cols < num_columns - 1")),
-    "last step lost": ("triton.cdiv(num_blocks, num_programs)", "num_blocks // num_programs"),
+    "last step lost": ("ceil_div(num_blocks, num_programs)", "num_blocks // num_programs"),
     "programs take neighbouring blocks": ("(program + step * tl.num_programs(0))", "(program + step)"),
     "last column not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (cols < num_columns - 1)[None, :]")),
     "last row not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (rows < num_rows - 1)[:, None]")),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET, RowLosses
+from lightning_fastft.kernels.sizes import next_power_of_2
 
 # Tile of 4096 columns and 8 warps: enough bytes in flight per program, few barriers per row.
 MAX_BLOCK = 4096
@@ -128,7 +129,7 @@ def row_losses(
         HAS_SOFTCAP=softcap is not None,
         WRITE_GRADIENT=gradient_factor is not None,
         COUNT_CORRECT=count_correct,
-        BLOCK=min(triton.next_power_of_2(num_columns), MAX_BLOCK),
+        BLOCK=min(next_power_of_2(num_columns), MAX_BLOCK),
         num_warps=NUM_WARPS,
     )
     return RowLosses(nll_R, correct_R)

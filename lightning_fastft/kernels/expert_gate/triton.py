@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of 768 or 1536. Not yet measured.
 BLOCK_ROWS = 8
@@ -189,8 +190,8 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm) -> torch.Tensor:
     act_NF = torch.empty(num_rows, num_columns, dtype=gate_up_NP.dtype, device=gate_up_NP.device)
     if act_NF.numel() == 0:
         return act_NF
-    block_columns = min(triton.next_power_of_2(num_columns), MAX_BLOCK_COLUMNS)
-    _gate_forward_kernel[(triton.cdiv(num_rows, BLOCK_ROWS), triton.cdiv(num_columns, block_columns))](
+    block_columns = min(next_power_of_2(num_columns), MAX_BLOCK_COLUMNS)
+    _gate_forward_kernel[(ceil_div(num_rows, BLOCK_ROWS), ceil_div(num_columns, block_columns))](
         gate_up_NP,
         act_NF,
         gate_up_NP.stride(0),
@@ -226,8 +227,8 @@ def gate_backward(
     if num_rows == 0:
         return GateGradients(d_gate_up_NP, act_NF, d_weight_N)
     # Without columns the loop is empty and every sum is 0.
-    block_columns = min(triton.next_power_of_2(max(num_columns, 1)), MAX_BLOCK_COLUMNS)
-    _gate_backward_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+    block_columns = min(next_power_of_2(max(num_columns, 1)), MAX_BLOCK_COLUMNS)
+    _gate_backward_kernel[(ceil_div(num_rows, BLOCK_ROWS),)](
         d_act_NF,
         gate_up_NP,
         d_act_NF if weight_N is None else weight_N,

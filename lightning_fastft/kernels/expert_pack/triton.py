@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
+
 # A side of 64 values is a run of 256 bytes in fp32 and of 128 in bf16; the tile takes 16 KiB of shared memory on its way. Not yet measured.
 MAX_SIDE = 64
 NUM_WARPS = 4
@@ -50,8 +52,8 @@ def exchange_ends(source: torch.Tensor, *, scale: float, out: torch.Tensor) -> t
     num_first, num_middle, num_last = source.shape
     if source.numel() == 0:
         return out
-    sides = [min(triton.next_power_of_2(size), MAX_SIDE) for size in (num_first, num_last)]
-    _exchange_ends_kernel[(triton.cdiv(num_first, sides[0]) * triton.cdiv(num_last, sides[1]), num_middle)](
+    sides = [min(next_power_of_2(size), MAX_SIDE) for size in (num_first, num_last)]
+    _exchange_ends_kernel[(ceil_div(num_first, sides[0]) * ceil_div(num_last, sides[1]), num_middle)](
         source,
         out,
         num_first,

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
+
 # 2048 bf16 columns on 4 warps: two reads of 16 bytes per thread on their way for each row. Not tuned.
 MAX_BLOCK = 2048
 NUM_WARPS = 4
@@ -88,8 +90,8 @@ def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_tok
     y_ND = torch.empty(num_slots, num_columns, dtype=x_TD.dtype, device=x_TD.device)
     if y_ND.numel() == 0:
         return y_ND
-    block = min(triton.next_power_of_2(num_columns), MAX_BLOCK)
-    _gather_rows_kernel[(num_slots, triton.cdiv(num_columns, block))](
+    block = min(next_power_of_2(num_columns), MAX_BLOCK)
+    _gather_rows_kernel[(num_slots, ceil_div(num_columns, block))](
         x_TD,
         slot_N,
         y_ND,
@@ -112,8 +114,8 @@ def combine_rows(
     out_TD = torch.empty(num_tokens, num_columns, dtype=y_ND.dtype, device=y_ND.device)
     if out_TD.numel() == 0:
         return out_TD
-    block = min(triton.next_power_of_2(num_columns), MAX_BLOCK)
-    _combine_rows_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+    block = min(next_power_of_2(num_columns), MAX_BLOCK)
+    _combine_rows_kernel[(num_tokens, ceil_div(num_columns, block))](
         y_ND,
         place_TK,
         end_E[-1:],

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.expert_sort.reference import ExpertOrder
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 65,536 slots make 256 blocks: two programs per multiprocessor, and one tile for the sums over blocks. Not tuned.
 BLOCK_SLOTS = 256
@@ -127,13 +128,13 @@ def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
     slot_N, place_TK = _empty((num_slots,), device), _empty((num_tokens, num_choices), device)
     if num_slots == 0:
         return ExpertOrder(slot_N, place_TK, torch.zeros(num_experts, dtype=torch.int32, device=device))
-    num_blocks = triton.cdiv(num_slots, BLOCK_SLOTS)
+    num_blocks = ceil_div(num_slots, BLOCK_SLOTS)
     end_E, count_GB, total_G = _empty((num_experts,), device), _empty((num_bins, num_blocks), device), _empty((num_bins,), device)
     given = (num_slots, *expert_TK.stride(), num_experts, num_blocks)
-    _count_kernel[(num_blocks, triton.cdiv(num_bins, BLOCK_BINS))](
+    _count_kernel[(num_blocks, ceil_div(num_bins, BLOCK_BINS))](
         expert_TK, count_GB, *given, K=num_choices, BLOCK_SLOTS=BLOCK_SLOTS, BLOCK_BINS=BLOCK_BINS, num_warps=NUM_WARPS
     )
-    block_blocks = min(triton.next_power_of_2(num_blocks), BLOCK_BLOCKS)
+    block_blocks = min(next_power_of_2(num_blocks), BLOCK_BLOCKS)
     _sum_blocks_kernel[(num_bins,)](count_GB, total_G, num_blocks, BLOCK_BLOCKS=block_blocks, num_warps=NUM_WARPS)
     _place_kernel[(num_blocks,)](
         expert_TK,
@@ -144,7 +145,7 @@ def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
         end_E,
         *given,
         K=num_choices,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=next_power_of_2(num_experts),
         BLOCK_SLOTS=BLOCK_SLOTS,
         BLOCK_EARLIER=BLOCK_EARLIER,
         num_warps=NUM_WARPS,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, has_thin_inputs
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Tiles of rows that share a tile of weights run next to each other, in groups of this many.
 ROW_TILES_PER_GROUP = 8
@@ -352,7 +353,7 @@ def grad_tiles(dtype: torch.dtype, *, num_inputs: int, num_outputs: int) -> Tile
 def _trim(tiles: Tiles, *, num_inputs: int | None = None, num_outputs: int | None = None) -> Tiles:
     """Return tiles that are no wider than a matrix, save for what tl.dot wants."""
     inputs, outputs = (
-        side if size is None else min(side, max(triton.next_power_of_2(size), MIN_BLOCK))
+        side if size is None else min(side, max(next_power_of_2(size), MIN_BLOCK))
         for side, size in ((tiles.inputs, num_inputs), (tiles.outputs, num_outputs))
     )
     return tiles._replace(inputs=inputs, outputs=outputs)
@@ -406,7 +407,7 @@ def grouped_mm(
         BLOCK_I=tiles.inputs,
         BLOCK_O=tiles.outputs,
         BLOCK_R=_rank_block(rank, tiles),
-        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_E=next_power_of_2(num_experts),
         GROUP=ROW_TILES_PER_GROUP,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -442,7 +443,7 @@ def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, o
         BLOCK_N=tiles.rows,
         BLOCK_O=tiles.outputs,
         BLOCK_R=_rank_block(rank, tiles),
-        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_E=next_power_of_2(num_experts),
         GROUP=ROW_TILES_PER_GROUP,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -469,7 +470,7 @@ def grouped_weight_grad(
     (x_TI, x_slot_N, num_x_slots), (d_TO, d_slot_N, num_d_slots) = _where(x_NI), _where(d_NO)
     slot_N = x_slot_N if d_slot_N is None else d_slot_N
     tiles = tiles or grad_tiles(x_TI.dtype, num_inputs=num_inputs, num_outputs=num_outputs)
-    num_tiles = triton.cdiv(num_inputs, tiles.inputs) * triton.cdiv(num_outputs, tiles.outputs)
+    num_tiles = ceil_div(num_inputs, tiles.inputs) * ceil_div(num_outputs, tiles.outputs)
     _weight_grad_kernel[(num_tiles, num_experts)](
         x_TI,
         d_TO,
@@ -505,7 +506,7 @@ def _where(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
 
 def _grid(num_rows: int, num_experts: int, num_outputs: int, tiles: Tiles) -> tuple[int]:
     """Enough programs for any borders."""
-    return ((num_rows // tiles.rows + num_experts) * triton.cdiv(num_outputs, tiles.outputs),)
+    return ((num_rows // tiles.rows + num_experts) * ceil_div(num_outputs, tiles.outputs),)
 
 
 def _is_compensated(dtype: torch.dtype) -> bool:
@@ -515,7 +516,7 @@ def _is_compensated(dtype: torch.dtype) -> bool:
 
 def _rank_block(rank: int, tiles: Tiles) -> int:
     """Ranks of one step of the low-rank product: all of them, or as many as a step of the product has inputs."""
-    return min(max(triton.next_power_of_2(rank), MIN_BLOCK), tiles.inputs)
+    return min(max(next_power_of_2(rank), MIN_BLOCK), tiles.inputs)
 
 
 def _or_stand_in(addend: RowAddend, out_NO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

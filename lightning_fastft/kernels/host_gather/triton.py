@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
+
 # 2048 bf16 columns on 4 warps: two reads of 16 bytes per thread on their way, and enough programs to fill the bus at any model width.
 MAX_BLOCK = 2048
 NUM_WARPS = 4
@@ -46,8 +48,8 @@ def gather_rows(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
     out_TD = torch.empty(num_tokens, num_columns, dtype=weight_VD.dtype, device=token_T.device)
     if out_TD.numel() == 0:
         return out_TD
-    block = min(triton.next_power_of_2(num_columns), MAX_BLOCK)
-    _gather_rows_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+    block = min(next_power_of_2(num_columns), MAX_BLOCK)
+    _gather_rows_kernel[(num_tokens, ceil_div(num_columns, block))](
         weight_VD,
         token_T,
         out_TD,

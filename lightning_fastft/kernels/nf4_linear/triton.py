@@ -18,6 +18,7 @@ import triton.language as tl
 
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from lightning_fastft.kernels.sizes import ceil_div
 
 # q, k and v, with one to spare: the code of a launch grows with its weights.
 MAX_WEIGHTS = 4
@@ -84,7 +85,7 @@ def dequantise_many(weights: Sequence[NF4Weight], outs_OI: Sequence[torch.Tensor
 def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor]]) -> None:
     """Write up to MAX_WEIGHTS weights, none of them empty."""
     num_words = tuple(out_OI.numel() // WORD_WEIGHTS for _, out_OI in filled)
-    _dequantise_kernel[(sum(triton.cdiv(count, TILE_WORDS) for count in num_words),)](
+    _dequantise_kernel[(sum(ceil_div(count, TILE_WORDS) for count in num_words),)](
         # Scales that are not nested stand in for the parts they do without.
         tuple(tuple(weight.absmax_Q if part is None else part for part in weight) for weight, _ in filled),
         tuple(out_OI for _, out_OI in filled),

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.qk_rope.reference import RopeForm, RopeGradients
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 2048 values on 4 warps: one read of 16 bytes per thread, half of the pairs and matrix in bf16. Not yet measured.
 MAX_TILE = 2048
@@ -491,7 +492,7 @@ def _add_partials(partial_PW: torch.Tensor) -> torch.Tensor:
     """Return the sum of the rows, one row; zeros where there is none."""
     num_partials, num_columns = partial_PW.shape
     sum_W = torch.empty(num_columns, dtype=torch.float32, device=partial_PW.device)
-    _add_partials_kernel[(triton.cdiv(num_columns, BLOCK_SUM_COLUMNS),)](
+    _add_partials_kernel[(ceil_div(num_columns, BLOCK_SUM_COLUMNS),)](
         partial_PW,
         sum_W,
         num_partials,
@@ -517,15 +518,15 @@ def _form_constants(form: RopeForm) -> dict[str, int | bool]:
 
 def _block_sizes(form: RopeForm, max_tile: int) -> dict[str, int]:
     """Return the tiles: as many heads at once as fit, but no more than there are."""
-    block_pairs = triton.next_power_of_2(form.num_rotated // 2)
-    block_rest = triton.next_power_of_2(max(form.head_width - form.num_rotated, 1))
+    block_pairs = next_power_of_2(form.num_rotated // 2)
+    block_rest = next_power_of_2(max(form.head_width - form.num_rotated, 1))
     max_heads = max(max_tile // (2 * max(block_pairs, block_rest // 2)), 1)
     return {
-        "BLOCK_Q": min(triton.next_power_of_2(form.num_heads), max_heads),
-        "BLOCK_K": min(triton.next_power_of_2(form.num_kv_heads), max_heads),
+        "BLOCK_Q": min(next_power_of_2(form.num_heads), max_heads),
+        "BLOCK_K": min(next_power_of_2(form.num_kv_heads), max_heads),
         "BLOCK_P": block_pairs,
         "BLOCK_REST": block_rest,
-        "BLOCK_V": min(triton.next_power_of_2(form.num_kv_heads * form.head_width), BLOCK_COPY),
+        "BLOCK_V": min(next_power_of_2(form.num_kv_heads * form.head_width), BLOCK_COPY),
     }
 
 

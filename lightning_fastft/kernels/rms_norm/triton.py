@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Short rows share a program, 16 at most, until it has 2048 values; 16 values per thread up to a row of 16,384 columns. Not yet measured.
 TILE_SIZE = 2048
@@ -153,7 +154,7 @@ def rms_norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormFo
     if num_rows == 0:
         return NormOutput(y_TD, sum_TD, rstd_T)
     block_rows, block_columns, num_warps = _tile(num_columns)
-    _rms_norm_forward_kernel[(triton.cdiv(num_rows, block_rows),)](
+    _rms_norm_forward_kernel[(ceil_div(num_rows, block_rows),)](
         x_TD,
         x_TD if residual_TD is None else residual_TD,
         weight_D,
@@ -193,7 +194,7 @@ def rms_norm_backward(
     if num_rows == 0:
         return NormGradients(d_x_TD, torch.zeros(num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None)
     block_rows, block_columns, num_warps = _tile(num_columns)
-    num_blocks = triton.cdiv(num_rows, block_rows)
+    num_blocks = ceil_div(num_rows, block_rows)
     num_programs = min(num_blocks, MAX_PROGRAMS) if needs_weight else num_blocks
     partial_PD = torch.empty(num_programs, num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None
     _rms_norm_backward_kernel[(num_programs,)](
@@ -210,7 +211,7 @@ def rms_norm_backward(
         d_x_TD.stride(0),
         num_rows,
         num_columns,
-        triton.cdiv(num_blocks, num_programs),
+        ceil_div(num_blocks, num_programs),
         1.0 / num_columns,
         float(form.eps),
         float(form.weight_offset),
@@ -227,7 +228,7 @@ def rms_norm_backward(
 
 def _tile(num_columns: int) -> tuple[int, int, int]:
     """Return the rows and the columns of a tile, and the warps that share it."""
-    block_columns = triton.next_power_of_2(num_columns)
+    block_columns = next_power_of_2(num_columns)
     block_rows = min(max(TILE_SIZE // block_columns, 1), MAX_BLOCK_ROWS)
     num_warps = block_rows * block_columns // (32 * VALUES_PER_THREAD)
     return block_rows, block_columns, min(max(num_warps, MIN_WARPS), MAX_WARPS)
