@@ -20,7 +20,7 @@ from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forwar
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-from lightning_fastft.models.linears import Joint, input_gradient, low_rows_gradient, parameter_gradients, product
+from lightning_fastft.models.linears import Joint, input_gradient, low_rows_gradient, narrow_rows, parameter_gradients, product, rows_gradients
 from lightning_fastft.models.values import unneeded
 from lightning_fastft.offload.segments import Session
 
@@ -177,13 +177,12 @@ class _NormProject(torch.autograd.Function):
         if d_y_TC is None:
             return None, None, None, d_x_TD, None, *(None for _ in needs)
         low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
-        d_low_TR = low_rows_gradient(joint, d_y_TC)
+        d_h_TD, d_low_TR = rows_gradients(joint, d_y_TC, needs_x=needs_x or needs_weight)
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if any(needs):
             h_TD = rms_norm_forward(x_TD, weight_D, form=ctx.form).y_TD
             gradients = parameter_gradients(joint, h_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs)
             del h_TD
-        d_h_TD = input_gradient(joint, d_y_TC, d_low_TR) if needs_x or needs_weight else None
         d_x, d_weight = _norm_gradients(ctx, d_h_TD, d_x_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
         return None, None, None, d_x, d_weight, *gradients
 
@@ -311,13 +310,12 @@ class _NormFeedForward(torch.autograd.Function):
             d_last = parameter_gradients(down, gate.act_NF, d_y_TD, _narrow_rows(down, gate.act_NF), d_low_2, needs=last)
         del gate
 
-        d_low_1 = low_rows_gradient(gate_up, d_gate_up_TP)
+        d_h_TD, d_low_1 = rows_gradients(gate_up, d_gate_up_TP, needs_x=needs_x or needs_weight)
         d_first: list[torch.Tensor | None] = [None] * len(first)
         if any(first):
             h_TD = rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD
             d_first = parameter_gradients(gate_up, h_TD, d_gate_up_TP, low[0] if low else None, d_low_1, needs=first)
             del h_TD
-        d_h_TD = input_gradient(gate_up, d_gate_up_TP, d_low_1) if needs_x or needs_weight else None
         ctx.form = call.norm_form
         d_x_TD, d_weight_D = _norm_gradients(ctx, d_h_TD, d_y_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
         return None, d_x_TD, d_weight_D, *d_first, *d_last
@@ -334,8 +332,12 @@ def _value(session: Session | None, name: str, compute: Callable[[], tuple[torch
 
 def _narrow_rows(joint: Joint, x_TI: torch.Tensor) -> torch.Tensor | None:
     """Return the adapter's narrow rows of a single layer again: they cost one thin product and are not worth holding."""
-    a_RI = joint.parts[0].narrow_a_RI
-    return None if a_RI is None else x_TI @ a_RI.T
+    return narrow_rows(joint, x_TI)
+
+
+def _read_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that are contiguous in themselves."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _norm_gradients(
@@ -352,7 +354,7 @@ def _norm_gradients(
     if d_y_TD is None or not (needs_x or needs_weight):
         return d_x_TD if needs_x else None, None
     gradients = rms_norm_backward(
-        d_y_TD.contiguous(), x_TD, weight_D, None, form=ctx.form, d_sum_TD=None if d_x_TD is None else d_x_TD.contiguous(), needs_weight=needs_weight
+        _read_rows(d_y_TD), x_TD, weight_D, None, form=ctx.form, d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD), needs_weight=needs_weight
     )
     d_weight_D = gradients.d_weight_D
     return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)
