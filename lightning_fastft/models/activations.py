@@ -28,7 +28,7 @@ def activation_name(module: nn.Module) -> str:
     """Return the name of a feed-forward block's activation, one of those that ``GateForm`` knows.
 
     Args:
-        module: A block whose ``act_fn`` is the activation: a module, or a function.
+        module: A block whose ``act_fn``, or ``activation_fn`` (Phi-3), is the activation: a module, or a function.
 
     Raises:
         UnsupportedModelError: The activation is not one of those known here; it is never guessed.
@@ -39,7 +39,7 @@ def activation_name(module: nn.Module) -> str:
         >>> activation_name(block)
         'silu'
     """
-    activation: Any = getattr(module, "act_fn", None)
+    activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     # Functions stand for themselves, modules for their class.
     name = _ACTIVATIONS.get(type(activation) if isinstance(activation, nn.Module) else activation)
     if name is None:

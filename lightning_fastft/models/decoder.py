@@ -23,7 +23,17 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.models.activations import activation_name
 from lightning_fastft.models.attention import NAME as ATTENTION_NAME
 from lightning_fastft.models.attention import attend
-from lightning_fastft.models.decoder_functions import Norm, Rope, norm_feed_forward, norm_project, norm_rows, project_add, split_heads
+from lightning_fastft.models.decoder_functions import (
+    Norm,
+    Rope,
+    feed_forward_between_norms,
+    norm_feed_forward,
+    norm_project,
+    norm_rows,
+    project_add,
+    project_norm_add,
+    split_heads,
+)
 from lightning_fastft.models.families import decoder_layers, find_causal_models
 from lightning_fastft.models.linears import DenseWeights, Joint, join, read_part
 from lightning_fastft.models.swap import SwapLedger, share_state
@@ -35,22 +45,39 @@ STATUS_NAME = "fused layers"
 _FUSION_ATTRIBUTE = "fastft_fusion"
 _RECORDING = "transformers.utils.output_capturing"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 class LayerForm(NamedTuple):
     """What tells one family's layer from another's; all of them norm, attend, add, norm, feed forward, add.
 
     Args:
-        is_norm_wide: The norms multiply with their weight in fp32 (gpt-oss) and not after rounding (Llama).
+        is_norm_wide: The norms multiply with their weight in fp32 (gpt-oss, Gemma) and not after rounding (Llama).
+        norm_offset: Added to the weights of all norms, those of heads too.
+        has_post_norms: What attention and the feed-forward block give is normed before it is added (Gemma); the norms are named otherwise then.
         has_config_window: Every layer hands the window of the configuration to attention (Mistral); else its own attribute says it, where it has one.
+        has_softcap: Attention is handed the layer's soft cap; where False it is not, though the layer may have the attribute (Gemma 3).
+        has_half_angles: The model gives one angle for each pair of columns (gpt-oss); else one for each column that is rotated.
         feed_forward: Classes of dense feed-forward blocks that are ``down(act(gate(x)) * up(x))``.
+        projections: Layers whose columns side by side are those of queries, keys and values.
+        gate_up: Layers of the block whose columns side by side are those of gate and up.
+        dropouts: Modules behind attention and behind the block, which have to draw nothing.
     """
 
     is_norm_wide: bool = False
+    norm_offset: float = 0.0
+    has_post_norms: bool = False
     has_config_window: bool = False
+    has_softcap: bool = False
+    has_half_angles: bool = False
     feed_forward: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    dropouts: tuple[str, ...] = ()
+
+
+_GEMMA = LayerForm(is_norm_wide=True, norm_offset=1.0, has_post_norms=True)
 
 
 # By class of the decoder layer: only what was read and is compared with transformers in tests.
@@ -63,7 +90,16 @@ LAYERS = MappingProxyType(
         "Qwen2MoeDecoderLayer": LayerForm(feed_forward=("Qwen2MoeMLP",)),
         "Qwen3DecoderLayer": LayerForm(feed_forward=("Qwen3MLP",)),
         "Qwen3MoeDecoderLayer": LayerForm(feed_forward=("Qwen3MoeMLP",)),
-        "GptOssDecoderLayer": LayerForm(is_norm_wide=True),
+        "GptOssDecoderLayer": LayerForm(is_norm_wide=True, has_half_angles=True),
+        "Phi3DecoderLayer": LayerForm(
+            has_config_window=True,
+            feed_forward=("Phi3MLP",),
+            projections=("qkv_proj",),
+            gate_up=("gate_up_proj",),
+            dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+        ),
+        "Gemma2DecoderLayer": _GEMMA._replace(has_softcap=True, feed_forward=("Gemma2MLP",)),
+        "Gemma3DecoderLayer": _GEMMA._replace(feed_forward=("Gemma3MLP",)),
     }
 )
 
@@ -102,20 +138,30 @@ class _FusedLayer:
         with nullcontext() if session is None else session.unwatched():
             parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
         if parts is None or position_embeddings is None:
-            options = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+            options = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+            # Layers that do not know it (Gemma's) are not given it, and would hand it to attention.
+            options |= {"use_cache": use_cache} if use_cache else {}
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
         fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
         with nullcontext() if session is None else session.unwatched():
             x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
             x_TD = _attend(layer, fusion, parts, x_TD, shape=hidden_states.shape, angles=position_embeddings, mask=attention_mask, options=kwargs)
-            norm = _norm(layer.post_attention_layernorm, fusion.form)
+            has_post_norms = fusion.form.has_post_norms
+            norm = _norm(layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm, fusion.form)
+            post_norm = _norm(layer.post_feedforward_layernorm, fusion.form) if has_post_norms else None
             if parts.gate_up is not None and parts.down is not None:
                 form = GateForm(activation=activation_name(layer.mlp))
-                return norm_feed_forward(x_TD, norm, parts.gate_up, parts.down, form=form, session=session).view(hidden_states.shape)
+                if post_norm is None:
+                    x_TD = norm_feed_forward(x_TD, norm, parts.gate_up, parts.down, form=form, session=session)
+                else:
+                    x_TD = feed_forward_between_norms(x_TD, norm, parts.gate_up, parts.down, post_norm, form=form, session=session)
+                return x_TD.view(hidden_states.shape)
             h_TD, x_TD = norm_rows(x_TD, norm)
         out = layer.mlp(h_TD.view(hidden_states.shape))
         # Blocks of some families hand their router's scores over beside the states.
         out = out[0] if isinstance(out, tuple) else out
+        if post_norm is not None:
+            out = norm_rows(out.reshape(x_TD.shape), post_norm)[0].view(hidden_states.shape)
         return x_TD.view(hidden_states.shape) + out
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -240,16 +286,19 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     form = fusion.form if fusion is not None else LAYERS[type(layer).__name__]
     dense = fusion.dense if fusion is not None else DenseWeights()
     attention = layer.self_attn
-    passed_over = [attention, layer.input_layernorm, layer.post_attention_layernorm]
-    passed_over += [attention._modules[name] for name in (*_PROJECTIONS, "o_proj", "q_norm", "k_norm") if name in attention._modules]
+    passed_over = [attention, *(layer._modules[name] for name in (*_NORMS, *(_POST_NORMS if form.has_post_norms else ()), *form.dropouts))]
+    passed_over += [attention._modules[name] for name in (*form.projections, "o_proj", "q_norm", "k_norm") if name in attention._modules]
     is_known_block = _is_known_block(layer.mlp, form)
     if is_known_block:
-        passed_over += [layer.mlp, *(layer.mlp._modules[name] for name in _FEED_FORWARD)]
+        passed_over += [layer.mlp, *(layer.mlp._modules[name] for name in (*form.gate_up, "down_proj"))]
     hooked = next((type(module).__name__ for module in passed_over if _has_hooks(module)), None)
     if hooked is not None:
         return f"{hooked} has hooks or a forward of its own, which would be passed over"
+    drawing = next((name for name in form.dropouts if not _draws_nothing(layer._modules[name])), None)
+    if drawing is not None:
+        return f"{drawing} drops out in training"
     joints = []
-    for module, names in [(attention, _PROJECTIONS), (attention, ("o_proj",)), (layer.mlp, _FEED_FORWARD[:2]), (layer.mlp, _FEED_FORWARD[2:])]:
+    for module, names in [(attention, form.projections), (attention, ("o_proj",)), (layer.mlp, form.gate_up), (layer.mlp, ("down_proj",))]:
         if module is layer.mlp and not is_known_block:
             continue
         joint = join([read_part(module._modules[name], dtype=dtype, awaits_copies=awaits_copies) for name in names], dense)
@@ -266,13 +315,22 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(is_hooked) or any(getattr(hook, "__module__", "") != _RECORDING for hook in module._forward_hooks.values())
 
 
+def _draws_nothing(module: nn.Module | None) -> bool:
+    return type(module) is nn.Identity or (type(module) is nn.Dropout and (module.p == 0.0 or not module.training))
+
+
 def _is_known_block(block: nn.Module, form: LayerForm) -> bool:
     """Whether a feed-forward block is fused; one that runs in tiles has a forward of its own and stays."""
     return type(block).__name__ in form.feed_forward and "forward" not in vars(block)
 
 
 def _norm(module: Any, form: LayerForm) -> Norm:  # noqa: ANN401 - a norm of transformers
-    return Norm(module.weight, NormForm(eps=module.variance_epsilon, is_weight_wide=form.is_norm_wide))
+    return Norm(module.weight, NormForm(eps=_eps(module), weight_offset=form.norm_offset, is_weight_wide=form.is_norm_wide))
+
+
+def _eps(module: Any) -> float:  # noqa: ANN401 - a norm of transformers
+    """Return what a norm adds to the mean square; Gemma's norms name it otherwise."""
+    return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
 
 
 def _attend(
@@ -289,7 +347,7 @@ def _attend(
     """Return the residual stream behind attention, shape (T, D)."""
     attention, session = layer.self_attn, find_session(layer.self_attn)
     qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), parts.qkv, session=session)
-    heads = split_heads(qkv_TC, _rope(attention, parts.qkv, angles, num_tokens=qkv_TC.shape[0], dtype=qkv_TC.dtype))
+    heads = split_heads(qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=_num_inputs(parts.out)))
     # As attention layers hand them over: (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
@@ -297,31 +355,49 @@ def _attend(
         dropout=attention.attention_dropout if attention.training else 0.0,
         scaling=attention.scaling,
         sliding_window=getattr(attention.config if fusion.form.has_config_window else attention, "sliding_window", None),
+        softcap=attention.attn_logit_softcapping if fusion.form.has_softcap else None,
         s_aux=getattr(attention, "sinks", None),
         **options,
     )  # fmt: skip
-    return project_add(out.reshape(x_TD.shape[0], -1), x_TD, parts.out, session=session)
+    out_TI = out.reshape(x_TD.shape[0], -1)
+    if fusion.form.has_post_norms:
+        return project_norm_add(out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), parts.out, session=session)
+    return project_add(out_TI, x_TD, parts.out, session=session)
 
 
-def _rope(attention: Any, qkv: Joint, angles: tuple[torch.Tensor, torch.Tensor], *, num_tokens: int, dtype: torch.dtype) -> Rope:  # noqa: ANN401
+def _num_inputs(joint: Joint) -> int:
+    """Return how many columns a projection reads: behind attention, those of the query heads."""
+    return int(joint.parts[0].base.in_features)  # type: ignore[arg-type]
+
+
+def _rope(
+    attention: Any,  # noqa: ANN401 - an attention layer
+    layer_form: LayerForm,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    *,
+    rows_TC: torch.Tensor,
+    num_query_columns: int,
+) -> Rope:
     """Return what turns projections into heads."""
-    width = int(attention.head_dim)
+    width, (num_tokens, num_columns) = int(attention.head_dim), rows_TC.shape
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    cos, sin = (_angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype) for angle in angles)
     form = RopeForm(
-        num_heads=qkv.parts[0].num_outputs // width,
-        num_kv_heads=qkv.parts[1].num_outputs // width,
+        num_heads=num_query_columns // width,
+        num_kv_heads=(num_columns - num_query_columns) // (2 * width),
         head_width=width,
+        rotary_width=cos.shape[1],
         has_norm=q_norm is not None,
-        eps=1e-6 if q_norm is None else q_norm.variance_epsilon,
+        eps=1e-6 if q_norm is None else _eps(q_norm),
+        weight_offset=layer_form.norm_offset,
+        is_weight_wide=layer_form.is_norm_wide,
     )
-    cos, sin = (_angle_rows(angle, num_tokens=num_tokens, width=width, dtype=dtype) for angle in angles)
     return Rope(cos, sin, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, form)
 
 
-def _angle_rows(angle_BSW: torch.Tensor, *, num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return cos or sin with a row per token and both halves of a head."""
-    if angle_BSW.shape[-1] * 2 == width:
-        # gpt-oss gives each pair of columns one angle.
+def _angle_rows(angle_BSW: torch.Tensor, *, num_tokens: int, is_half: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return cos or sin with a row per token and both halves of what is rotated."""
+    if is_half:
         angle_BSW = torch.cat([angle_BSW, angle_BSW], dim=-1)
     rows = angle_BSW.expand(num_tokens // angle_BSW.shape[1], -1, -1).reshape(num_tokens, -1)
     return rows if rows.dtype in (dtype, torch.float32) else rows.to(dtype)

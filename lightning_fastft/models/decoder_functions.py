@@ -26,6 +26,8 @@ from lightning_fastft.offload.segments import Session
 
 QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
 GATE_UP_VALUE, DOWN_VALUE = "mlp.gate_up", "mlp.down"
+# Where a norm behind the block is the last that saves: what it reads is a value itself.
+POST_NORM_POINT = "mlp.post_norm"
 
 _Grads = tuple[torch.Tensor | None, ...]
 
@@ -358,3 +360,161 @@ def _norm_gradients(
     )
     d_weight_D = gradients.d_weight_D
     return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)
+
+
+def project_norm_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> torch.Tensor:
+    """Return ``residual + norm(projection of x)``: families that norm what a block gives, not only what it is given.
+
+    Args:
+        x_TI: Output of attention.
+        residual_TD: Residual stream.
+        norm: Behind the projection.
+        joint: The one projection.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As product and rms_norm_forward, and one addition; saves the projection, x_TI where something of it is trained, the adapter's narrow rows and
+        factors, and a trained weight.
+    """
+    return _ProjectNormAdd.apply(joint, norm.form, session, x_TI, residual_TD, norm.weight_D, *joint.tensors())
+
+
+def feed_forward_between_norms(
+    x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, post_norm: Norm, *, form: GateForm, session: Session | None
+) -> torch.Tensor:
+    """Return ``x + post_norm(down(gate(gate_up(norm(x)))))``.
+
+    Args:
+        x_TD: Residual stream.
+        norm: In front of the block.
+        gate_up: The first projections.
+        down: The last one.
+        post_norm: Behind the block.
+        form: What joins gate and up.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' narrow rows and factors, and trained
+        weights.
+    """
+    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
+
+    def run(call: _FeedForwardCall) -> torch.Tensor:
+        return _FeedForwardBetweenNorms.apply(
+            call, post_norm.form, x_TD, norm.weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+        )  # fmt: skip
+
+    if session is None:
+        return run(call)
+    is_unneeded = session.is_last(POST_NORM_POINT)
+    with session.watch_end(POST_NORM_POINT):
+        y_TD = run(call)
+    if is_unneeded:
+        # The second run went on, so somebody may read the output after all.
+        with torch.no_grad():
+            y_TD.data = run(call._replace(session=None))
+    return y_TD
+
+
+class _ProjectNormAdd(torch.autograd.Function):
+    """Saves the projection, x where something is trained, the narrow rows, the adapter's narrow factors and a trained weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        joint: Joint,
+        form: NormForm,
+        session: Session | None,
+        x_TI: torch.Tensor,
+        residual_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(joint, x_TI)))
+        ctx.joint, ctx.form, ctx.num_low = joint, form, len(low)
+        saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
+        ctx.save_for_backward(out_TD, weight_D, *low, *joint.watched_tensors(), *saved_x)
+        # Rounded before it is added, as a model does that norms and then adds.
+        return rms_norm_forward(out_TD, weight_D, form=form).y_TD.add_(residual_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        out_TD, weight_D, *others = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight, *needs = ctx.needs_input_grad[3:]
+        x_TI = others.pop() if any(needs) else None
+        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        d_out_TD, d_weight_D = _norm_gradients(ctx, d_y_TD, None, out_TD, weight_D, needs=(needs_x or any(needs), needs_weight))
+        d_x_TI: torch.Tensor | None = None
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        if d_out_TD is not None:
+            d_x_TI, d_low_TR = rows_gradients(joint, d_out_TD, needs_x=needs_x)
+            if x_TI is not None:
+                gradients = parameter_gradients(joint, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs)
+        return None, None, None, d_x_TI, d_y_TD if needs_residual else None, d_weight_D, *gradients
+
+
+class _FeedForwardBetweenNorms(torch.autograd.Function):
+    """Saves x, gate and up, what the norm behind the block reads, narrow rows and factors and trained weights; the rest is built again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        call: _FeedForwardCall,
+        post_form: NormForm,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        post_weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        def compute() -> tuple[torch.Tensor, ...]:
+            return _held(product(call.gate_up, rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD))
+
+        session = call.session
+        gate_up_TP, *low = _value(session, GATE_UP_VALUE, compute)
+        (out_TD,) = _value(session, DOWN_VALUE, lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form)).y_TO,))
+        # Without the session: a backward belongs to no run.
+        ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
+        watched = (*call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
+        if session is not None and session.is_last(POST_NORM_POINT):
+            return unneeded(x_TD, x_TD.shape[-1])
+        return rms_norm_forward(out_TD, post_weight_D, form=post_form).y_TD.add_(x_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        call: _FeedForwardCall = ctx.call
+        x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *others = ctx.saved_tensors
+        needs_x, needs_weight, needs_post_weight, *needs = ctx.needs_input_grad[2:]
+        low, watched = others[: ctx.num_low], others[ctx.num_low :]
+        num_first = len(call.gate_up.watched_tensors())
+        gate_up, down = call.gate_up.with_watched(watched[:num_first]), call.down.with_watched(watched[num_first:])
+        first, last = needs[: len(gate_up.tensors())], needs[len(gate_up.tensors()) :]
+
+        ctx.form = ctx.post_form
+        d_out_TD, d_post_weight_D = _norm_gradients(
+            ctx, d_y_TD, None, out_TD, post_weight_D, needs=(needs_x or needs_weight or any(needs), needs_post_weight)
+        )
+        d_first: list[torch.Tensor | None] = [None] * len(first)
+        d_last: list[torch.Tensor | None] = [None] * len(last)
+        if d_out_TD is None:
+            return None, None, None, None, d_post_weight_D, *d_first, *d_last
+
+        d_act_TF, d_low_2 = rows_gradients(down, d_out_TD, needs_x=True)
+        assert d_act_TF is not None
+        gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, need_act=any(last))
+        del d_act_TF
+        d_gate_up_TP = gate.d_gate_up_NP
+        if gate.act_NF is not None:
+            d_last = parameter_gradients(down, gate.act_NF, d_out_TD, _narrow_rows(down, gate.act_NF), d_low_2, needs=last)
+        del gate, d_out_TD
+
+        d_h_TD, d_low_1 = rows_gradients(gate_up, d_gate_up_TP, needs_x=needs_x or needs_weight)
+        if any(first):
+            h_TD = rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD
+            d_first = parameter_gradients(gate_up, h_TD, d_gate_up_TP, low[0] if low else None, d_low_1, needs=first)
+            del h_TD
+        ctx.form = call.norm_form
+        d_x_TD, d_weight_D = _norm_gradients(ctx, d_h_TD, d_y_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
+        return None, None, d_x_TD, d_weight_D, d_post_weight_D, *d_first, *d_last

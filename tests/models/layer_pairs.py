@@ -15,7 +15,16 @@ from tests.models.packs import relative_error
 from tests.models.tiny_models import VOCABULARY, build_tiny
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-# name -> (tiny model, what differs): every class of LAYERS, and with them biases, windows, sinks, scaled angles, tied embeddings and mixed blocks.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+# name -> (tiny model, what differs): every class of LAYERS, and with them biases, windows, sinks, soft caps, partly rotated heads, scaled angles,
+# tied embeddings and mixed blocks. Gemma 3 has the attribute of a soft cap, which its layers do not hand to attention.
 FAMILIES = {
     "llama": ("llama", {}),
     "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
@@ -26,8 +35,14 @@ FAMILIES = {
     "qwen3": ("qwen3", {"rope_parameters": YARN}),
     "qwen3_moe": ("qwen3_moe", {}),
     "gpt_oss": ("gpt_oss", {"rope_parameters": YARN}),
+    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, "head_dim": 8}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "attention_bias": True, "rms_norm_eps": 1e-3}),
 }
-DENSE = ("llama", "llama biased", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "llama biased", "mistral", "qwen2", "qwen3", "phi3", "phi3 longrope", "gemma2", "gemma3")
+# Families that norm what the feed-forward block gives: the output of its last product is needed by the backward, so it is a value.
+POST_NORMED = ("gemma2", "gemma3")
 TRAINED = ("lora", "full", "norms")
 
 
@@ -99,9 +114,13 @@ def padded_batch(*, lengths=(9, 4, 7), is_left=False, seed=3):
 def use_exact_norms(model, *, is_plain):
     """Norms without transformers' fp32 in the middle, so that float64 is float64; of a fused model only the last one is computed by its module."""
     ((_, causal),) = find_causal_models(model)
-    norms = [causal.model.norm] if not is_plain else [module for module in causal.modules() if hasattr(module, "variance_epsilon")]
+    norms = [causal.model.norm] if not is_plain else [module for module in causal.modules() if type(module).__name__.endswith("RMSNorm")]
     for norm in norms:
-        norm.forward = lambda x, norm=norm: norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon))
+        # Gemma's norms name their eps otherwise, and their weights count from 1.
+        eps, offset = (norm.eps, 1.0) if hasattr(norm, "eps") else (norm.variance_epsilon, 0.0)
+        norm.forward = lambda x, norm=norm, eps=eps, offset=offset: (
+            (norm.weight + offset) * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+        )
 
 
 def assert_as_near(found, *, own, truth):

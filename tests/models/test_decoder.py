@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fastft.models import decoder
 from lightning_fastft.models.adapters import install_adapter_shadows
 from lightning_fastft.models.decoder import LAYERS, install_fused_layers
 from lightning_fastft.models.loading import ModelSource, build_model
@@ -94,6 +95,26 @@ def test_norms_round_where_their_family_does(family):
     assert torch.equal(fused.model.norm(x), plain.model.norm(x))
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}), ("gemma3", {"attention_bias": False})]
+)
+def test_norms_of_heads_round_where_their_family_does(family, overrides, monkeypatch):
+    """Seen at documents of one token, whose position 0 is not rotated: attention gets what the norms of the heads gave."""
+    fused, plain = make_pair(build(family, "full", dtype=torch.bfloat16, **overrides))
+    heads, expected = [], []
+    real = decoder.attend
+    monkeypatch.setattr(decoder, "attend", lambda layer, q, k, *args, **options: heads.append((q, k)) or real(layer, q, k, *args, **options))
+    attention = layers_of(plain)[0].self_attn
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.register_forward_hook(lambda module, args, output: expected.append(output))
+    batch = make_batch((1,) * 40)
+    fused(**batch)
+    plain(**batch)
+    for found, value in zip(heads[0], expected, strict=True):
+        # Qwen3 norms heads in the order of tokens.
+        assert torch.equal(found, value if family == "gemma3" else value.transpose(1, 2))
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_blocks_of_dense_layers_are_fused_too(family):
     fused, _ = make_pair(build(family, "lora"))
@@ -102,15 +123,17 @@ def test_blocks_of_dense_layers_are_fused_too(family):
     assert (counts.attention, counts.block) == (0, 0)
 
 
-@pytest.mark.parametrize("family", ["llama biased", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama biased", "qwen3", "gpt_oss", "phi3", "gemma2", "gemma3"])
 def test_bfloat16_is_as_near_to_the_truth_as_the_layers_own(family):
     model = build(family, "full", dtype=torch.bfloat16, **WIDE)
     assert_model_as_near(model, truth=copy.deepcopy(model).double())
 
 
-@pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float32])
-def test_nf4_is_as_near_to_the_truth_as_the_layers_own(adapter_dtype):
-    model = quantised(adapter_dtype=adapter_dtype)
+@pytest.mark.parametrize(
+    ("family", "adapter_dtype"), [("qwen2", torch.bfloat16), ("qwen2", torch.float32), ("phi3", torch.bfloat16), ("gemma3", torch.float32)]
+)
+def test_nf4_is_as_near_to_the_truth_as_the_layers_own(family, adapter_dtype):
+    model = quantised(adapter_dtype=adapter_dtype, family=family)
     assert_model_as_near(model, truth=with_dense_weights(model).double(), has_shadows=adapter_dtype is torch.float32)
 
 
@@ -146,20 +169,29 @@ def with_dense_weights(model):
 
 
 def assert_model_as_near(model, *, truth, has_shadows=False):
-    """Fuse a model and compare its step with the one of the layers' own forward in the same dtype."""
+    """Fuse a model and compare its steps with those of the layers' own forward in the same dtype.
+
+    Over several batches at once: the errors of a single one scatter, up and down, by more than the bound.
+    """
     install_packed_training(truth, SwapLedger())
     use_exact_norms(truth, is_plain=True)
-    batch = make_batch((40, 1, 25, 30))
-    expected = step(truth, batch)
+    batches = [make_batch((40, 1, 25, 30), seed=seed) for seed in range(4)]
+    expected = steps(truth, batches)
     plain = copy.deepcopy(model)
     for each in (model, plain):
         install_packed_training(each, SwapLedger())
         if has_shadows:
             install_adapter_shadows(each, SwapLedger(), compute_dtype=torch.bfloat16)
     fuse(model)
-    is_fused, found = is_served(model, lambda: step(model, batch))
+    is_fused, found = is_served(model, lambda: steps(model, batches))
     assert is_fused
-    assert_as_near(found, own=step(plain, batch), truth=expected)
+    assert_as_near(found, own=steps(plain, batches), truth=expected)
+
+
+def steps(model, batches):
+    """What every batch gives, side by side."""
+    found = [step(model, batch) for batch in batches]
+    return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
@@ -184,10 +216,17 @@ def test_fp32_adapters_get_fp32_gradients_and_a_step_before_the_backward_is_an_e
 
 
 @pytest.mark.parametrize(
-    "name", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+    ("family", "name"),
+    [
+        *(("llama", name) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")),
+        *(("llama", name) for name in ("input_layernorm", "post_attention_layernorm")),
+        *(("gemma3", name) for name in ("self_attn.o_proj", "self_attn.q_norm", "post_attention_layernorm", "mlp.up_proj", "mlp.down_proj")),
+        *(("gemma3", name) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")),
+        *(("phi3", name) for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")),
+    ],
 )
-def test_a_trained_weight_written_before_the_backward_is_an_error(name):
-    model, _ = make_pair(build("llama", "full"))
+def test_a_trained_weight_written_before_the_backward_is_an_error(family, name):
+    model, _ = make_pair(build(family, "full"))
     loss = model(**make_batch()).loss
     with torch.no_grad():
         layers_of(model)[0].get_submodule(name).weight.add_(1.0)
@@ -297,6 +336,75 @@ def test_what_functions_cannot_serve_is_left_to_the_layers_own_forward(case):
         assert_close(again, logits_of(plain))
 
 
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        *(("gemma3", path) for path in ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "self_attn.k_norm")),
+        *(("phi3", path) for path in ("resid_attn_dropout", "resid_mlp_dropout", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp")),
+    ],
+)
+def test_hooks_on_the_modules_of_other_layers_run_too(family, path):
+    fused, plain = make_pair(build(family, "full").eval())
+    before = logits_of(plain)
+    for model in (fused, plain):
+        scale_in_hook(path)(model)
+    with count_own_forwards(fused) as counts:
+        found = logits_of(fused)
+    assert counts.attention == 1
+    expected = logits_of(plain)
+    assert_close(found, expected)
+    assert relative_error(before, expected) > 1e-4
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3"])
+def test_other_layers_leave_a_cache_and_other_attention_to_their_own_forward(family):
+    fused, plain = make_pair(build(family, "lora").eval())
+    is_fused, found = is_served(fused, lambda: fused(input_ids=IDS, use_cache=True))
+    assert not is_fused
+    assert torch.equal(found.logits, plain(input_ids=IDS, use_cache=True).logits)
+    for model in (fused, plain):
+        model.set_attn_implementation("eager")
+    is_fused, found = is_served(fused, lambda: step(fused, padded_batch()))
+    assert not is_fused
+    assert_same_step(found, step(plain, padded_batch()), bound=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_layers_own_forward_hands_attention_what_it_always_does(family, monkeypatch):
+    """Gemma's layers pass on whatever they are given, so nothing may be added."""
+    fused, plain = make_pair(build(family, "full").eval())
+    kind, given = type(layers_of(plain)[0].self_attn), []
+    real = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, **options: given.append(options) or real(self, **options))
+    for model in (fused, plain):
+        model.set_attn_implementation("eager")
+        logits_of(model)
+    assert len(given) == 4
+    assert all(options.keys() == given[-1].keys() for options in given)
+
+
+def test_dropout_behind_attention_and_block_is_drawn_in_training_and_fused_in_evaluation():
+    fused, plain = make_pair(build("phi3", "full", resid_pdrop=0.5).eval())
+    for model in (fused, plain):
+        model.train()
+    is_fused, found = is_served(fused, lambda: step(fused, make_batch()))
+    assert not is_fused
+    expected = step(plain, make_batch())
+    assert_same_step(found, expected, bound=1e-5)
+    assert not torch.equal(expected["loss"], step(plain, make_batch(), seed=8)["loss"])
+    for model in (fused, plain):
+        model.eval()
+    is_fused, found = is_served(fused, lambda: step(fused, make_batch()))
+    assert is_fused
+    assert_same_step(found, step(plain, make_batch()), bound=1e-5)
+    # Each of the two modules counts by itself.
+    for name in ("resid_attn_dropout", "resid_mlp_dropout"):
+        for layer in layers_of(fused):
+            layer._modules[name].train()
+        assert not is_served(fused, lambda: logits_of(fused))[0]
+        fused.eval()
+
+
 def test_hooks_that_stay_after_attention_weights_were_asked_for_do_not_count():
     fused, plain = lora_pair()
     weights = fused(input_ids=IDS, use_cache=False, output_attentions=True).attentions
@@ -394,7 +502,7 @@ def test_the_base_of_merged_adapters_is_left_to_peft():
 # What stays.
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "gemma3"])
 def test_undo_leaves_nothing(family):
     model = build(family, "lora")
     install_packed_training(model, SwapLedger())
@@ -467,6 +575,8 @@ def test_a_second_backward_through_a_retained_graph_gives_the_same():
     ("family", "reason"),
     [
         ("llama", "2 layers of llama"),
+        ("phi3", "2 layers of phi3"),
+        ("gemma3", "2 layers of gemma3_text"),
         ("qwen2_moe", "2 layers of qwen2_moe, feed-forward blocks of 1"),
         ("gpt_oss", "2 layers of gpt_oss, without the blocks of experts"),
     ],
@@ -476,10 +586,10 @@ def test_status_says_what_is_fused(family, reason):
 
 
 def test_unknown_families_are_left_alone():
-    model, ledger = build_tiny("gemma2"), SwapLedger()
+    model, ledger = build_tiny("granite"), SwapLedger()
     (status,) = install_fused_layers(model, ledger)
     assert (status.state, len(ledger)) == ("inactive", 0)
-    assert status.reason.startswith("Gemma2DecoderLayer is not served; served are the layers of GptOss, Llama")
+    assert status.reason.startswith("GraniteDecoderLayer is not served; served are the layers of Gemma2, Gemma3, GptOss, Llama")
     (status,) = install_fused_layers(nn.Linear(2, 2), ledger)
     assert status == ("fused layers", "inactive", "Linear holds no transformers model", "")
 
@@ -489,6 +599,7 @@ OBSTACLES = {
     "DoRA": (lambda: add_lora(build("llama", "full"), use_dora=True), r"2 of 2 layers: the adapter is no plain LoRA \(a variant such as DoRA"),
     "dropout": (lambda: add_lora(build("llama", "full"), lora_dropout=0.1).train(), "2 of 2 layers: the adapter has dropout"),
     "masters": (lambda: add_lora(build("llama", "full").bfloat16(), adapter_dtype=torch.float32), "float32 and rows are in torch.bfloat16, without"),
+    "dropout of the layer": (lambda: build("phi3", "full", resid_pdrop=0.1), "2 of 2 layers: resid_attn_dropout drops out in training"),
     "activation": (lambda: build("llama", "full", hidden_act="mish"), "the activation .*mish.* is not known here|the activation Mish"),
 }
 
@@ -520,6 +631,6 @@ def test_adapters_that_will_have_copies_are_no_obstacle():
 
 
 def test_two_models_are_told_apart():
-    root = nn.ModuleDict({"student": build("llama", "full"), "teacher": build_tiny("gemma2")})
+    root = nn.ModuleDict({"student": build("llama", "full"), "teacher": build_tiny("granite")})
     names = [(status.name, status.state) for status in install_fused_layers(root, SwapLedger())]
     assert names == [("fused layers (student)", "active"), ("fused layers (teacher)", "inactive")]

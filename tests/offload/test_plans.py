@@ -12,7 +12,7 @@ from lightning_fastft.moe import experts
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.offload.segments import RECOMPUTE
 from lightning_fastft.offload.step import SegmentPlan
-from tests.models.layer_pairs import DENSE, build, count_own_forwards, fuse, layers_of
+from tests.models.layer_pairs import DENSE, POST_NORMED, build, count_own_forwards, fuse, layers_of
 from tests.models.packs import assert_close, make_batch
 from tests.models.tiny_models import build_tiny
 from tests.offload.late_lanes import LateLanes
@@ -289,16 +289,16 @@ def make_fused(name, **options):
     return model, [make_batch(LENGTHS, seed=seed) for seed in range(3)]
 
 
-@pytest.mark.parametrize("name", ["llama biased", "qwen3", "gpt_oss", "qwen3_moe routed"])
+@pytest.mark.parametrize("name", ["llama biased", "qwen3", "gpt_oss", "qwen3_moe routed", "gemma3"])
 def test_random_plans_over_fused_layers_are_bit_equal(name):
-    model, batches = make_fused(name, **({} if name == "gpt_oss" else {"num_hidden_layers": 4}))
+    model, batches = make_fused(name, **({} if name in ("gpt_oss", "gemma3") else {"num_hidden_layers": 4}))
     expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
     planned = PlannedModel(model, batches, make_lanes=late(seed=1))
     with count_own_forwards(model) as own:
         planned.gradients(1)
     assert own.attention == 0
     block = ("mlp.gate_up",) if name in DENSE else ("mlp.experts.gate_up",) if name.endswith(" routed") else ()
-    assert set(planned.value_names[0]) == {*FUSED, *block}
+    assert set(planned.value_names[0]) == {*FUSED, *block, *(("mlp.down",) if name in POST_NORMED else ())}
     for seed in range(8):
         planned.follow(random_plan(planned.value_names, seed=seed))
         for count in (1, 3):
@@ -331,8 +331,27 @@ def test_what_a_fused_layer_holds_is_not_computed_again(monkeypatch):
             assert columns == forward + second
 
 
-def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed():
-    model, batches = make_fused("qwen3", num_hidden_layers=2)
+def test_a_last_product_that_a_norm_reads_is_held_like_the_others(monkeypatch):
+    model, batches = make_fused("gemma3", num_hidden_layers=1, layer_types=["sliding_attention"])
+    expected = kept_gradients(model, batches, 1)
+    planned = PlannedModel(model, batches)
+    runs = []
+    real = decoder_functions.product
+    monkeypatch.setattr(decoder_functions, "product", lambda *args, **options: runs.append("product") or real(*args, **options))
+    gate = decoder_functions.gate_forward
+    monkeypatch.setattr(decoder_functions, "gate_forward", lambda *args, **options: runs.append("gate") or gate(*args, **options))
+    for names, num_products, num_gates in [((), 8, 2), (("mlp.down",), 7, 1), (("mlp.gate_up",), 7, 2), ((*FUSED, "mlp.gate_up", "mlp.down"), 4, 1)]:
+        for place in ("device", "host"):
+            planned.follow([RECOMPUTE._replace(values=tuple((name, place) for name in names))])
+            planned.gradients(1)
+            runs.clear()
+            assert_equal(planned.gradients(1), expected, what=f"{names} on {place}")
+            assert (runs.count("product"), runs.count("gate")) == (num_products, num_gates), names
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed(name):
+    model, batches = make_fused(name, num_hidden_layers=2)
     expected = kept_gradients(model, batches, 1)
     checkpointing = OffloadCheckpointing("recompute")
     install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
@@ -346,15 +365,16 @@ def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed():
             return out if not torch.is_grad_enabled() else out + 0.0 * out.square()
 
     for segment in checkpointing.segments_of():
-        segment.last_point = "mlp.down"
+        segment.last_point = "mlp.post_norm" if name in POST_NORMED else "mlp.down"
     for layer in layers:
         layer.__class__ = Squared
     model(**batches[0]).loss.backward()
     assert_equal(read_gradients(model), expected, what="after a wrong guess")
 
 
-def test_tiles_of_the_block_and_fused_attention_go_together():
-    model, batches = make_fused("qwen3", num_hidden_layers=3)
+@pytest.mark.parametrize(("name", "num_layers"), [("qwen3", 3), ("gemma3", 2)])
+def test_tiles_of_the_block_and_fused_attention_go_together(name, num_layers):
+    model, batches = make_fused(name, num_hidden_layers=num_layers)
     expected = kept_gradients(model, batches, 1)
     for policy in ("recompute", "offload"):
         ledger = SwapLedger()
