@@ -87,8 +87,7 @@ def test_bias_and_low_rank_product_equal_the_truth(rank, has_bias, dtype):
     check_product(added(y_NO), case, y_NO=y_NO)
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_slots", "index_dtype"), [(1, torch.int32), (3, torch.int64)])
 def test_gathered_rows_have_the_bits_of_their_copy(num_slots, index_dtype):
     case = case_of((5, 0, 19, 6), 21, 19, dtype=torch.bfloat16, num_sentinels=3, rank=4, has_bias=True)
     num_rows = case.x_NI.shape[0] // num_slots * num_slots
