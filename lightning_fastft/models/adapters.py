@@ -321,5 +321,5 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
     elif all(weight.dtype is dtype for weight in masters):
         narrow = [weight.detach() for weight in masters]
     else:
-        return f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without narrow copies"
+        return f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without the narrow copies that FineTuner keeps"
     return ActiveAdapter(masters[0], masters[1], narrow[0], narrow[1], float(layer.scaling[name]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from lightning_fastft.models.families import decoder_layers, find_causal_models
 from lightning_fastft.models.linears import DenseWeights, Joint, join, read_part
 from lightning_fastft.models.swap import SwapLedger, share_state
 from lightning_fastft.models.values import find_session
+from lightning_fastft.offload.segments import unwatched
 from lightning_fastft.status import Status
 
 STATUS_NAME = "fused layers"
@@ -135,7 +135,7 @@ class _FusedLayer:
     ) -> torch.Tensor:
         layer: Any = self
         session = find_session(layer.self_attn)
-        with nullcontext() if session is None else session.unwatched():
+        with unwatched(session):
             parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
         if parts is None or position_embeddings is None:
             options = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
@@ -143,7 +143,7 @@ class _FusedLayer:
             options |= {"use_cache": use_cache} if use_cache else {}
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
         fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
-        with nullcontext() if session is None else session.unwatched():
+        with unwatched(session):
             x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
             x_TD = _attend(layer, fusion, parts, x_TD, shape=hidden_states.shape, angles=position_embeddings, mask=attention_mask, options=kwargs)
             has_post_norms = fusion.form.has_post_norms
@@ -222,7 +222,7 @@ def _install(model: PreTrainedModel, ledger: SwapLedger, *, awaits_copies: bool)
     obstacles = Counter(filter(None, (_obstacle(layer, awaits_copies=awaits_copies) for layer in layers)))
     if obstacles:
         reason, count = obstacles.most_common(1)[0]
-        return Status(STATUS_NAME, "refused", f"{count} of {len(layers)} layers: {reason}", "remove it, or leave FusedKernels out")
+        return Status(STATUS_NAME, "refused", f"{count} of {len(layers)} layers: {reason}", "change what is named, or leave FusedKernels out")
     dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
     num_fused = 0
     for layer in layers:
@@ -347,7 +347,8 @@ def _attend(
     """Return the residual stream behind attention, shape (T, D)."""
     attention, session = layer.self_attn, find_session(layer.self_attn)
     qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), parts.qkv, session=session)
-    heads = split_heads(qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=_num_inputs(parts.out)))
+    # What the output projection reads is as wide as the query heads.
+    heads = split_heads(qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=parts.out.num_inputs))
     # As attention layers hand them over: (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
@@ -363,11 +364,6 @@ def _attend(
     if fusion.form.has_post_norms:
         return project_norm_add(out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), parts.out, session=session)
     return project_add(out_TI, x_TD, parts.out, session=session)
-
-
-def _num_inputs(joint: Joint) -> int:
-    """Return how many columns a projection reads: behind attention, those of the query heads."""
-    return int(joint.parts[0].base.in_features)  # type: ignore[arg-type]
 
 
 def _rope(

@@ -8,7 +8,7 @@ Axes: T tokens, D model width, C columns of q, k and v side by side, P columns o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,16 +118,52 @@ def norm_feed_forward(x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Join
     def run(call: _FeedForwardCall) -> torch.Tensor:
         return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors(), *down.tensors())
 
-    if session is None:
-        return run(call)
-    is_unneeded = session.is_last(DOWN_VALUE)
-    with session.watch_end(DOWN_VALUE):
-        y_TD = run(call)
-    if is_unneeded:
-        # The second run went on, so somebody may read the output after all.
-        with torch.no_grad():
-            y_TD.data = run(call._replace(session=None))
-    return y_TD
+    return _run_block(run, call, point=DOWN_VALUE)
+
+
+def project_norm_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> torch.Tensor:
+    """Return ``residual + norm(projection of x)``: families that norm what a block gives, not only what it is given.
+
+    Args:
+        x_TI: Output of attention.
+        residual_TD: Residual stream.
+        norm: Behind the projection.
+        joint: The one projection.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As product and rms_norm_forward, and one addition; saves the projection, x_TI where something of it is trained, the adapter's narrow rows and
+        factors, and a trained weight.
+    """
+    return _ProjectNormAdd.apply(joint, norm.form, session, x_TI, residual_TD, norm.weight_D, *joint.tensors())
+
+
+def feed_forward_between_norms(
+    x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, post_norm: Norm, *, form: GateForm, session: Session | None
+) -> torch.Tensor:
+    """Return ``x + post_norm(down(gate(gate_up(norm(x)))))``.
+
+    Args:
+        x_TD: Residual stream.
+        norm: In front of the block.
+        gate_up: The first projections.
+        down: The last one.
+        post_norm: Behind the block.
+        form: What joins gate and up.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' narrow rows and factors, and trained
+        weights.
+    """
+    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
+
+    def run(call: _FeedForwardCall) -> torch.Tensor:
+        return _FeedForwardBetweenNorms.apply(
+            call, post_norm.form, x_TD, norm.weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+        )  # fmt: skip
+
+    return _run_block(run, call, point=POST_NORM_POINT)
 
 
 class _NormRows(torch.autograd.Function):
@@ -145,7 +181,7 @@ class _NormRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:  # noqa: ANN401
         x_TD, weight_D = ctx.saved_tensors
-        return (*_norm_gradients(ctx, d_y_TD, d_x_TD, x_TD, weight_D, needs=ctx.needs_input_grad), None)
+        return (*_norm_gradients(d_y_TD, d_x_TD, x_TD, weight_D, form=ctx.form, needs=ctx.needs_input_grad[:2]), None)
 
 
 class _NormProject(torch.autograd.Function):
@@ -163,10 +199,7 @@ class _NormProject(torch.autograd.Function):
     ) -> Any:  # noqa: ANN401 - one tensor or two
         ctx.set_materialize_grads(False)
 
-        def compute() -> tuple[torch.Tensor, ...]:
-            return _held(product(joint, rms_norm_forward(x_TD, weight_D, form=form).y_TD))
-
-        y_TC, *low = _value(session, QKV_VALUE, compute)
+        y_TC, *low = _project_normed(session, QKV_VALUE, joint, x_TD, weight_D, form=form)
         ctx.joint, ctx.form, ctx.num_low = joint, form, len(low)
         ctx.save_for_backward(x_TD, weight_D, *low, *joint.watched_tensors())
         return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
@@ -179,14 +212,9 @@ class _NormProject(torch.autograd.Function):
         if d_y_TC is None:
             return None, None, None, d_x_TD, None, *(None for _ in needs)
         low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
-        d_h_TD, d_low_TR = rows_gradients(joint, d_y_TC, needs_x=needs_x or needs_weight)
-        gradients: list[torch.Tensor | None] = [None] * len(needs)
-        if any(needs):
-            h_TD = rms_norm_forward(x_TD, weight_D, form=ctx.form).y_TD
-            gradients = parameter_gradients(joint, h_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs)
-            del h_TD
-        d_x, d_weight = _norm_gradients(ctx, d_h_TD, d_x_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
-        return None, None, None, d_x, d_weight, *gradients
+        return None, None, None, *_normed_gradients(
+            joint, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs)
+        )  # fmt: skip
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -280,11 +308,8 @@ class _NormFeedForward(torch.autograd.Function):
         weight_D: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        def compute() -> tuple[torch.Tensor, ...]:
-            return _held(product(call.gate_up, rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD))
-
         session = call.session
-        gate_up_TP, *low = _value(session, GATE_UP_VALUE, compute)
+        gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         # Without the session: a backward belongs to no run.
         ctx.call, ctx.num_low = call._replace(session=None), len(low)
         ctx.save_for_backward(x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
@@ -295,125 +320,11 @@ class _NormFeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
-        call: _FeedForwardCall = ctx.call
         x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
-        needs_x, needs_weight, *needs = ctx.needs_input_grad[1:]
-        low, watched = others[: ctx.num_low], others[ctx.num_low :]
-        num_first = len(call.gate_up.watched_tensors())
-        gate_up, down = call.gate_up.with_watched(watched[:num_first]), call.down.with_watched(watched[num_first:])
-        first, last = needs[: len(gate_up.tensors())], needs[len(gate_up.tensors()) :]
-
         d_y_TD = d_y_TD.contiguous()
-        d_low_2 = low_rows_gradient(down, d_y_TD)
-        gate = gate_backward(input_gradient(down, d_y_TD, d_low_2), gate_up_TP, form=call.gate_form, need_act=any(last))
-        d_gate_up_TP = gate.d_gate_up_NP
-        d_last: list[torch.Tensor | None] = [None] * len(last)
-        if gate.act_NF is not None:
-            d_last = parameter_gradients(down, gate.act_NF, d_y_TD, _narrow_rows(down, gate.act_NF), d_low_2, needs=last)
-        del gate
-
-        d_h_TD, d_low_1 = rows_gradients(gate_up, d_gate_up_TP, needs_x=needs_x or needs_weight)
-        d_first: list[torch.Tensor | None] = [None] * len(first)
-        if any(first):
-            h_TD = rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD
-            d_first = parameter_gradients(gate_up, h_TD, d_gate_up_TP, low[0] if low else None, d_low_1, needs=first)
-            del h_TD
-        ctx.form = call.norm_form
-        d_x_TD, d_weight_D = _norm_gradients(ctx, d_h_TD, d_y_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
-        return None, d_x_TD, d_weight_D, *d_first, *d_last
-
-
-def _held(result: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - a Product
-    """A product as a value that a plan can hold."""
-    return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
-
-
-def _value(session: Session | None, name: str, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    return compute() if session is None else session.value(name, compute)
-
-
-def _narrow_rows(joint: Joint, x_TI: torch.Tensor) -> torch.Tensor | None:
-    """Return the adapter's narrow rows of a single layer again: they cost one thin product and are not worth holding."""
-    return narrow_rows(joint, x_TI)
-
-
-def _read_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that are contiguous in themselves."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _norm_gradients(
-    ctx: Any,  # noqa: ANN401 - autograd's context, with the form of the norm
-    d_y_TD: torch.Tensor | None,
-    d_x_TD: torch.Tensor | None,
-    x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    *,
-    needs: tuple[bool, ...],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight."""
-    needs_x, needs_weight = needs[:2]
-    if d_y_TD is None or not (needs_x or needs_weight):
-        return d_x_TD if needs_x else None, None
-    gradients = rms_norm_backward(
-        _read_rows(d_y_TD), x_TD, weight_D, None, form=ctx.form, d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD), needs_weight=needs_weight
-    )
-    d_weight_D = gradients.d_weight_D
-    return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)
-
-
-def project_norm_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> torch.Tensor:
-    """Return ``residual + norm(projection of x)``: families that norm what a block gives, not only what it is given.
-
-    Args:
-        x_TI: Output of attention.
-        residual_TD: Residual stream.
-        norm: Behind the projection.
-        joint: The one projection.
-        session: Of the open segment; None outside a plan.
-
-    Cost:
-        As product and rms_norm_forward, and one addition; saves the projection, x_TI where something of it is trained, the adapter's narrow rows and
-        factors, and a trained weight.
-    """
-    return _ProjectNormAdd.apply(joint, norm.form, session, x_TI, residual_TD, norm.weight_D, *joint.tensors())
-
-
-def feed_forward_between_norms(
-    x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, post_norm: Norm, *, form: GateForm, session: Session | None
-) -> torch.Tensor:
-    """Return ``x + post_norm(down(gate(gate_up(norm(x)))))``.
-
-    Args:
-        x_TD: Residual stream.
-        norm: In front of the block.
-        gate_up: The first projections.
-        down: The last one.
-        post_norm: Behind the block.
-        form: What joins gate and up.
-        session: Of the open segment; None outside a plan.
-
-    Cost:
-        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' narrow rows and factors, and trained
-        weights.
-    """
-    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
-
-    def run(call: _FeedForwardCall) -> torch.Tensor:
-        return _FeedForwardBetweenNorms.apply(
-            call, post_norm.form, x_TD, norm.weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+        return None, *_block_gradients(
+            ctx.call, others, ctx.num_low, d_y_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=ctx.needs_input_grad[1:]
         )  # fmt: skip
-
-    if session is None:
-        return run(call)
-    is_unneeded = session.is_last(POST_NORM_POINT)
-    with session.watch_end(POST_NORM_POINT):
-        y_TD = run(call)
-    if is_unneeded:
-        # The second run went on, so somebody may read the output after all.
-        with torch.no_grad():
-            y_TD.data = run(call._replace(session=None))
-    return y_TD
 
 
 class _ProjectNormAdd(torch.autograd.Function):
@@ -444,7 +355,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         needs_x, needs_residual, needs_weight, *needs = ctx.needs_input_grad[3:]
         x_TI = others.pop() if any(needs) else None
         low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
-        d_out_TD, d_weight_D = _norm_gradients(ctx, d_y_TD, None, out_TD, weight_D, needs=(needs_x or any(needs), needs_weight))
+        d_out_TD, d_weight_D = _norm_gradients(d_y_TD, None, out_TD, weight_D, form=ctx.form, needs=(needs_x or any(needs), needs_weight))
         d_x_TI: torch.Tensor | None = None
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if d_out_TD is not None:
@@ -467,11 +378,8 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         post_weight_D: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        def compute() -> tuple[torch.Tensor, ...]:
-            return _held(product(call.gate_up, rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD))
-
         session = call.session
-        gate_up_TP, *low = _value(session, GATE_UP_VALUE, compute)
+        gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         (out_TD,) = _value(session, DOWN_VALUE, lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form)).y_TO,))
         # Without the session: a backward belongs to no run.
         ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
@@ -484,37 +392,119 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
-        call: _FeedForwardCall = ctx.call
         x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *others = ctx.saved_tensors
         needs_x, needs_weight, needs_post_weight, *needs = ctx.needs_input_grad[2:]
-        low, watched = others[: ctx.num_low], others[ctx.num_low :]
-        num_first = len(call.gate_up.watched_tensors())
-        gate_up, down = call.gate_up.with_watched(watched[:num_first]), call.down.with_watched(watched[num_first:])
-        first, last = needs[: len(gate_up.tensors())], needs[len(gate_up.tensors()) :]
-
-        ctx.form = ctx.post_form
-        d_out_TD, d_post_weight_D = _norm_gradients(
-            ctx, d_y_TD, None, out_TD, post_weight_D, needs=(needs_x or needs_weight or any(needs), needs_post_weight)
-        )
-        d_first: list[torch.Tensor | None] = [None] * len(first)
-        d_last: list[torch.Tensor | None] = [None] * len(last)
+        is_needed = needs_x or needs_weight or any(needs)
+        d_out_TD, d_post_weight_D = _norm_gradients(d_y_TD, None, out_TD, post_weight_D, form=ctx.post_form, needs=(is_needed, needs_post_weight))
         if d_out_TD is None:
-            return None, None, None, None, d_post_weight_D, *d_first, *d_last
+            return None, None, None, None, d_post_weight_D, *(None for _ in needs)
+        d_x_TD, d_weight_D, *gradients = _block_gradients(
+            ctx.call, others, ctx.num_low, d_out_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=(needs_x, needs_weight, *needs)
+        )  # fmt: skip
+        return None, None, d_x_TD, d_weight_D, d_post_weight_D, *gradients
 
-        d_act_TF, d_low_2 = rows_gradients(down, d_out_TD, needs_x=True)
-        assert d_act_TF is not None
-        gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, need_act=any(last))
-        del d_act_TF
-        d_gate_up_TP = gate.d_gate_up_NP
-        if gate.act_NF is not None:
-            d_last = parameter_gradients(down, gate.act_NF, d_out_TD, _narrow_rows(down, gate.act_NF), d_low_2, needs=last)
-        del gate, d_out_TD
 
-        d_h_TD, d_low_1 = rows_gradients(gate_up, d_gate_up_TP, needs_x=needs_x or needs_weight)
-        if any(first):
-            h_TD = rms_norm_forward(x_TD, weight_D, form=call.norm_form).y_TD
-            d_first = parameter_gradients(gate_up, h_TD, d_gate_up_TP, low[0] if low else None, d_low_1, needs=first)
-            del h_TD
-        ctx.form = call.norm_form
-        d_x_TD, d_weight_D = _norm_gradients(ctx, d_h_TD, d_y_TD, x_TD, weight_D, needs=(needs_x, needs_weight))
-        return None, None, d_x_TD, d_weight_D, d_post_weight_D, *d_first, *d_last
+def _held(result: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - a Product
+    """A product as a value that a plan can hold."""
+    return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
+
+
+def _value(session: Session | None, name: str, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return compute() if session is None else session.value(name, compute)
+
+
+def _project_normed(
+    session: Session | None, name: str, joint: Joint, x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm
+) -> tuple[torch.Tensor, ...]:
+    """Return the projection of normed rows, and the adapters' narrow rows where there are any, as a value that a plan can hold."""
+    return _value(session, name, lambda: _held(product(joint, rms_norm_forward(x_TD, weight_D, form=form).y_TD)))
+
+
+def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:
+    """Run the last Function of a layer, whose output a second run may not need."""
+    if call.session is None:
+        return run(call)
+    return call.session.run_last(point, lambda: run(call), anew=lambda: run(call._replace(session=None)))
+
+
+def _normed_gradients(
+    joint: Joint,
+    low: Sequence[torch.Tensor],
+    d_y_TC: torch.Tensor,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    needs: Sequence[bool],
+) -> _Grads:
+    """Return the gradients of _project_normed: of the rows, with what came along the residual stream, of the norm's weight, and of Joint.tensors."""
+    needs_x, needs_weight, *needs_tensors = needs
+    d_h_TD, d_low_TR = rows_gradients(joint, d_y_TC, needs_x=needs_x or needs_weight)
+    gradients: list[torch.Tensor | None] = [None] * len(needs_tensors)
+    if any(needs_tensors):
+        h_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
+        gradients = parameter_gradients(joint, h_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs_tensors)
+        del h_TD
+    return (*_norm_gradients(d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight)), *gradients)
+
+
+def _block_gradients(
+    call: _FeedForwardCall,
+    others: Sequence[torch.Tensor],
+    num_low: int,
+    d_out_TD: torch.Tensor,
+    d_x_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    gate_up_TP: torch.Tensor,
+    *,
+    needs: Sequence[bool],
+) -> _Grads:
+    """Return the gradients of a feed-forward block from that of down's output: of x, the norm's weight, and the tensors of gate_up and down.
+
+    ``others`` are the narrow rows of gate_up, num_low of them, and the watched tensors of both as autograd gave them back; d_x_TD is what came along
+    the residual stream.
+    """
+    num_first = num_low + len(call.gate_up.watched_tensors())
+    gate_up, down = call.gate_up.with_watched(others[num_low:num_first]), call.down.with_watched(others[num_first:])
+    num_needs = 2 + len(gate_up.tensors())
+    d_act_TF, d_low_TR = rows_gradients(down, d_out_TD, needs_x=True)
+    assert d_act_TF is not None
+    gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, need_act=any(needs[num_needs:]))
+    del d_act_TF
+    d_gate_up_TP = gate.d_gate_up_NP
+    d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
+    if gate.act_NF is not None:
+        # The narrow rows cost one thin product and are not worth holding.
+        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, narrow_rows(down, gate.act_NF), d_low_TR, needs=needs[num_needs:])
+    del gate, d_out_TD
+    return (
+        *_normed_gradients(gate_up, others[:num_low], d_gate_up_TP, d_x_TD, x_TD, weight_D, form=call.norm_form, needs=needs[:num_needs]),
+        *d_down,
+    )
+
+
+def _read_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that are contiguous in themselves."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _norm_gradients(
+    d_y_TD: torch.Tensor | None,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    needs: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight."""
+    needs_x, needs_weight = needs
+    if d_y_TD is None or not (needs_x or needs_weight):
+        return d_x_TD if needs_x else None, None
+    gradients = rms_norm_backward(
+        _read_rows(d_y_TD), x_TD, weight_D, None, form=form, d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD), needs_weight=needs_weight
+    )
+    d_weight_D = gradients.d_weight_D
+    return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)

@@ -23,7 +23,7 @@ from lightning_fastft.models.expert_adapters import find_adapter
 from lightning_fastft.models.expert_nf4 import read_nf4
 from lightning_fastft.models.values import find_session, value_name
 from lightning_fastft.moe.experts import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
-from lightning_fastft.offload.segments import Session
+from lightning_fastft.offload.segments import unwatched
 
 NAME = "fastft"
 # A plain attribute of instances, so no state_dict has it: the gate as it was recognised.
@@ -95,27 +95,21 @@ def run_slots(module: nn.Module, x_ND: torch.Tensor, expert_N: torch.Tensor) -> 
 def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
     """Hand the weights of an experts module to the core."""
     session = find_session(module)
-    if session is None:
-        return _run_module(module, x_TD, expert_TK, weight_TK, session=None)
-    with session.unwatched():
-        return _run_module(module, x_TD, expert_TK, weight_TK, session=session)
-
-
-def _run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor, *, session: Session | None) -> torch.Tensor:
-    gate_up, down = (read_linear(module, name) for name in weight_names(module))
-    # Grouped products know no autocast: like those of transformers they compute in the dtype of the weights.
-    y_TD = run_experts(
-        x_TD.to(gate_up.weight_EIO.dtype),
-        expert_TK,
-        weight_TK,
-        gate_up=gate_up,
-        down=down,
-        form=gate_form(module),
-        num_experts=int(module.num_experts),  # type: ignore[arg-type]
-        has_gate=bool(getattr(module, "has_gate", True)),
-        point=None if session is None else ExpertPoint(session, value_name(module)),
-    )
-    return y_TD.to(x_TD.dtype)
+    with unwatched(session):
+        gate_up, down = (read_linear(module, name) for name in weight_names(module))
+        # Grouped products know no autocast: like those of transformers they compute in the dtype of the weights.
+        y_TD = run_experts(
+            x_TD.to(gate_up.weight_EIO.dtype),
+            expert_TK,
+            weight_TK,
+            gate_up=gate_up,
+            down=down,
+            form=gate_form(module),
+            num_experts=int(module.num_experts),  # type: ignore[arg-type]
+            has_gate=bool(getattr(module, "has_gate", True)),
+            point=None if session is None else ExpertPoint(session, value_name(module)),
+        )
+        return y_TD.to(x_TD.dtype)
 
 
 def weight_names(module: nn.Module) -> tuple[str, str]:

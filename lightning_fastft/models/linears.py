@@ -118,6 +118,11 @@ class Joint(NamedTuple):
     parts: tuple[LinearPart, ...]
     dense: DenseWeights
 
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the rows that the layers read."""
+        return int(self.parts[0].base.in_features)  # type: ignore[arg-type]
+
     def tensors(self) -> list[torch.Tensor | None]:
         """Return what autograd watches, TENSORS_PER_LAYER for each layer."""
         return [tensor for part in self.parts for tensor in part.tensors()]
@@ -229,7 +234,7 @@ def rows_gradients(joint: Joint, d_TO: torch.Tensor, *, needs_x: bool) -> tuple[
     if not needs_x or not _has_augmented(joint):
         d_low_TR = low_rows_gradient(joint, d_TO)
         return input_gradient(joint, d_TO, d_low_TR) if needs_x else None, d_low_TR
-    num_inputs, a_RI = _num_inputs(joint), _joint_a(joint.parts)
+    num_inputs, a_RI = joint.num_inputs, _joint_a(joint.parts)
     assert a_RI is not None
     d_rows = d_TO @ joint.dense.with_adapters(joint.parts, num_inputs=num_inputs, dtype=d_TO.dtype)
     d_low_TR = torch.cat([d_rows[:, num_inputs:][:, ranks] * part.scale for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank], dim=1)
@@ -352,10 +357,6 @@ def _aligned(num_columns: int) -> int:
     return -(-num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
 
 
-def _num_inputs(joint: Joint) -> int:
-    return int(joint.parts[0].base.in_features)  # type: ignore[arg-type]
-
-
 def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart]) -> None:
     for part, columns in zip(parts, _columns(parts)):
         if part.bias is not None:
@@ -366,7 +367,7 @@ def _dense_pieces(joint: Joint, x: torch.Tensor) -> list[tuple[slice, torch.Tens
     """Return weights as they lie: their columns of the output, and the weight as (O, I)."""
     parts = joint.parts
     if parts[0].is_packed:
-        return [(slice(None), joint.dense.dequantise(parts, num_inputs=_num_inputs(joint), dtype=x.dtype))]
+        return [(slice(None), joint.dense.dequantise(parts, num_inputs=joint.num_inputs, dtype=x.dtype))]
     return [(columns, part.weight) for columns, part in zip(_columns(parts), parts)]
 
 

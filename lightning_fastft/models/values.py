@@ -116,14 +116,11 @@ class _LinearPoint(_ValuePoint):
         if session is None or torch.is_autocast_enabled(x.device.type) or type(self.weight) is not nn.Parameter:  # type: ignore[attr-defined]
             return super().forward(x)  # type: ignore[misc]
         name = value_name(self)  # type: ignore[arg-type]
-        is_unneeded = session.is_last(name)
-        with session.watch_end(name):
-            out = _HeldLinearFunction.apply(x, self.weight, self.bias, session, name)  # type: ignore[attr-defined]
-        if is_unneeded:
-            # The second run went on, so somebody may read it after all.
-            with torch.no_grad():
-                out.data = super().forward(x)  # type: ignore[misc]
-        return out
+        return session.run_last(
+            name,
+            lambda: _HeldLinearFunction.apply(x, self.weight, self.bias, session, name),  # type: ignore[attr-defined]
+            anew=functools.partial(super().forward, x),  # type: ignore[misc]
+        )
 
 
 class HeldLinear(_LinearPoint, nn.Linear):

@@ -155,14 +155,11 @@ def run_experts(
     tensors = (*_tensors_of(gate_up), *_tensors_of(down), *_narrow_of(gate_up), *_narrow_of(down))
     if point is None:
         return _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
-    is_unneeded = point.session.is_last(point.last)
-    with point.session.watch_end(point.last):
-        y_TD = _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
-    if is_unneeded:
-        # The second run went on, so somebody may read the output after all.
-        with torch.no_grad():
-            y_TD.data = _RoutedExperts.apply(call._replace(point=None), x_TD, weight_TK, *tensors)
-    return y_TD
+    return point.session.run_last(
+        point.last,
+        lambda: _RoutedExperts.apply(call, x_TD, weight_TK, *tensors),
+        anew=lambda: _RoutedExperts.apply(call._replace(point=None), x_TD, weight_TK, *tensors),
+    )
 
 
 class _Call(NamedTuple):

@@ -162,6 +162,11 @@ class Segment:
         tensor.register_hook(reached)
 
 
+def unwatched(session: Session | None) -> AbstractContextManager[None]:
+    """Return what code runs in that chooses no experts: ``session.unwatched()``, nothing outside a session."""
+    return nullcontext() if session is None else session.unwatched()
+
+
 def _hidden_states(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor:
     """The first tensor that a layer is given, also where it is given by name."""
     given = (*args, *getattr(function, "keywords", {}).values())
@@ -270,6 +275,22 @@ class Session:
             raise
         if self.segment.last_point == name:
             self.segment.last_point = None
+
+    def run_last(self, name: str, run: Callable[[], torch.Tensor], *, anew: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run a point that may be the last to save something in the layer, and leave its output out where nobody needs it.
+
+        Args:
+            name: Name of the point.
+            run: Computes; in a second run that is known to end here it may return anything of the right shape (``is_last``).
+            anew: Computes in full; called without gradients where the second run went on after all, so that somebody may read the output.
+        """
+        is_unneeded = self.is_last(name)
+        with self.watch_end(name):
+            out = run()
+        if is_unneeded:
+            with torch.no_grad():
+                out.data = anew()
+        return out
 
     def pack_input(self, tensor: torch.Tensor) -> torch.Tensor | HostLease:
         """Send the layer's input to the host if the plan says so."""

@@ -335,8 +335,7 @@ def _shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may have."""
     if device.type != "cuda":
         return 0
-    # torch's stubs do not know the name.
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def grad_tiles(dtype: torch.dtype, *, num_inputs: int, num_outputs: int) -> Tiles:
