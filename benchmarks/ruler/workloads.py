@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Workload:
         num_packs: Packs in the token file; a run that needs more starts again.
         weights_of: Workload whose model and adapters this one trains, on packs of its own; None for its own.
         is_skewed: Whether half of the rows go to a tenth of the experts.
+        document_lengths: Documents of every pack; None takes them from the stored list.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Workload:
     lora_alpha: int = 16
     weights_of: str | None = None
     is_skewed: bool = False
+    document_lengths: tuple[int, ...] | None = None
 
     @property
     def num_experts(self) -> int:
@@ -92,6 +94,14 @@ _LLAMA_1B = {
     "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}  # fmt: skip
+_LLAMA_8B = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
 }  # fmt: skip
 _TINY = {
     "vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -143,6 +153,12 @@ def _with_longer(name: str, config: dict[str, Any], quantization: str | None) ->
     return [Workload(name, "qwen3", config, quantization), *longer]
 
 
+def _llama_8b() -> list[Workload]:
+    """Llama-3.1-8B on packs of 32,768 tokens: three long documents, and one."""
+    three = Workload("llama-3.1-8b-lora-32k", "llama", _LLAMA_8B, None, max_tokens=32_768, num_packs=12, document_lengths=(16_384, 8192, 8192))
+    return [three, replace(three, name=f"{three.name}-one-document", document_lengths=(32_768,), weights_of=three.name)]
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -152,6 +168,7 @@ WORKLOADS = {
         Workload("qwen3-8b-lora", "qwen3", _QWEN3_8B, None),
         Workload("qwen3-0.6b-lora", "qwen3", _QWEN3_06B, None),
         Workload("llama-3.2-1b-lora", "llama", _LLAMA_1B, None),
+        *_llama_8b(),
         *_with_routings("qwen3-30b-a3b-12l-lora", "qwen3_moe", _qwen3_moe(layers=12)),
         *_with_routings("qwen3-30b-a3b-lora", "qwen3_moe", _qwen3_moe(layers=48)),
         *_with_routings("gpt-oss-20b-12l-lora", "gpt_oss", _gpt_oss(layers=12)),
@@ -267,8 +284,11 @@ def plan_packs(lengths: Sequence[int], *, max_tokens: int, num_packs: int) -> li
 
 def make_packs(workload: Workload) -> list[Pack]:
     """Return the packs of a workload; the same on every machine."""
-    lengths = [max(2, length // workload.length_divisor) for length in read_lengths()["lengths"]]
-    plans = plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)
+    if workload.document_lengths is not None:
+        plans = [list(workload.document_lengths)] * workload.num_packs
+    else:
+        lengths = [max(2, length // workload.length_divisor) for length in read_lengths()["lengths"]]
+        plans = plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)
     highest = min(workload.model_config["vocab_size"], TOKENIZER_WORDS)
     return [
         Pack(input_id_T=np.random.default_rng([7, number]).integers(4, highest, size=workload.max_tokens, dtype=np.int64), lengths=plan)
