@@ -1,5 +1,7 @@
 """Checks for public entries: each returns its argument or raises an error that says what is allowed."""
 
+import os
+import sys
 from collections.abc import Collection
 from typing import TypeVar
 
@@ -29,14 +31,46 @@ def check_float(name: str, value: float, *, low: float, high: float = float("inf
     """Return value if it is a finite number within [low, high]; NaN is refused."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise OptionError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-    if not low <= value <= high or value in (float("inf"), float("-inf")):
+    # A whole number may be larger than any float.
+    if not low <= value <= min(high, sys.float_info.max):
         raise OptionError(f"{name} must be a finite number between {low} and {high}, got {value}.")
     return value
 
 
+def check_bool(name: str, value: bool) -> bool:
+    """Return value if it is True or False; numbers and strings that read like one are refused."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+    return value
+
+
+def check_string(name: str, value: str, *, may_be_empty: bool = False) -> str:
+    """Return value if it is a string with something in it."""
+    if not isinstance(value, str) or not (value.strip() or may_be_empty):
+        raise OptionError(f"{name} must be a string{'' if may_be_empty else ' that is not empty'}, got {value!r} ({type(value).__name__}).")
+    return value
+
+
+def check_path(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return value if it can name a file or folder."""
+    if isinstance(value, os.PathLike):
+        return value
+    if "\0" in check_string(name, value):
+        raise OptionError(f"{name} must be a path, got {value!r}, which holds a NUL character.")
+    return value
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Refuse what is neither None, nor a name or folder, nor something that is called with text."""
+    if isinstance(tokenizer, str):
+        check_string("tokenizer", tokenizer)
+    elif tokenizer is not None and not callable(tokenizer):
+        raise OptionError(f"tokenizer must be a hub id, a folder, a tokenizer or None, got {tokenizer!r} ({type(tokenizer).__name__}).")
+
+
 def check_choice(name: str, value: T, allowed: Collection[T]) -> T:
-    """Return value if it is one of the allowed ones."""
-    if value not in allowed:
+    """Return value if it is one of the allowed ones; 1 is not True."""
+    if not any(isinstance(value, type(choice)) and isinstance(value, bool) is isinstance(choice, bool) and value == choice for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
         raise OptionError(f"{name} must be one of {choices}, got {value!r}.")
     return value

@@ -34,6 +34,7 @@ from lightning_fastft.models.decoder_functions import (
     split_heads,
 )
 from lightning_fastft.models.families import decoder_layers, find_causal_models
+from lightning_fastft.models.layer_graphs import GRAPH_ATTRIBUTE, LayerGraphs
 from lightning_fastft.models.linears import DenseWeights, Joint, join, read_part
 from lightning_fastft.models.swap import SwapLedger, share_state
 from lightning_fastft.models.values import find_session
@@ -123,6 +124,12 @@ class _Parts(NamedTuple):
 class _FusedLayer:
     """The forward of a decoder layer as a few Functions; mixed in before the layer's own class, whose forward serves whatever they cannot."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the layer's own
+        """Run the layer, from its graph where one is installed: around checkpointing, which transformers begins in this place."""
+        graph = vars(self).get(GRAPH_ATTRIBUTE)
+        run = super().__call__  # type: ignore[misc]
+        return run(*args, **kwargs) if graph is None else graph.call(run, *args, **kwargs)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -210,6 +217,25 @@ def install_fused_layers(root: nn.Module, ledger: SwapLedger, *, awaits_copies: 
         status = _install(model, ledger, awaits_copies=awaits_copies)
         statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
     return statuses
+
+
+def install_layer_graphs(root: nn.Module, ledger: SwapLedger) -> list[LayerGraphs]:
+    """Let the fused layers of every model inside root run from CUDA graphs (``models/layer_graphs.py``).
+
+    Args:
+        root: What install_fused_layers was given.
+        ledger: Where the changes are written down.
+
+    Returns:
+        One per model with fused layers.
+    """
+    found = []
+    for _, model in find_causal_models(root):
+        layers = decoder_layers(model)
+        if all(isinstance(layer, _FusedLayer) for layer in layers):
+            found.append(LayerGraphs(layers))
+            found[-1].install(ledger)
+    return found
 
 
 def _install(model: PreTrainedModel, ledger: SwapLedger, *, awaits_copies: bool) -> Status:

@@ -84,6 +84,8 @@ class Segment:
         self.on_forward: Callable[[torch.Tensor], None] | None = None
         # Called once, when the gradient of the output of the forward that is under way, or of the next one, is known.
         self.on_backward: Callable[[], None] | None = None
+        # Whether forwards are being measured for a plan that does not stand yet.
+        self.awaits_plan: Callable[[], bool] = _never
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled model recomputes: streams, pinned memory and probes stay with the original."""
@@ -160,6 +162,10 @@ class Segment:
         if observer is not None:
             observer.backward_awaited(self)
         tensor.register_hook(reached)
+
+
+def _never() -> bool:
+    return False
 
 
 def unwatched(session: Session | None) -> AbstractContextManager[None]:

@@ -97,6 +97,8 @@ class SegmentStack:
         self._lanes: Lanes | None = None
         self._weight_bytes = [_frozen_bytes(layer) for layer in layers]
         self.segments[0].on_forward = self.begin_forward
+        for segment in self.segments:
+            segment.awaits_plan = self._awaits_plan
         self._kinds = _kinds(layers)
         self._report, self._extra_bytes, self._agree, self._most_tokens = report, extra_bytes, agree, most_tokens
         # Known once the model stands on its device.
@@ -211,6 +213,9 @@ class SegmentStack:
         is_allowed = self.options.weights == "auto" and self.stream_weights is not None and self.streamed is None
         return is_measuring and is_allowed and sum(self._weight_bytes) > 0 and not is_unified(self._device)
 
+    def _awaits_plan(self) -> bool:
+        return self.options.policy == "auto" and not self._is_always_kept and self._phase < _PLANNED
+
     def describe(self) -> str:
         """Return in one line what is in effect."""
         num_layers = len(self.segments)
@@ -220,7 +225,7 @@ class SegmentStack:
         on_host = sum(place == "host" for segment in self.segments for place in segment.places.values())
         if self._is_always_kept:
             return f"on a CPU every activation is kept; {num_layers} layers"
-        if self.options.policy == "auto" and self._phase < _PLANNED:
+        if self._awaits_plan():
             return f"the first steps recompute and are measured; {num_layers} layers"
         parts = [f"{kept} of {num_layers} layers kept"]
         if inputs or on_host:

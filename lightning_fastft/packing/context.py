@@ -121,6 +121,46 @@ class BatchContext:
         """Return a context whose tensors lie in pinned host memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def recordable(self, *, num_documents: int, max_length: int) -> BatchContext:
+        """Return a context with tensors of its own, at addresses that stay, for work that is recorded once and runs for many packs (CUDA graphs).
+
+        It describes this pack until ``load`` gives it another one. Behind the last offset come those of empty documents; it has no labelled rows.
+
+        Args:
+            num_documents: Most documents of a pack that will be loaded.
+            max_length: Most tokens of a document that will be loaded; what is recorded is told this length.
+
+        Raises:
+            ShapeError: This pack does not fit.
+        """
+        other = self._map(torch.clone)
+        other.start_S1 = self.start_S1.new_empty(num_documents + 1)
+        other.labelled_row_R = other.labelled_target_R = self.labelled_row_R.new_empty(0)
+        other.num_documents, other.max_length = num_documents, max_length
+        other.load(self)
+        return other
+
+    def load(self, other: BatchContext) -> None:
+        """Describe another pack of as many tokens, which lies on the same device; of a context that ``recordable`` made.
+
+        Raises:
+            ShapeError: The pack does not fit.
+
+        Cost:
+            Three small copies on the device; no host synchronisation.
+        """
+        if other.num_tokens != self.num_tokens or other.num_documents > self.num_documents or other.max_length > self.max_length:
+            raise ShapeError(
+                f"A pack of {other.num_tokens} tokens, {other.num_documents} documents and at most {other.max_length} tokens in one does not fit a "
+                f"context made for {self.num_tokens}, {self.num_documents} and {self.max_length}."
+            )
+        # Through ``.data``: what autograd saved of these tensors when work was recorded is meant to change.
+        self.start_S1.data[: other.num_documents + 1].copy_(other.start_S1)
+        self.start_S1.data[other.num_documents + 1 :].fill_(self.num_tokens)
+        self.document_T.data.copy_(other.document_T)
+        self.position_T.data.copy_(other.position_T)
+        self._built.clear()
+
     def note_read(self, backend: str) -> None:
         """Record that one attention layer used this context with that backend; a packed step without a read is refused."""
         self.num_reads += 1

@@ -1,0 +1,172 @@
+"""Decoder layers from CUDA graphs: the steps of layers that run as ever, without a host wait, in memory that does not grow."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from lightning_fastft.errors import SwapError
+from lightning_fastft.models.adapters import install_adapter_shadows
+from lightning_fastft.models.decoder import install_layer_graphs
+from lightning_fastft.models.loading import ModelSource, build_model
+from lightning_fastft.models.moe import install_bincount_router
+from lightning_fastft.models.packed import install_packed_training
+from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from tests.gpu.test_decoder_gpu import make_model
+from tests.host_waits import waits_are_errors
+from tests.models.layer_pairs import add_lora, fuse
+from tests.models.packs import make_batch, relative_error
+
+pytestmark = pytest.mark.gpu
+# 512 tokens: few documents, many, one; the last two are of kinds of their own.
+PACKS = (
+    (190, 1, 64, 257),
+    (200, 56, 256),
+    (128,) * 4,
+    (250, 250, 12),
+    (16,) * 32,
+    (512,),
+    (5, 507),
+    (190, 1, 64, 257),
+    (255, 257),
+    (30,) * 17 + (2,),
+)
+CONFIG = {
+    "vocab_size": 97, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "max_position_embeddings": 1024,
+}  # fmt: skip
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+
+
+def prepare(model, *, policy, is_recorded):
+    """The model on the device; its shadows, and its graphs where it has them."""
+    model = copy.deepcopy(model).to("cuda")
+    install_bincount_router(model, SwapLedger())
+    shadows = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    fuse(model)
+    install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing(policy))
+    graphs = install_layer_graphs(model, SwapLedger())[0] if is_recorded else None
+    return model, shadows, graphs
+
+
+def run(model, batch):
+    """Forward and backward; returns the loss, without the graph that it came from."""
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def train(model, shadows, batches, *, rate=0.02):
+    """Steps of plain gradient descent on the masters; loss and gradients of every step."""
+    found = []
+    for batch in batches:
+        loss = run(model, batch)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+        found.append({"loss": loss.clone(), **{name: parameter.grad.clone() for name, parameter in trained.items()}})
+        with torch.no_grad():
+            for parameter in trained.values():
+                parameter.data.sub_(rate * parameter.grad)
+        shadows.refresh(is_after_step=True)
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def wide_lora(family):
+    """A bf16 model with adapters in fp32."""
+    return add_lora(make_model(family, has_lora=False).requires_grad_(False), r=16, adapter_dtype=torch.float32).train()
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize(("family", "has_lora"), [("qwen3", True), ("qwen3", False), ("gpt_oss", True)])
+def test_steps_are_those_without_graphs(family, has_lora, policy):
+    model = wide_lora(family) if has_lora else make_model(family, has_lora=False)
+    batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
+    recorded, shadows, graphs = prepare(model, policy=policy, is_recorded=True)
+    rate = 0.02 if has_lora else 0.0
+    found = train(recorded, shadows, batches, rate=rate)
+    assert graphs.num_replays == 3 * (len(PACKS) - 2), graphs.reasons
+    expected, again = (train(*prepare(model, policy=policy, is_recorded=False)[:2], batches, rate=rate) for _ in range(2))
+    for step, (own, plain, other) in enumerate(zip(found, expected, again)):
+        assert own.keys() == plain.keys()
+        for name, value in plain.items():
+            # The backward of attention adds in any order; everything else has one.
+            spread = relative_error(other[name], value)
+            assert relative_error(own[name], value) <= max(3 * spread, 0.01), (step, name, spread)
+
+
+def test_a_window_of_micro_batches_adds_up():
+    model = wide_lora("qwen3")
+    batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS[:3])]
+    found = []
+    for is_recorded in (True, False):
+        each, _, _ = prepare(model, policy="keep", is_recorded=is_recorded)
+        for _ in range(3):
+            each.zero_grad(set_to_none=True)
+            for batch in batches:
+                run(each, batch)
+        found.append({name: parameter.grad.clone() for name, parameter in each.named_parameters() if parameter.grad is not None})
+    assert all(relative_error(found[0][name], value) <= 0.01 for name, value in found[1].items())
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_replays_wait_for_nothing_and_need_no_more_memory(policy):
+    model, shadows, graphs = prepare(wide_lora("gpt_oss"), policy=policy, is_recorded=True)
+    batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
+    train(model, shadows, batches)
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    with waits_are_errors():
+        for _ in range(3):
+            for batch in batches:
+                run(model, batch)
+                model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() == reserved
+    assert graphs.num_replays == 3 * (4 * len(PACKS) - 2)
+
+
+def test_memory_of_graphs_is_given_back():
+    model = wide_lora("qwen3")
+    batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
+    each = copy.deepcopy(model).to("cuda")
+    shadows = install_adapter_shadows(each, SwapLedger(), compute_dtype=torch.bfloat16)
+    fuse(each)
+    install_packed_training(each, SwapLedger())
+    train(each, shadows, batches)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    ledger = SwapLedger()
+    install_layer_graphs(each, ledger)
+    train(each, shadows, batches)
+    ledger.undo()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 4 * 2**20
+
+
+def test_a_loss_that_is_held_with_its_graph_is_named():
+    model, _, _ = prepare(wide_lora("qwen3"), policy="keep", is_recorded=True)
+    batches = [make_batch(lengths).to("cuda") for lengths in PACKS[:3]]
+    losses = [model(**batches[0]).loss]
+    losses[0].backward()
+    run(model, batches[1])
+    losses.append(model(**batches[2]).loss)
+    with pytest.raises(SwapError, match=r"keep loss\.detach\(\)"):
+        losses[1].backward()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_nf4_layers_and_adapters_of_experts_are_recorded(family):
+    config = AutoConfig.for_model(family, **{**CONFIG, **(MIXTURE if family == "qwen3_moe" else {})})
+    model = build_model(ModelSource(config, init="random"), device=torch.device("cuda"), dtype=torch.bfloat16, quantization="nf4", seed=0)
+    experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if family == "qwen3_moe" else {}
+    model = add_lora(model, r=16, adapter_dtype=torch.float32, **experts).train()
+    batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
+    recorded, shadows, graphs = prepare(model, policy="keep", is_recorded=True)
+    found = train(recorded, shadows, batches)
+    assert graphs.num_replays == 2 * (len(PACKS) - 2), graphs.reasons
+    expected, again = (train(*prepare(model, policy="keep", is_recorded=False)[:2], batches) for _ in range(2))
+    for own, plain, other in zip(found, expected, again):
+        for name, value in plain.items():
+            assert relative_error(own[name], value) <= max(3 * relative_error(other[name], value), 0.01), name
