@@ -20,7 +20,16 @@ from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forwar
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-from lightning_fastft.models.linears import Joint, input_gradient, low_rows_gradient, narrow_rows, parameter_gradients, product, rows_gradients
+from lightning_fastft.models.linears import (
+    Joint,
+    input_gradient,
+    low_rows_gradient,
+    narrow_rows,
+    parameter_gradients,
+    product,
+    rows_for,
+    rows_gradients,
+)
 from lightning_fastft.models.values import unneeded
 from lightning_fastft.offload.segments import Session
 
@@ -417,7 +426,7 @@ def _project_normed(
     session: Session | None, name: str, joint: Joint, x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm
 ) -> tuple[torch.Tensor, ...]:
     """Return the projection of normed rows, and the adapters' narrow rows where there are any, as a value that a plan can hold."""
-    return _value(session, name, lambda: _held(product(joint, rms_norm_forward(x_TD, weight_D, form=form).y_TD)))
+    return _value(session, name, lambda: _held(product(joint, rms_norm_forward(x_TD, weight_D, form=form, out=rows_for(joint, x_TD)).y_TD)))
 
 
 def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:

@@ -176,12 +176,19 @@ def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = Fa
     return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
 
 
+def rows_for(joint: Joint, like_TI: torch.Tensor) -> torch.Tensor:
+    """Return memory for rows, shape (T, I), that product reads where it lies: with room for the narrow rows behind each, where it wants that."""
+    num_rows, num_inputs = like_TI.shape
+    num_extra = _aligned(sum(part.rank for part in joint.parts)) if _has_augmented(joint) else 0
+    return like_TI.new_empty(num_rows, num_inputs + num_extra)[:, :num_inputs]
+
+
 def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of every layer side by side.
 
     Args:
         joint: The layers.
-        x_TI: Rows, 2-D.
+        x_TI: Rows, 2-D; in memory of rows_for they are not copied, and what lies behind them is written.
         addend_TO: Added within the product of a single layer; None for nothing.
 
     Cost:
@@ -342,8 +349,12 @@ def _augmented_product(joint: Joint, x_TI: torch.Tensor) -> Product:
     """Return ``[x | low] @ [W | B]^T``."""
     parts, (num_rows, num_inputs) = joint.parts, x_TI.shape
     num_ranks = sum(part.rank for part in parts)
-    rows = x_TI.new_empty(num_rows, num_inputs + _aligned(num_ranks))
-    rows[:, :num_inputs] = x_TI
+    num_columns = num_inputs + _aligned(num_ranks)
+    if x_TI.stride() == (num_columns, 1) and x_TI.storage_offset() == 0 and x_TI.untyped_storage().nbytes() == num_rows * num_columns * x_TI.itemsize:
+        rows = x_TI.as_strided((num_rows, num_columns), (num_columns, 1))
+    else:
+        rows = x_TI.new_empty(num_rows, num_columns)
+        rows[:, :num_inputs] = x_TI
     rows[:, num_inputs + num_ranks :] = 0.0
     low_TR = narrow_rows(joint, x_TI)
     assert low_TR is not None

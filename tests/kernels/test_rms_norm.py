@@ -175,9 +175,14 @@ def check_against_truth(
 
 
 def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu"):
-    """d_x may take the place of d_y, of d_sum, and of both where they are one; nothing beside it is written."""
+    """d_x may take the place of d_y, of d_sum, and of both where they are one, and y a place that is given; nothing beside it is written."""
     x_TD, _, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, dtype, form, device=device)
-    rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form).rstd_T
+    expected = functions.rms_norm_forward(x_TD, weight_D, form=form)
+    rstd_T, place_TD = expected.rstd_T, poisoned(torch.zeros_like(x_TD))
+    ours = functions.rms_norm_forward(x_TD, weight_D, form=form, out=place_TD)
+    assert ours.y_TD is place_TD
+    assert torch.equal(place_TD, expected.y_TD)
+    assert place_TD._base.isnan().sum() == place_TD._base.numel() - place_TD.numel()
     for place in ("d_y", "d_sum", "both"):
         inner_TD = poisoned(d_sum_TD if place == "d_sum" else d_y_TD)
         ours_d_y_TD, ours_d_sum_TD = (inner_TD if place in (name, "both") else tensor for name, tensor in (("d_y", d_y_TD), ("d_sum", d_sum_TD)))

@@ -120,7 +120,7 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
 
 ACT_STORE = "tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)"
 ROW_STRIDES = "gate_up_NP,\n        act_NF,\n        gate_up_NP.stride(0),"
-WALK = "for start in range(0, num_columns, BLOCK_F):"
+WALK = "min(begin + columns_per_program, num_columns), BLOCK_F):"
 BARRIER = "            # A value may be read by more than one thread: all have read before one of them writes.\n            tl.debug_barrier()\n"
 EARLY_STORE = BARRIER + "            tl.store(out_rows[:, None] + cols[None, :], d_act.to(out_ptr.dtype.element_ty), mask=inside)\n"
 FAULTS = {
@@ -147,7 +147,9 @@ FAULTS = {
     "sum after the weight": ("weight_terms += d_act * act\n            d_act *= weight", "d_act *= weight\n            weight_terms += d_act * act"),
     "sum in the narrow dtype": ("weight_terms += d_act * act", "weight_terms += (d_act * act).to(out_ptr.dtype.element_ty).to(tl.float32)"),
     "fp32 lost": ("return glu * factor, gate_slope", "return glu.to(tl.float16).to(tl.float32) * factor, gate_slope"),
-    "last tile not written": (WALK, WALK.replace("num_columns,", "num_columns - BLOCK_F,")),
+    "last tile not written": (WALK, WALK.replace("num_columns)", "num_columns - BLOCK_F)")),
+    "every span is the first": ("begin = tl.program_id(1) * columns_per_program", "begin = tl.program_id(1) * 0"),
+    "a span of all columns is one tile": ("num_columns if num_spans == 1 else block_columns", "block_columns"),
     "last column not written": (ACT_STORE, ACT_STORE.replace("mask=inside", "mask=inside & (cols < num_columns - 1)[None, :]")),
     "columns beyond the last are read as gate": ("(cols < 2 * num_columns)[None, :]", "(cols < 2 * num_columns + 2)[None, :]"),
     "sum of the last row not written": ("mask=inside_rows)\n\n\ndef gate_forward", "mask=rows < num_rows - 1)\n\n\ndef gate_forward"),
@@ -158,7 +160,18 @@ FAULTS = {
 }  # fmt: skip
 
 
+def check_without_weights(functions, num_rows, num_columns, form):
+    """Weights of 1 change nothing, but the walk over the columns is another without any."""
+    d_act_NF, gate_up_NP, weight_N = make_inputs(num_rows, num_columns, NARROW, form, device=DEVICE)
+    expected = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=torch.ones_like(weight_N), need_act=True)
+    ours = functions.gate_backward(d_act_NF, gate_up_NP, form=form, need_act=True)
+    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
+    assert torch.equal(ours.act_NF, expected.act_NF)
+
+
 def check_every_part(functions):
+    for form in FORMS:
+        check_without_weights(functions, 9, TILE + 5, form)
     for form in FORMS:
         check_against_truth(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
     for form in (GateForm(), CLAMPED):

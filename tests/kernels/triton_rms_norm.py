@@ -211,6 +211,7 @@ FAULTS = {
     "rows beyond the last are read": (D_Y_LOAD, D_Y_LOAD.replace("=inside", "=(rows < num_rows + 1)[:, None] & inside_cols[None, :]")),
     "roots behind the last row": ("tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)", "_reciprocal_root(row, mean_scale, eps)"),
     "wrong stride of x": ("x_ptr + rows[:, None] * x_stride", "x_ptr + rows[:, None] * num_columns"),
+    "wrong stride of y": ("y_ptr + rows[:, None] * y_stride", "y_ptr + rows[:, None] * num_columns"),
     "wrong stride of the residual": ("rows[:, None] * residual_stride", "rows[:, None] * num_columns"),
     "wrong stride of d_y": ("rows[:, None] * d_y_stride", "rows[:, None] * num_columns"),
     "wrong stride of the sum": ("rows[:, None] * sum_stride", "rows[:, None] * num_columns"),

@@ -27,6 +27,7 @@ def rms_norm_forward(
     *,
     form: NormForm,
     residual_TD: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> NormOutput:
     """Return ``weight * sum / rms(sum)`` of ``sum = x + residual``, and the sum.
@@ -40,15 +41,16 @@ def rms_norm_forward(
         weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 whatever x_TD has, float64 only with float64.
         form: Which of the forms of RMSNorm it is, with eps.
         residual_TD: The stream that x_TD is added to. Like x_TD, rows any distance apart; None to norm x_TD itself.
+        out: Where y_TD is written: like x_TD, rows any distance apart, in memory that no input has. None for new memory.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first where it can, else the second.
 
     Returns:
-        y_TD: Shape (T, D), contiguous, dtype and device of x_TD, no graph.
+        y_TD: Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
         sum_TD: Shape (T, D), contiguous, dtype and device of x_TD; x_TD itself, not copied, without residual_TD.
         rstd_T: Shape (T,), 1 over the root mean square of each row of the sum, fp32 (float64 for float64).
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, or D is above 16,384 and the backend is not "reference".
+        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or ``out`` overlaps an input.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
@@ -67,8 +69,11 @@ def rms_norm_forward(
     _check_weight(weight_D, x_TD)
     if residual_TD is not None:
         _check_alike("residual_TD", residual_TD, "x_TD", x_TD)
+    if out is not None:
+        _check_alike("out", out, "x_TD", x_TD)
+        _check_out(out, may_be=(), must_not_meet=(x_TD, weight_D, residual_TD))
     with torch.no_grad():
-        return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
+        return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD, out=out)
 
 
 def rms_norm_backward(
@@ -205,4 +210,5 @@ def _check_out(out: torch.Tensor, *, may_be: tuple[torch.Tensor | None, ...], mu
         if other is not None and not is_same_memory(out, other):
             is_shared = is_shared or do_ranges_overlap(out, other)
     if is_shared:
-        raise ShapeError("out shares memory with an input. Give d_y_TD or d_sum_TD itself, memory of its own, or None.")
+        allowed = "d_y_TD or d_sum_TD itself, memory" if may_be else "memory"
+        raise ShapeError(f"out shares memory with an input. Give {allowed} of its own, or None.")

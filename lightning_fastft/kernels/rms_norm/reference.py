@@ -47,7 +47,9 @@ class NormGradients(NamedTuple):
     d_weight_D: torch.Tensor | None
 
 
-def rms_norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, residual_TD: torch.Tensor | None = None) -> NormOutput:
+def rms_norm_forward(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> NormOutput:
     """Return the norm of the rounded sum; arithmetic in fp32 (float64 for float64)."""
     dtype, wide = x_TD.dtype, wide_dtype(x_TD.dtype)
     sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
@@ -56,7 +58,8 @@ def rms_norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormFo
     normed_TD = wide_TD * rstd_T[:, None]
     if not form.is_weight_wide:
         normed_TD = normed_TD.to(dtype).to(wide)
-    return NormOutput((normed_TD * _shifted_weight(weight_D, wide, form)).to(dtype), sum_TD, rstd_T)
+    y_TD = normed_TD * _shifted_weight(weight_D, wide, form)
+    return NormOutput(y_TD.to(dtype) if out is None else out.copy_(y_TD), sum_TD, rstd_T)
 
 
 def rms_norm_backward(

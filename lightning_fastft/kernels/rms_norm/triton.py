@@ -44,6 +44,7 @@ def _rms_norm_forward_kernel(
     rstd_ptr,
     x_stride,
     residual_stride,
+    y_stride,
     num_rows,
     num_columns,
     mean_scale,
@@ -60,14 +61,13 @@ def _rms_norm_forward_kernel(
     inside_rows = rows < num_rows
     inside_cols = cols < num_columns
     inside = inside_rows[:, None] & inside_cols[None, :]
-    out_offs = rows[:, None] * num_columns + cols[None, :]
 
     row = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         row += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         # What is normed is the stream as it is stored.
         rounded = row.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + out_offs, rounded, mask=inside)
+        tl.store(sum_ptr + rows[:, None] * num_columns + cols[None, :], rounded, mask=inside)
         row = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=inside_cols, other=0.0).to(tl.float32) + weight_offset
 
@@ -75,7 +75,7 @@ def _rms_norm_forward_kernel(
     normed = row * rstd[:, None]
     if not IS_WEIGHT_WIDE:
         normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + out_offs, (normed * weight[None, :]).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + rows[:, None] * y_stride + cols[None, :], (normed * weight[None, :]).to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(rstd_ptr + rows, rstd, mask=inside_rows)
 
 
@@ -145,11 +145,13 @@ def _rms_norm_backward_kernel(
         tl.store(partial_ptr + program * num_columns + cols, tl.sum(weight_terms, axis=0), mask=inside_cols)
 
 
-def rms_norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, residual_TD: torch.Tensor | None = None) -> NormOutput:
+def rms_norm_forward(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> NormOutput:
     """Return the norm, the sum and the reciprocal roots; same contract as the reference."""
     num_rows, num_columns = x_TD.shape
-    y_TD = torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device)
-    sum_TD = x_TD if residual_TD is None else torch.empty_like(y_TD)
+    y_TD = torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
+    sum_TD = x_TD if residual_TD is None else torch.empty(num_rows, num_columns, dtype=x_TD.dtype, device=x_TD.device)
     rstd_T = torch.empty(num_rows, dtype=torch.float32, device=x_TD.device)
     if num_rows == 0:
         return NormOutput(y_TD, sum_TD, rstd_T)
@@ -163,6 +165,7 @@ def rms_norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormFo
         rstd_T,
         x_TD.stride(0),
         0 if residual_TD is None else residual_TD.stride(0),
+        y_TD.stride(0),
         num_rows,
         num_columns,
         1.0 / num_columns,
