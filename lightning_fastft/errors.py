@@ -24,6 +24,18 @@ class ResumeError(FastFTError, RuntimeError):
     """A saved position does not fit the data, the plan or the ranks of this run."""
 
 
+class DamagedCheckpointError(FastFTError, RuntimeError):
+    """A checkpoint is damaged or incomplete; nothing of it was read but its bytes."""
+
+
+class UnsafeCheckpointError(FastFTError, RuntimeError):
+    """A checkpoint holds more than tensors and plain types, or lies where it is not loaded from."""
+
+
+class CheckpointNotSavedError(FastFTError, OSError):
+    """A checkpoint could not be written; what stood at its path before stands there still."""
+
+
 class ContextError(FastFTError, RuntimeError):
     """A packed batch and a model do not fit: the model never read the batch context."""
 

@@ -29,6 +29,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
         accelerator: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning.
@@ -48,6 +49,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         *,
         activations: OffloadCheckpointing | None = None,
         attention: str = "auto",
+        exact_resume: bool = True,
         accelerator: Accelerator | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -57,6 +59,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         super().__init__(
             activations=activations,
             attention=attention,
+            exact_resume=exact_resume,
             accelerator=accelerator,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,

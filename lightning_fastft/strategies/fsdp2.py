@@ -11,18 +11,25 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_fastft.checks import check_choice
-from lightning_fastft.errors import OptionError
+from lightning_fastft.checkpoint.files import check_file
+from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path, warn_of_options, warn_without_digest
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.checks import check_bool, check_choice, check_int, check_string
+from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import lightning.pytorch as pl
 
     from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 
 # What Lightning's ModelParallelStrategy serves; it checks this for an instance, not for a strategy given by name (2.6.6).
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+# More than any cluster has.
+_MOST_DEVICES = 2**20
 
 
 class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
@@ -36,6 +43,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
         data_parallel_size: Devices over which the model is cut and the batches are spread; "auto" is all that tensor parallelism leaves.
         tensor_parallel_size: Devices that share each matrix product; "auto" is what data_parallel_size leaves, and 1 if that is "auto" too. Above 1
             only for a module that applies tensor parallelism itself.
@@ -66,6 +74,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         *,
         activations: OffloadCheckpointing | None = None,
         attention: str = "auto",
+        exact_resume: bool = True,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         gradient_sync: Literal["window", "batch"] = "window",
@@ -76,6 +85,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         super().__init__(
             activations=activations,
             attention=attention,
+            exact_resume=exact_resume,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -83,6 +93,14 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             timeout=timeout,
         )
         self.gradient_sync = check_choice("gradient_sync", gradient_sync, ("window", "batch"))
+        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if size != "auto":
+                check_int(name, size, low=1, high=_MOST_DEVICES)
+        check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        if process_group_backend is not None:
+            check_string("process_group_backend", process_group_backend)
+        if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+            raise OptionError(f"timeout must be a timedelta above 0, got {timeout!r}.")
         self._sharding: Status | None = None
 
     def setup_environment(self) -> None:
@@ -134,10 +152,52 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         self._reshard()
         return super().lightning_module_state_dict()
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - as Lightning's
-        """Load into the pieces of the model."""
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401
+        """Save one file, or a folder that gets its name when all ranks have written and rank 0 has noted their digests.
+
+        Raises:
+            CheckpointNotSavedError: The checkpoint was not written; on all ranks.
+        """
+        if not (self._save_distributed_checkpoint and isinstance(self.checkpoint_io, VerifiedCheckpointIO)) or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        from lightning_fastft.checkpoint.folders import save_folder
+
+        place = local_path(self.broadcast(filepath), use="saved to")
+        io = self.checkpoint_io
+        on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=CheckpointNotSavedError)
+        save_folder(checkpoint, place)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load into the pieces of the model what was judged before.
+
+        Raises:
+            DamagedCheckpointError: A file is not what was written; on all ranks.
+            UnsafeCheckpointError: There is more than tensors and plain types.
+            ResumeError: Settings of this run and of the checkpoint do not fit.
+        """
         self._reshard()
-        return super().load_checkpoint(*args, **kwargs)
+        if not isinstance(self.checkpoint_io, VerifiedCheckpointIO):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        place = local_path(self.broadcast(checkpoint_path), use="loaded from")
+        warn_of_options(weights_only)
+        io = self.checkpoint_io
+        on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=DamagedCheckpointError)
+        if not place.is_dir():
+            on_all_ranks(lambda: check_file(place) if self.is_global_zero else True, error=DamagedCheckpointError)
+            warn_without_digest(place)
+            return super().load_checkpoint(place, True)
+        from lightning_fastft.checkpoint.folders import load_folder
+
+        assert self.lightning_module is not None
+        assert self.model is not None
+        return load_folder(
+            place,
+            module=self.model,
+            optimizers=self.optimizers,
+            strict=self.lightning_module.strict_loading,
+            judge=self._check_settings,
+        )
 
     def statuses(self) -> list[Status]:
         """Return what is active and why not, with how the model is sharded."""

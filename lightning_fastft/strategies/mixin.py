@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.checkpoint.resume import ExactResume, check_settings
+from lightning_fastft.checks import check_bool
+from lightning_fastft.errors import CheckpointNotSavedError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, connect_activations
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
@@ -32,18 +43,69 @@ class FastFTStrategyMixin(_Base):
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+        exact_resume: Whether the callback ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
         **kwargs: What the strategy underneath takes.
 
     Raises:
         OptionError: activations is no OffloadCheckpointing, or attention names no backend.
     """
 
-    def __init__(self, *, activations: OffloadCheckpointing | None = None, attention: str = "auto", **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        *,
+        activations: OffloadCheckpointing | None = None,
+        attention: str = "auto",
+        exact_resume: bool = True,
+        **kwargs: Any,  # noqa: ANN401 - as the strategy's underneath
+    ) -> None:
         super().__init__(**kwargs)
+        self.exact_resume = check_bool("exact_resume", exact_resume)
         self.checkpointing = activations if activations is not None else OffloadCheckpointing("auto")
         self.packed_steps = PackedSteps(attention=attention, activations=self.checkpointing)
         self._fastft_trainer: pl.Trainer | None = None
         self._has_logged_backends = False
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads checkpoints: the user's, else ours; one that wraps another without having one wraps ours."""
+        # Lightning leaves Windows its own: ours needs POSIX.
+        if os.name == "posix":
+            if self._checkpoint_io is None:
+                self._checkpoint_io = VerifiedCheckpointIO()
+            elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+                self._checkpoint_io.checkpoint_io = VerifiedCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module, and add ExactResume to its Trainer while callbacks can still be added."""
+        super().connect(model)
+        if self.exact_resume and model._trainer is not None and not _resumes_exactly(model._trainer):
+            _callbacks_of(model._trainer).append(ExactResume())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401
+        """Save; what fails on one rank raises on all, so that none waits for the others.
+
+        Raises:
+            CheckpointNotSavedError: The checkpoint was not written.
+        """
+        save = super().save_checkpoint
+        on_all_ranks(lambda: save(checkpoint, filepath, storage_options), error=CheckpointNotSavedError)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, and refuse settings that do not fit before a tensor is used.
+
+        Raises:
+            DamagedCheckpointError: The bytes are not those that were written.
+            UnsafeCheckpointError: There is more than tensors and plain types, or the path is a URL.
+            ResumeError: Settings of this run and of the checkpoint do not fit.
+        """
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._check_settings(checkpoint)
+        return checkpoint
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Install packed training on the built model, then set up the strategy underneath."""
@@ -69,7 +131,12 @@ class FastFTStrategyMixin(_Base):
     def statuses(self) -> list[Status]:
         """Return what is active and why not: attention, loss head, activations, then what the module and the callbacks report."""
         own = self.packed_steps.statuses()
-        return own if self._fastft_trainer is None else collect_statuses(self._fastft_trainer, own)
+        if self._fastft_trainer is None:
+            return own
+        found = [*collect_statuses(self._fastft_trainer, own), self._describe_checkpoints()]
+        if not _resumes_exactly(self._fastft_trainer):
+            found.append(Status("exact resume", "inactive", "switched off (exact_resume=False)"))
+        return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401 - as Lightning's
         """Run the step, and refuse it before the backward if no attention layer read the packed batch."""
@@ -107,6 +174,18 @@ class FastFTStrategyMixin(_Base):
                 f"The backward ran out of memory. Gradients may be half done, so the step cannot be repeated: start again with {advice}. ({error})"
             ) from error
 
+    def _check_settings(self, checkpoint: dict[str, Any]) -> None:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            check_settings(checkpoint, self.lightning_module.trainer)
+
+    def _describe_checkpoints(self) -> Status:
+        io = self.checkpoint_io
+        inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+        if isinstance(inner, VerifiedCheckpointIO):
+            return Status("checkpoints", "active", "written beside, SHA-256, synced, renamed; judged before they are unpickled")
+        return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "leave the CheckpointIO away")
+
     def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401
         """Run the step; where its forward runs out of memory, stream weights or plan for a tenth less, and run it once more."""
         try:
@@ -133,3 +212,12 @@ class FastFTStrategyMixin(_Base):
             assert self.lightning_module is not None
             step.check_read(self.lightning_module, where=name)
         return output
+
+
+def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    return callbacks
+
+
+def _resumes_exactly(trainer: pl.Trainer) -> bool:
+    return any(isinstance(callback, ExactResume) for callback in _callbacks_of(trainer))

@@ -26,6 +26,7 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
+        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
         accelerator: As in Lightning.
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
@@ -45,12 +46,18 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
         *,
         activations: OffloadCheckpointing | None = None,
         attention: str = "auto",
+        exact_resume: bool = True,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            activations=activations, attention=attention, accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+            activations=activations,
+            attention=attention,
+            exact_resume=exact_resume,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )
         self._parallel_devices: list[torch.device] | None = None
 

@@ -118,7 +118,9 @@ def test_checkpoint_of_two_ranks_is_resumed_by_one(two_ranks, folder):
     path = folder / "FastFTFSDPStrategy-lora-False" / "step=2.ckpt"
     module = make_tuner("lora", optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
     torch.manual_seed(5)
-    fit(module, strategy=FastFTStrategy(), max_steps=4, ckpt_path=path)
+    with pytest.warns(UserWarning, match="random states of 2 ranks and this run has 1") as told:
+        fit(module, strategy=FastFTStrategy(), max_steps=4, ckpt_path=path)
+    assert any("accumulate_grad_batches was 2 and is 4" in str(warning.message) for warning in told)
     assert difference(trained_state(module), two_ranks["checkpoint", "lora", False, "resumed"]["state"]) <= 1e-4
 
 

@@ -1,0 +1,148 @@
+"""Checkpoints of sharded models: a folder with the pieces of all ranks, whole or refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, load, save
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from lightning_fastft.checkpoint.files import check_folder, commit_folder, hash_file, load_file, part_beside, replace_folder, save_file
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
+
+# Lightning's names: with the record taken away, the folder is one of its own.
+METADATA = "meta.pt"
+_INDEX = ".metadata"
+# What torch's index of the pieces is made of; anything else in it would be somebody's code.
+_INDEX_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_INDEX_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+
+
+def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write the pieces of all ranks beside path, then the commit record, then give the folder its name; every rank makes this call.
+
+    Args:
+        checkpoint: Lightning's, with ``state_dict`` and ``optimizer_states`` in pieces.
+        path: The same on all ranks; a folder that they share.
+
+    Raises:
+        CheckpointNotSavedError: On all ranks, with the rank that failed; what stood at path stands there still.
+
+    Cost:
+        Each rank reads its piece again for its SHA-256, from the page cache.
+    """
+    rank = dist.get_rank()
+    pieces = {"state_dict": checkpoint.pop("state_dict")}
+    pieces.update({f"optimizer_{number}": state for number, state in enumerate(checkpoint.pop("optimizer_states", []))})
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            if rank != 0:
+                return ""
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = stack.enter_context(part_beside(path, is_folder=True))
+            save_file(checkpoint, part / METADATA)
+            return str(part)
+
+        part = Path(on_all_ranks(begin, error=CheckpointNotSavedError)[0])
+        try:
+            save(pieces, checkpoint_id=part)
+        except CheckpointException as error:
+            raise CheckpointNotSavedError(f"The checkpoint {path} was not saved: {error}") from error
+        own = [file for file in part.iterdir() if file.name.startswith(f"__{rank}_") or (rank == 0 and file.name in (METADATA, _INDEX))]
+        reported = on_all_ranks(lambda: {file.name: hash_file(file) for file in own}, error=CheckpointNotSavedError)
+
+        def end() -> None:
+            if rank == 0:
+                commit_folder(part, {name: digest for digests in reported for name, digest in digests.items()})
+                replace_folder(part, path)
+
+        on_all_ranks(end, error=CheckpointNotSavedError)
+
+
+def load_folder(
+    path: Path, *, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, judge: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Load the pieces of a folder into a sharded module and its optimizers, and return the rest of the checkpoint; every rank makes this call.
+
+    Args:
+        path: A folder of ``save_folder``, of any number of ranks.
+        module: As it was when it was saved, in pieces over the present ranks.
+        optimizers: Those of the module; none where it is only evaluated.
+        strict: As in ``load_state_dict``.
+        judge: Called with the rest of the checkpoint, before a piece is loaded; raises what does not fit.
+
+    Raises:
+        DamagedCheckpointError: On all ranks, where a file is missing or differs from what was written.
+        UnsafeCheckpointError: The index or a piece holds more than tensors and plain types.
+
+    Cost:
+        Together the ranks read the folder once more, for the digests.
+
+    Source:
+        Lightning's ModelParallelStrategy.load_checkpoint (2.6.6), whose readers unpickle anything.
+    """
+    share = (dist.get_rank(), dist.get_world_size())
+
+    def check() -> None:
+        check_folder(path, share=share)
+        check_index(path / _INDEX)
+
+    on_all_ranks(check, error=DamagedCheckpointError)
+    content: dict[str, Any] = load_file(path / METADATA)
+    judge(content)
+    state = {"state_dict": get_model_state_dict(module)}
+    load(state, checkpoint_id=path, planner=_PlainPlanner())
+    module.load_state_dict(state["state_dict"], strict=strict)
+    for number, optimizer in enumerate(optimizers):
+        name = f"optimizer_{number}"
+        moments = {name: get_optimizer_state_dict(module, optimizer)}
+        load(moments, checkpoint_id=path, planner=_PlainPlanner())
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=moments[name], options=StateDictOptions(cpu_offload=True))
+    return content
+
+
+def check_index(file: Path) -> None:
+    """Refuse an index of pieces that holds anything but torch's own records.
+
+    Raises:
+        UnsafeCheckpointError: With the name of the first such thing.
+    """
+    with file.open("rb") as opened:
+        _IndexUnpickler(opened).load()
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles the index of torch.distributed.checkpoint and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a class or a function
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_record = module in _INDEX_MODULES and "." not in name and name.lstrip("_")[:1].isupper()
+        if is_dtype or is_record or (module, name) in _INDEX_NAMES:
+            return super().find_class(module, name)
+        raise UnsafeCheckpointError(f"The index {_INDEX} of the checkpoint names {module}.{name}, which is no part of one; it is not loaded.")
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    """Reads what is no tensor as plain types only."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        # torch reads these without a limit: what passes with one is harmless without.
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0]
+            raise UnsafeCheckpointError(f"{read_item.dest_index.fqn} of the checkpoint is no tensor and no plain type: {reason}") from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
