@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_fastft.checks import check_choice, check_int, check_share
+from lightning_fastft.checks import check_bool, check_choice, check_int, check_path, check_share, check_tokenizer
 from lightning_fastft.errors import DataError, OptionError, ResumeError
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 PLAN_VERSION = 1
 HELD_OUT_STREAM = 0x48454C44
 MAX_PROCESSES = 8
+# More than any machine has cores; beyond it a number is a slip.
+MOST_WORKERS = 1024
 
 
 class PackedDataModule(LightningDataModule):
@@ -102,12 +104,21 @@ class PackedDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_share("val_share", val_share)
-        check_int("seed", seed, low=0)
-        check_int("num_workers", num_workers, low=0)
+        # The shuffle mixes 64 bits: larger seeds would stand for smaller ones.
+        check_int("seed", seed, low=0, high=2**64 - 1)
+        check_int("num_workers", num_workers, low=0, high=MOST_WORKERS)
         check_choice("pin_memory", pin_memory, ("auto", True, False))
         check_share("max_reject_share", max_reject_share)
+        for name, flag in (("pad_to_max", pad_to_max), ("show_progress", show_progress)):
+            check_bool(name, flag)
+        for name, source in (("paths", paths), ("val_paths", val_paths), ("test_paths", test_paths)):
+            _check_source(name, source)
+        for name, path in (("cache_dir", cache_dir), ("rejected_path", rejected_path)):
+            if path is not None:
+                check_path(name, path)
         if num_proc is not None:
-            check_int("num_proc", num_proc, low=1)
+            check_int("num_proc", num_proc, low=1, high=MOST_WORKERS)
+        check_tokenizer(tokenizer)
         if val_share and val_paths is not None:
             raise OptionError(f"val_share={val_share} and val_paths are both given; give one of them.")
         self.options = FormatOptions(
@@ -171,6 +182,18 @@ class PackedDataModule(LightningDataModule):
     def packs(self, split: str) -> Packs | None:
         """Return the packs of "train", "val" or "test" before whole windows and equal ranks; None where there is no such data."""
         return self._packs.get(check_choice("split", split, ("train", "val", "test")))
+
+    def find_examples(self, index: int) -> tuple[str, list[int]]:
+        """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those that were accepted there.
+
+        Args:
+            index: Global number of the micro-batch in the plan, as ``PackedBatch.index`` has it.
+        """
+        epoch, micro_batch = divmod(index, self.plan.num_micro_batches)
+        is_first_repeated = getattr(self.trainer, "overfit_batches", 0) > 0
+        number_S = self.plan.epoch(0 if is_first_repeated else epoch).documents(rank=_ranks(self.trainer)[1], micro_batch=micro_batch)
+        chosen_N = self._subsets["train"].index_N
+        return _name_source(self._sources["train"]), (number_S if chosen_N is None else chosen_N[number_S]).tolist()
 
     def report(self, split: str) -> Any:  # noqa: ANN401 - IngestReport of packing/cache.py
         """Return the ingest report of "train", "val" or "test"; None where there is no such data of its own."""
@@ -484,6 +507,14 @@ def _user_cache_dir() -> str:
 def _usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MAX_PROCESSES, cores)
+
+
+def _check_source(name: str, source: object) -> None:
+    """Refuse what cannot be data; what is in a list or a file is judged when it is read."""
+    if isinstance(source, (str, os.PathLike)):
+        check_path(name, source)
+    elif source is not None and not isinstance(source, (list, tuple)) and not hasattr(source, "column_names"):
+        raise OptionError(f"{name} must be a file, a folder, a data set, a list of them, or rows, got {source!r} ({type(source).__name__}).")
 
 
 def _name_source(source: object) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_fastft.checks import check_choice, check_float, check_int, check_share
+from lightning_fastft.checks import check_choice, check_float, check_int, check_share, check_string, check_tokenizer
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
 from lightning_fastft.optim import FusedAdamW, is_steppable
@@ -37,6 +37,8 @@ Transform = Callable[[Any], Any]
 Stage = Literal["before_adapters", "after_adapters"]
 
 DEFAULT_LEARNING_RATE = 2e-4
+# Ten times what any optimizer trains with, and more steps than a run has: beyond them a decimal point is at the wrong place.
+LARGEST_RATE, LARGEST_STEP = 1e3, 10**9
 STAGES = ("before_adapters", "after_adapters")
 
 
@@ -113,9 +115,9 @@ class FineTuner(LightningModule):
         check_choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
         check_share("warmup_share", warmup_share)
         check_share("min_learning_rate_share", min_learning_rate_share)
+        check_tokenizer(tokenizer)
+        _check_kinds(revision=revision, optimizer=optimizer, scheduler=scheduler)
         _check_optional_numbers(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
-        if isinstance(scheduler, str):
-            check_choice("scheduler", scheduler, SCHEDULES)
         is_instance = isinstance(model, nn.Module)
         if quantization is not None and lora is None:
             raise OptionError(
@@ -614,14 +616,24 @@ class FineTuner(LightningModule):
         return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options)
 
 
+def _check_kinds(*, revision: object, optimizer: object, scheduler: object) -> None:
+    """Refuse what is neither a name nor to be called."""
+    if revision is not None:
+        check_string("revision", revision)  # type: ignore[arg-type]
+    if optimizer is not None and not callable(optimizer):
+        raise OptionError(f"optimizer must be called with the parameters, got {optimizer!r} ({type(optimizer).__name__}).")
+    if not callable(scheduler):
+        check_choice("scheduler", scheduler, SCHEDULES)
+
+
 def _check_optional_numbers(*, learning_rate: float | None, weight_decay: float | None, warmup_steps: int | None) -> None:
     """Refuse numbers that are given and cannot be."""
     if learning_rate is not None:
-        check_float("learning_rate", learning_rate, low=0.0)
+        check_float("learning_rate", learning_rate, low=0.0, high=LARGEST_RATE)
     if weight_decay is not None:
-        check_float("weight_decay", weight_decay, low=0.0)
+        check_float("weight_decay", weight_decay, low=0.0, high=LARGEST_RATE)
     if warmup_steps is not None:
-        check_int("warmup_steps", warmup_steps, low=0)
+        check_int("warmup_steps", warmup_steps, low=0, high=LARGEST_STEP)
 
 
 def _some(names: Iterable[str]) -> str:

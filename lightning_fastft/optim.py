@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_fastft.checks import check_float
 from lightning_fastft.errors import OptionError, ResumeError, ShapeError
-from lightning_fastft.kernels.adamw_step.op import StepOptions, TensorTable, adamw_step, grad_norm
+from lightning_fastft.kernels.adamw_step.op import SkipFlag, StepOptions, TensorTable, adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import TableRow
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -26,13 +26,22 @@ _OTHER_WAYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_we
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
+class _Cohort:
+    """Parameters that were in the same guarded steps, and how many of these were skipped: a number on the device, shape (), float64."""
+
+    def __init__(self, num_skipped: torch.Tensor, *, num_params: int) -> None:
+        self.num_skipped = num_skipped
+        self.num_params = num_params
+
+
 class _Part(NamedTuple):
-    """The parameters of one group that have a gradient and have made the same number of steps."""
+    """The parameters of one group that have a gradient and have made the same steps; with a cohort, num_done counts those that were skipped too."""
 
     group: dict[str, Any]
     table: TensorTable
     num_done: int
     steps: list[torch.Tensor]
+    cohort: _Cohort | None
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -40,7 +49,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
     State, its names and its files are those of torch.optim.AdamW, and each loads the other's; averages are fp32, also those of bf16 parameters. In
     fp32 on a CPU the weights are bit-equal to torch's; on CUDA they have one rounding less. A parameter without gradient is left alone, and the step
-    is not counted for it.
+    is not counted for it. As in torch's fused optimizers, a tensor in ``found_inf`` (shape (), fp32, on the device) that is not 0 makes a step change
+    nothing: no weight, average, narrow copy or count. While it is set, ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is
+    asked.
 
     Args:
         params: Parameters, or groups of them with options of their own. Plain contiguous tensors; fp32 or bf16; all that get gradients on one device.
@@ -71,7 +82,9 @@ class FusedAdamW(torch.optim.Optimizer):
         tensor([ 0.9000, -2.1000])
     """
 
-    # Neither pickled nor copied: an owner of narrow copies belongs to one optimizer.
+    # Neither pickled nor copied: an owner of narrow copies, or a guard, belongs to one optimizer.
+    found_inf: torch.Tensor | None = None
+    _judge: Callable[[torch.Tensor], torch.Tensor] | None = None
     _pairs: Callable[[], Pairs] | None = None
     _on_written: Callable[[Sequence[torch.Tensor]], None] | None = None
 
@@ -91,9 +104,16 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self._forget()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied, with counts that leave skipped steps out."""
+        self._settle()
+        return super().__getstate__()
+
     def _forget(self) -> None:
         self._tables: dict[int, TensorTable] = {}
+        self._cohorts: dict[torch.Tensor, _Cohort] = {}
         self._scale: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where the group has them.
@@ -127,10 +147,51 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         self._pairs, self._on_written = pairs, on_written
 
+    def attach_guard(self, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Ask at each step whether it may be made.
+
+        Args:
+            judge: Called behind the closure with the norm of all gradients, shape (), fp32; returns ``found_inf``. Norm and flag stay on the device.
+
+        Cost:
+            None where the step clips, whose norm is taken; else reads each gradient once more.
+
+        Example:
+            >>> param = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = FusedAdamW([param], lr=0.5)
+            >>> optimizer.attach_guard(lambda norm: (~torch.isfinite(norm)).float())
+            >>> param.grad = torch.tensor([float("nan")])
+            >>> optimizer.step()
+            >>> param.data, int(optimizer.state_dict()["state"][0]["step"])
+            (tensor([1.]), 0)
+        """
+        self._judge = judge
+
+    def detach_guard(self) -> None:
+        """Make every step from here on; a second call does nothing."""
+        self._judge = self.found_inf = None
+
     def release(self) -> None:
-        """Let go of everything but parameters and state: copies, tables and a clipping that no step has taken; a later step makes tables anew."""
+        """Let go of everything but parameters and state: copies, a guard, tables and a clipping that no step has taken.
+
+        A later step makes tables anew.
+
+        Cost:
+            One host wait where steps were guarded, for their count.
+        """
         self._pairs = self._on_written = None
+        self.detach_guard()
+        self._settle()
         self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch.optim.AdamW does, with counts that leave skipped steps out.
+
+        Cost:
+            One host wait where steps were guarded.
+        """
+        self._settle()
+        return super().state_dict()
 
     @torch.no_grad()
     def clip_next(self, max_norm: float) -> torch.Tensor:
@@ -152,17 +213,26 @@ class FusedAdamW(torch.optim.Optimizer):
             Reads each gradient once; no host synchronisation.
         """
         check_float("max_norm", max_norm, low=0.0)
-        with _naming_the_alternative():
-            norms = [grad_norm(part.table) for part in self._find_parts()]
-        if not norms:
-            norms = [torch.zeros((), device=next((param.device for group in self.param_groups for param in group["params"]), None))]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        self._norm = norm = self.gradient_norm()
         self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return norm
 
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the L2 norm of all gradients, shape (), fp32, on the device of the parameters.
+
+        Raises:
+            OptionError: A gradient cannot be stepped.
+
+        Cost:
+            Reads each gradient once; no host synchronisation.
+        """
+        with _naming_the_alternative():
+            return self._norm_of(self._find_parts())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and forget a clipping that was meant for them."""
-        self._scale = None
+        self._scale = self._norm = None
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # noqa: ANN401 - as torch's
@@ -178,16 +248,61 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, self._scale = self._scale, None
+        scale, norm, self._scale, self._norm = self._scale, self._norm, None, None
         written: list[torch.Tensor] = []
         with torch.no_grad(), _naming_the_alternative():
-            for part in self._find_parts():
-                adamw_step(part.table, options=_read_options(part), scale=scale)
-                torch._foreach_add_(part.steps, 1.0)
+            if self._judge is None and self.found_inf is None:
+                self._settle()
+            parts = self._find_parts()
+            if self._judge is not None:
+                self.found_inf = self._judge(self._norm_of(parts) if norm is None else norm)
+            for part in parts:
+                self._step_part(part, scale=scale)
                 written += [row.shadow for row in part.table.rows if row.shadow is not None]
+        # A skipped step leaves masters and copies as they were: still each the other's rounded value.
         if self._on_written is not None:
             self._on_written(written)
         return loss
+
+    def _step_part(self, part: _Part, *, scale: torch.Tensor | None) -> None:
+        """Step the parameters of one part, and count the step; what comes of it where it is guarded is counted on the device."""
+        skip = None
+        if part.cohort is not None:
+            assert self.found_inf is not None
+            skip = SkipFlag(self.found_inf, part.cohort.num_skipped)
+        adamw_step(part.table, options=_read_options(part), scale=scale, skip=skip)
+        torch._foreach_add_(part.steps, 1.0)
+        if skip is not None:
+            # A new tensor: one that is written in place would change what a reader on another stream still copies.
+            part.cohort.num_skipped = skip.num_skipped + (skip.found_inf != 0)  # type: ignore[union-attr]
+
+    def _norm_of(self, parts: Sequence[_Part]) -> torch.Tensor:
+        norms = [grad_norm(part.table) for part in parts]
+        if not norms:
+            return torch.zeros((), device=next((param.device for group in self.param_groups for param in group["params"]), None))
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+    def _settle(self) -> None:
+        """Take skipped steps out of the counts on the host; waits for the device if there were guarded ones."""
+        cohorts = list(dict.fromkeys(self._cohorts.values()))
+        if not cohorts:
+            return
+        num_skipped = dict(zip(cohorts, torch.stack([cohort.num_skipped for cohort in cohorts]).tolist()))
+        for param, cohort in self._cohorts.items():
+            if num_skipped[cohort]:
+                self.state[param]["step"] -= num_skipped[cohort]
+        self._cohorts = {}
+
+    def _find_cohort(self, params: Sequence[torch.Tensor]) -> _Cohort:
+        """Return the cohort of parameters that were together so far; those that take part without its others leave it, with its count."""
+        cohort = self._cohorts.get(params[0])
+        if cohort is None:
+            cohort = _Cohort(torch.zeros((), dtype=torch.float64, device=params[0].device), num_params=len(params))
+        elif cohort.num_params != len(params):
+            cohort.num_params -= len(params)
+            cohort = _Cohort(cohort.num_skipped, num_params=len(params))
+        self._cohorts.update(dict.fromkeys(params, cohort))
+        return cohort
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this class or of torch.optim.AdamW; averages are copied and held in fp32.
@@ -218,7 +333,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 self.state[param] = _copy_state(given[0]["state"][number], param.device)
 
     def _find_parts(self) -> list[_Part]:
-        """Group the parameters that have a gradient by group and number of steps, each part with its table."""
+        """Group the parameters that have a gradient by group and steps made, each part with its table."""
+        is_guarded = self._judge is not None or self.found_inf is not None
         copies: dict[int, torch.Tensor] = {}
         for master, copy in () if self._pairs is None else self._pairs():
             if copy.dtype in _COPY_DTYPES:
@@ -230,12 +346,15 @@ class FusedAdamW(torch.optim.Optimizer):
             states = [self._open_state(param) for param in held]
             # Host numbers, read at once.
             counts = torch.stack([state["step"] for state in states]).tolist() if states else []
-            for count in dict.fromkeys(counts):
-                chosen = [index for index, other in enumerate(counts) if other == count]
+            # Counts include skipped steps, so those that are alike may still stand for other numbers of steps.
+            keys = [(count, self._cohorts.get(param)) for count, param in zip(counts, held)]
+            for key in dict.fromkeys(keys):
+                chosen = [index for index, other in enumerate(keys) if other == key]
                 rows = [TableRow(held[i], states[i]["exp_avg"], states[i]["exp_avg_sq"], copies.get(id(held[i])), held[i]) for i in chosen]
                 table = _find_table(tables, rows)
                 self._tables[id(held[chosen[0]])] = table
-                parts.append(_Part(group, table, int(count), [states[i]["step"] for i in chosen]))
+                cohort = self._find_cohort([held[i] for i in chosen]) if is_guarded else None
+                parts.append(_Part(group, table, int(key[0]), [states[i]["step"] for i in chosen], cohort))
         if len({part.table.device for part in parts}) > 1:
             raise ShapeError(f"Parameters lie on {sorted({str(part.table.device) for part in parts})}; one step takes those of one device.")
         return parts

@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.callbacks.optimizer_judge import FEWEST_STEPS_TO_JUDGE, OptimizerJudge, list_names
-from lightning_fastft.checks import check_int
-from lightning_fastft.errors import NotTrainingError
+from lightning_fastft.checks import check_int, check_string
+from lightning_fastft.errors import NotTrainingError, OptionError
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
@@ -35,6 +35,7 @@ class GradientHealth(Callback):
         allow_zero: Name patterns (``*`` and ``?``) of tensors that may stay without a gradient, such as experts of a mixture that may get no token.
 
     Raises:
+        OptionError: A value is not allowed.
         NotTrainingError: From the training loop, with the names of the tensors and what to look at.
 
     Cost:
@@ -50,7 +51,10 @@ class GradientHealth(Callback):
 
     def __init__(self, *, num_steps: int = 20, allow_zero: Sequence[str] = ()) -> None:
         self.num_steps = check_int("num_steps", num_steps, low=FEWEST_STEPS_TO_JUDGE)
-        self.allow_zero = (allow_zero,) if isinstance(allow_zero, str) else tuple(allow_zero)
+        patterns = (allow_zero,) if isinstance(allow_zero, str) else allow_zero
+        if not isinstance(patterns, Sequence) or isinstance(patterns, (bytes, bytearray)):
+            raise OptionError(f"allow_zero must list name patterns, got {allow_zero!r}.")
+        self.allow_zero = tuple(check_string("allow_zero", pattern) for pattern in patterns)
         self._judges: list[OptimizerJudge] = []
         self._status = Status("gradient health", "inactive", "no training yet")
 

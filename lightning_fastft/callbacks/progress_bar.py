@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_fastft.callbacks.late_copy import LateCopies
+from lightning_fastft.checks import check_bool, check_int
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class FastFTProgressBar(TQDMProgressBar):
         process_position: As in Lightning.
         leave: As in Lightning.
 
+    Raises:
+        OptionError: A value is not allowed.
+
     Cost:
         One small copy per refresh; no host synchronisation in training. Validation values are read once, after a validation.
 
@@ -40,6 +44,9 @@ class FastFTProgressBar(TQDMProgressBar):
     """
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        check_int("refresh_rate", refresh_rate, low=0)
+        check_int("process_position", process_position, low=0)
+        check_bool("leave", leave)
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
         self._copies = LateCopies()
         self._shown: dict[str, float] = {}

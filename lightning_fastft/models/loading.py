@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lightning_fastft.checks import check_choice
+from lightning_fastft.checks import check_choice, check_path
 from lightning_fastft.errors import DataError, MissingDependencyError, OptionError, UnsupportedModelError
 from lightning_fastft.models.dtypes import seeded
+from lightning_fastft.models.safe_files import check_config, check_headers, check_index
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -43,6 +44,8 @@ class ModelSource:
         check_choice("init", init, ("pretrained", "random"))
         if not isinstance(model, (str, Mapping)) and not hasattr(model, "to_diff_dict"):
             raise OptionError(f"model must be a name, a folder, a configuration or a transformers model, got {type(model).__name__}.")
+        if isinstance(model, str):
+            check_path("model", model)
         is_configuration = not isinstance(model, str) or model.endswith(".json")
         if is_configuration and init == "pretrained":
             raise OptionError(f"The configuration {_describe(model)} has no weights. Give a hub id or a folder, or set init='random'.")
@@ -52,14 +55,23 @@ class ModelSource:
 
     @functools.cached_property
     def config(self) -> PretrainedConfig:
-        """The transformers configuration; read on first use. A hub id may be downloaded here."""
-        from transformers import AutoConfig
+        """The transformers configuration; read on first use. A hub id may be downloaded here.
+
+        Raises:
+            OptionError: It cannot be read, or has sizes that no model has.
+        """
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig, PretrainedConfig
 
         if isinstance(self.model, str):
             try:
+                check_config(PretrainedConfig.get_config_dict(self.model, revision=self.revision or "main")[0], name=self.model)
                 return AutoConfig.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
-            except (OSError, ValueError) as error:
-                reason = str(error).strip().splitlines()[0]
+            except OptionError:
+                raise
+            # What is wrong with a type in a file shows in many ways.
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError) as error:
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 advice = "Check the name and the connection, or give a local folder."
                 if "custom code" in reason:
                     advice = "Code of a model repository is never run here, as with trust_remote_code=False: load the model yourself and pass it."
@@ -68,6 +80,7 @@ class ModelSource:
             content = dict(self.model)
             if "model_type" not in content:
                 raise OptionError(f"The configuration has no 'model_type'; it has {sorted(content)}.")
+            check_config(content, name=str(content["model_type"]))
             return AutoConfig.for_model(content.pop("model_type"), **content)
         return copy.deepcopy(self.model)
 
@@ -82,12 +95,19 @@ class ModelSource:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer that stands beside the model; None for a configuration, which has none."""
+        """Return the tokenizer that stands beside the model; None for a configuration, which has none.
+
+        Raises:
+            OptionError: Its files are nested without end, or have another shape than a tokenizer's.
+        """
         from transformers import AutoTokenizer
 
         if not isinstance(self.model, str) or self.model.endswith(".json"):
             return None
-        return AutoTokenizer.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+        except (RecursionError, TypeError, AttributeError, KeyError, UnicodeDecodeError) as error:
+            raise OptionError(f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again.") from error
 
 
 def build_model(
@@ -107,7 +127,8 @@ def build_model(
         A transformers causal language model in training mode.
 
     Raises:
-        DataError: Weights are missing, left over, of another shape, or not finite; the message names the tensors.
+        DataError: Weights are missing, left over, of another shape, or not finite; the message names the tensors. Or a file of them is broken, or
+            is no safetensors file beside the others.
         MissingDependencyError: quantization needs bitsandbytes and it is not installed.
         OptionError: quantization="nf4" for a checkpoint in MXFP4, which is read dequantised.
 
@@ -126,6 +147,9 @@ def build_model(
         if source.init == "random":
             model = _initialise(source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed)
         else:
+            _refuse_adapters(source)
+            held = getattr(source.config, "quantization_config", None)
+            check_headers(weight_files(source), name=source.name, is_quantised=held is not None)
             if quantization is not None:
                 _check_files_finite(source, device=device)
             model = _read(source, device=device, dtype=dtype, quantization_config=quantization_config)
@@ -188,6 +212,8 @@ def weight_files(source: ModelSource) -> list[str]:
     if single is not None:
         return [single]
     index = cached_file(source.model, SAFE_WEIGHTS_INDEX_NAME, **options, **silent)
+    if index is not None:
+        check_index(index, name=source.name)
     return [] if index is None else get_checkpoint_shard_files(source.model, index, **options)[0]
 
 
@@ -218,16 +244,20 @@ def _judged_tensors(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         yield quant_state.offset.reshape(1)
 
 
+def _refuse_adapters(source: ModelSource) -> None:
+    """Say what a folder without a model is, where it is one of adapters."""
+    assert isinstance(source.model, str)
+    folder = Path(source.model)
+    if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise OptionError(f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a checkpoint.")
+
+
 def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any) -> PreTrainedModel:  # noqa: ANN401
     """Read a checkpoint and verify that every weight of the model came from it."""
     from transformers import AutoModelForCausalLM
 
     from lightning_fastft.models.expert_nf4_reading import quantise_experts_too
 
-    assert isinstance(source.model, str)
-    folder = Path(source.model)
-    if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise OptionError(f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a checkpoint.")
     options = {} if quantization_config is None else {"quantization_config": quantise_experts_too(quantization_config)}
     is_mxfp4 = _holds_mxfp4(source.config)
     if is_mxfp4:

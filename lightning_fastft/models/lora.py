@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fastft.checks import check_float, check_int, check_share
 from lightning_fastft.errors import OptionError
 from lightning_fastft.models.dtypes import seeded
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
+
+# Wider than any layer is; alpha divided by rank is what scales an adapter.
+LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**20
 
 
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
@@ -59,12 +63,21 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
     """Return PEFT's configuration from itself or from its fields.
 
     Raises:
-        OptionError: A field is unknown to PEFT, or its value is refused by it.
+        OptionError: A field is unknown to PEFT, or its value is refused by it or cannot be trained with.
     """
     from peft import LoraConfig
 
     if isinstance(lora, LoraConfig):
         return lora
+    if not isinstance(lora, Mapping):
+        raise OptionError(f"lora must be PEFT's LoraConfig or a mapping of its fields, got {lora!r} ({type(lora).__name__}).")
+    # PEFT finds these wrong when a layer is made, or never.
+    if "r" in lora:
+        check_int("lora.r", lora["r"], low=1, high=LARGEST_RANK)
+    if "lora_alpha" in lora:
+        check_float("lora.lora_alpha", lora["lora_alpha"], low=0.0, high=LARGEST_ALPHA)
+    if "lora_dropout" in lora:
+        check_share("lora.lora_dropout", lora["lora_dropout"])
     known = set(LoraConfig.__dataclass_fields__)
     unknown = sorted(set(lora) - known)
     if unknown:

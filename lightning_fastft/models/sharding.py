@@ -19,6 +19,7 @@ from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.models.dtypes import seeded
 from lightning_fastft.models.families import decoder_layers, find_causal_models
 from lightning_fastft.models.loading import ModelSource, build_model, default_dtype, largest_magnitude, list_names, refuse_not_finite, weight_files
+from lightning_fastft.models.safe_files import check_headers
 from lightning_fastft.status import Status
 
 if TYPE_CHECKING:
@@ -415,7 +416,9 @@ def _find_tensors(model: PreTrainedModel, source: ModelSource) -> dict[str, str]
     tied = set(model.all_tied_weights_keys)
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     places: dict[str, str] = {}
-    for path in weight_files(source):
+    paths = weight_files(source)
+    check_headers(paths, name=source.name, is_quantised=False)
+    for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 if name in wanted and file.get_slice(name).get_shape() == wanted[name]:

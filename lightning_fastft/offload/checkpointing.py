@@ -20,6 +20,8 @@ from lightning_fastft.status import Status
 Policy = Literal["auto", "keep", "offload", "recompute"]
 _POLICIES = ("auto", "keep", "offload", "recompute")
 STATUS_NAME = "activations"
+# A pebibyte: more than any machine has; beyond it bytes were given for GiB.
+_MOST_GIB = float(2**20)
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class OffloadCheckpointing:
         mlp_tiles: int = 1,
     ) -> None:
         self.policy = check_choice("policy", policy, _POLICIES)
-        if policy != "auto" and vram_budget != "auto":
+        if policy != "auto" and (not isinstance(vram_budget, str) or vram_budget != "auto"):
             raise OptionError(f"vram_budget={vram_budget!r} is what policy 'auto' plans for; policy {policy!r} has no use for it.")
         check_choice("weights", weights, ("auto", "resident", "stream"))
         if policy == "keep" and weights == "stream":
@@ -229,11 +231,11 @@ def _take_over(layer: nn.Module, run: Callable[..., Any], ledger: Ledger) -> Non
 
 def _read_gib(name: str, value: float | str) -> int | None:
     """Return a budget in bytes; None for "auto"."""
-    if value == "auto":
-        return None
     if isinstance(value, str):
+        if value == "auto":
+            return None
         raise OptionError(f"{name} must be 'auto' or a number of GiB, got {value!r}.")
-    return int(check_float(name, value, low=0.0) * 2**30)
+    return int(check_float(name, value, low=0.0, high=_MOST_GIB) * 2**30)
 
 
 def _nothing() -> int:

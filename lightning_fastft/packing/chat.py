@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What a template can raise on messages that it was not written for.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 # Stands at the end of a content to be found again in the rendered text: private-use characters, refused where the text has them already.
 _SENTINEL = "\ue0f1\ue0f2\ue0f1"
 
@@ -63,6 +63,9 @@ class ChatRenderer:
     With generation marks in the template they decide. Without them a turn is what the template adds between "asked for an answer" and "answer given":
     both are rendered and must be beginnings of the whole. Where a template renders earlier turns differently once later ones follow, the content is
     marked instead and searched; where that fails too, the row is rejected.
+
+    Templates run in the sandbox of transformers: nothing of Python is reached, and no range is longer than 100,000. Their time is not bounded: loops
+    inside loops, of a template from a stranger, can run for hours.
 
     Args:
         tokenizer: Applies the template.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_fastft.checks import check_choice, check_int
+from lightning_fastft.checks import check_bool, check_choice, check_int, check_string
 from lightning_fastft.errors import DataError, OptionError
 from lightning_fastft.packing import chat
 from lightning_fastft.packing.context import IGNORED_LABEL
@@ -64,7 +64,14 @@ class FormatOptions:
     extra_columns: str = "refuse"
 
     def __post_init__(self) -> None:
-        check_int("max_tokens", self.max_tokens, low=2)
+        # Offsets of documents in a pack are 32-bit integers.
+        check_int("max_tokens", self.max_tokens, low=2, high=2**31 - 1)
+        check_bool("add_eos", self.add_eos)
+        check_string("separator", self.separator, may_be_empty=True)
+        if self.chat_template is not None:
+            check_string("chat_template", self.chat_template)
+        if self.columns is not None and not isinstance(self.columns, Mapping):
+            raise OptionError(f"columns must map our column names to those of the data, got {self.columns!r} ({type(self.columns).__name__}).")
         check_choice("format", self.format, ("auto", *COLUMNS))
         check_choice("loss_on", self.loss_on, ("completion", "all"))
         check_choice("too_long", self.too_long, ("refuse", "truncate", "split"))
@@ -73,6 +80,7 @@ class FormatOptions:
         for name in self.columns or {}:
             if name not in known:
                 raise OptionError(f"columns maps {name!r}, which no format has; our names are {', '.join(sorted(known))}.")
+            check_string(f"columns[{name!r}]", (self.columns or {})[name])
 
 
 class Encoded(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
-from lightning_fastft.kernels.adamw_step.reference import CHUNK, StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault
 
@@ -37,6 +37,7 @@ from triton.compiler import ASTSource
 from lightning_fastft.kernels.adamw_step import triton as adamw
 
 TYPES = {"address_ptr": "*i64", "grad_address_ptr": "*i64", "row_ptr": "*i32", "index_ptr": "*i32", "rate_ptr": "*fp32", "scale_ptr": "*fp32"}
+TYPES |= dict.fromkeys(("found_inf_ptr", "number_ptr"), "*fp32")
 TYPES |= {"partial_ptr": "*fp64", "norm_ptr": "*fp32"} | dict.fromkeys(("num_rows", "num_chunks", "num_partials"), "i32")
 
 
@@ -53,7 +54,7 @@ for capability, (param, grad, shadow), is_aligned in itertools.product(
 ):
     shared = {"GRAD_DTYPE": grad, "IS_ALIGNED": is_aligned, "BLOCK": adamw.CHUNK}
     for has in (False, True):
-        constants = {"PARAM_DTYPE": param, "SHADOW_DTYPE": shadow, "HAS_RATE": has, "HAS_SCALE": has, **shared}
+        constants = {"PARAM_DTYPE": param, "SHADOW_DTYPE": shadow, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has, **shared}
         step = compile(adamw._adamw_kernel, constants, capability)
     norm = compile(adamw._sum_squares_kernel, {"NUM_PROGRAMS": adamw.NUM_PARTIALS, **shared}, capability)
     # Vectors of 16 bytes where the host has seen that every address takes them, and nowhere else.
@@ -220,6 +221,30 @@ def check_step(functions, combinations=COMBINATIONS, *, options=OPTIONS, scale=0
     check_memory(rows)
 
 
+def check_skip(functions, *, device="cpu", Table=TensorTable):
+    """A step that is skipped changes nothing; one that is not has the bits of a step without a flag, numbered without those that were skipped."""
+    zero, one = (torch.tensor(number, device=device) for number in (0.0, 1.0))
+    nan = torch.tensor(float("nan"), device=device)
+    for rate in (0.05, torch.tensor(0.05, device=device)):
+        for num_skipped in (0, 2):
+            torch.manual_seed(4)
+            rows = make_rows(sizes=(7, CHUNK + 1, 0, 9, 1, 5), missing=(4,), device=device)
+            twins, kept = copy_rows(rows), copy_rows(rows)
+            for twin, row in zip(twins, rows):
+                twin.owner.grad = row.owner.grad
+            table, count = make_table(rows, Table), torch.tensor(float(num_skipped), dtype=torch.float64, device=device)
+            options = OPTIONS._replace(learning_rate=rate)
+            for found_inf, scale in ((one, None), (one, nan), (nan, one)):
+                functions.adamw_step(table, options=options, scale=scale, skip=SkipFlag(found_inf, count))
+                for row, old in zip(rows, kept):
+                    assert all(one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(row[:4], old[:4]))
+            functions.adamw_step(table, options=options, skip=SkipFlag(zero, count))
+            functions.adamw_step(make_table(twins, Table), options=options._replace(step=OPTIONS.step - num_skipped))
+            for row, twin in zip(rows, twins):
+                assert all(one is None or torch.equal(one, other) for one, other in zip(row[:4], twin[:4]))
+            check_memory(rows)
+
+
 def check_run(functions, *, weight_decay=0.1, num_steps=50, device="cpu", Table=TensorTable):
     """A whole run with a new gradient tensor in each step, against torch.optim.AdamW in float64."""
     torch.manual_seed(1)
@@ -344,6 +369,7 @@ def check_every_part(functions, Table=TensorTable, device="cpu"):
     for order in (("norm", "step"), ("step", "norm")):
         check_table_follows(functions, order=order, Table=Table, device=device)
     check_what_is_not_finite(functions, device=device)
+    check_skip(functions, Table=Table, device=device)
 
 
 @pytest.fixture(autouse=True)
@@ -401,6 +427,10 @@ def test_in_fp32_on_a_cpu_a_run_has_the_bits_of_torch(weight_decay):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_the_norm_equals_the_truth(combination):
     check_norm(PublicEntries, (combination,))
+
+
+def test_a_skipped_step_changes_nothing_and_is_not_counted():
+    check_skip(PublicEntries)
 
 
 def test_what_is_not_finite_passes_on_as_in_torch():
@@ -468,6 +498,7 @@ def test_no_wait():
         for row in rows:
             row.owner.grad = None if row.owner.grad is None else row.grad.clone()
         adamw_step(table, options=OPTIONS._replace(learning_rate=torch.tensor(0.1)), scale=grad_norm(table))
+        adamw_step(table, options=OPTIONS, skip=SkipFlag(torch.zeros(()), torch.zeros((), dtype=torch.float64)))
         make_table(rows)
     assert watch.waits == []
 
@@ -493,6 +524,11 @@ REFERENCE_FAULTS = {
     "narrow master not written": ("    row.param.copy_(param)\n", ""),
     "shadow lost": ("    if row.shadow is not None:\n        row", "    if row.shadow is row.param:\n        row"),
     "learning rate on the device not corrected": ("rate / correction * row.exp_avg", "rate * row.exp_avg"),
+    "flag not read": ("torch.where(skip.found_inf == 0, tensor, old)", "tensor"),
+    "flag read backwards": ("skip.found_inf == 0, tensor", "skip.found_inf != 0, tensor"),
+    "NaN in the flag taken for a step": ("skip.found_inf == 0, tensor, old", "skip.found_inf != 1, tensor, old"),
+    "first of the written tensors given back": ("for tensor in row[:4] if", "for tensor in row[:1] if"),
+    "skipped steps counted": ("step = options.step - num_skipped", "step = options.step + 0 * num_skipped"),
     "norm of the first tensors": ("for grad in table.gradients() if", "for grad in table.gradients()[:-1] if"),
     "norm without root": (".sum().sqrt().float()", ".sum().float()"),
 }  # fmt: skip
@@ -601,6 +637,9 @@ def test_an_owner_that_gets_no_gradient_is_refused():
         ({"scale": torch.ones(1)}, ShapeError, "0 axes"),
         ({"scale": torch.ones(()).double()}, ShapeError, "dtype"),
         ({"scale": torch.ones((), device="meta")}, ShapeError, "meta"),
+        ({"skip": SkipFlag(torch.ones(1), torch.zeros((), dtype=torch.float64))}, ShapeError, "found_inf"),
+        ({"skip": SkipFlag(torch.ones(()), torch.zeros(()))}, ShapeError, "num_skipped"),
+        ({"skip": SkipFlag(torch.ones((), device="meta"), torch.zeros((), dtype=torch.float64))}, ShapeError, "meta"),
         ({"backend": "cuda"}, OptionError, "'reference'"),
         ({"backend": "triton"}, OptionError, "on CUDA"),
         ({"table": None}, OptionError, "TensorTable"),

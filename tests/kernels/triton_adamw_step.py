@@ -17,6 +17,7 @@ from tests.kernels.test_adamw_step import (
     check_every_part,
     check_norm,
     check_run,
+    check_skip,
     check_step,
     check_table_follows,
     check_values,
@@ -92,6 +93,10 @@ def test_the_norm_of_more_chunks_than_partial_sums():
 
 def test_what_is_not_finite_passes_on_as_in_torch():
     check_what_is_not_finite(triton, device=DEVICE)
+
+
+def test_a_skipped_step_changes_nothing_and_is_not_counted():
+    check_skip(triton, device=DEVICE)
 
 
 @pytest.mark.parametrize("order", [("norm", "step"), ("step", "norm")])
@@ -209,6 +214,10 @@ FAULTS = {
     "squares of the first tensor": ("place_ptr + _EXP_AVG_SQ * num_rows", "address_ptr + _EXP_AVG_SQ * num_rows"),
     "gradient of the first tensor": (STEP_LOAD, STEP_LOAD.replace("_ptr + row", "_ptr")),
     "gradient of the first tensor in the norm": (NORM_LOAD, NORM_LOAD.replace("_ptr + row", "_ptr")),
+    "flag not read": ("tl.load(found_inf_ptr) == 0.0", "tl.load(found_inf_ptr) < 2.0"),
+    "NaN in the flag taken for a step": ("tl.load(found_inf_ptr) == 0.0", "tl.load(found_inf_ptr) != 1.0"),
+    "numbers of the host under a flag": ("        rate = tl.load(number_ptr)\n", ""),
+    "root of the host under a flag": ("        root_correction = tl.load(number_ptr + 1)\n", ""),
     "table not refreshed": ("    table.refresh()\n    correction", "    correction"),
     "table of the norm not refreshed": ("    table.refresh()\n    num_programs", "    num_programs"),
 }  # fmt: skip

@@ -12,13 +12,15 @@ import torch
 from lightning_fastft.checks import check_float, check_int, check_tensor
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
-from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions, TensorTable
 from lightning_fastft.kernels.backends import uses_triton
 
-__all__ = ["StepOptions", "TensorTable", "adamw_step", "grad_norm"]
+__all__ = ["SkipFlag", "StepOptions", "TensorTable", "adamw_step", "grad_norm"]
 
 
-def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, backend: str = "auto") -> None:
+def adamw_step(
+    table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None, backend: str = "auto"
+) -> None:
     """Update the masters, averages and shadows of a table in place, by one step of AdamW.
 
     In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g``, then the master loses
@@ -31,15 +33,18 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
         table: The tensors. Gradients are read, not changed.
         options: Learning rate, betas, eps, decay and the number of the step, the same for all tensors: make a table for each set of options.
         scale: What each gradient is multiplied with in fp32, such as a clipping factor. Shape (), fp32, device of the table. None for 1.
+        skip: Flag of a step that is to change nothing, and how many before it were such; step in the formula is then the number without those. None
+            for a step in any case. With a flag that is 0 the bits are those without one, as far as float64 powers have the same on host and device.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
 
     Raises:
-        ShapeError: scale, a learning rate that is a tensor, or a tensor of the table has another shape, dtype, device or layout.
+        ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has another shape, dtype, device or layout.
         OptionError: A number of the options is not allowed, or the backend is unknown or cannot serve this table.
 
     Cost:
         One launch per combination of dtypes, no new memory. Per element with an fp32 master 28 bytes (26 with a narrow gradient), and 2 for a shadow.
-        The host compares addresses, see ``TensorTable.refresh``; no host synchronisation. "reference" takes several launches per tensor.
+        The host compares addresses, see ``TensorTable.refresh``; no host synchronisation. "reference" takes several launches per tensor. A flag
+        adds ten launches on single numbers; a step that it skips reads and writes no element.
 
     Source:
         AdamW, arXiv 1711.05101.
@@ -56,8 +61,11 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
     _check_options(options, table.device)
     if scale is not None:
         _check_number("scale", scale, table.device)
+    if skip is not None:
+        _check_number("skip.found_inf", skip.found_inf, table.device)
+        _check_number("skip.num_skipped", skip.num_skipped, table.device, dtype=torch.float64)
     with torch.no_grad():
-        _choose(backend, table).adamw_step(table, options=options, scale=scale)
+        _choose(backend, table).adamw_step(table, options=options, scale=scale, skip=skip)
 
 
 def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
@@ -126,8 +134,8 @@ def _check_options(options: StepOptions, device: torch.device) -> None:
         check_float("options.learning_rate", options.learning_rate, low=0.0)
 
 
-def _check_number(name: str, number: torch.Tensor, device: torch.device) -> None:
-    """Refuse a tensor that is not one fp32 number on the device."""
-    check_tensor(name, number, ndim=0, dtypes=(torch.float32,))
+def _check_number(name: str, number: torch.Tensor, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse a tensor that is not one number of this dtype on the device."""
+    check_tensor(name, number, ndim=0, dtypes=(dtype,))
     if number.device != device:
         raise ShapeError(f"{name} is on {number.device}; the table is on {device}. Make it there: torch.full((), value, device=...).")

@@ -52,6 +52,26 @@ class StepOptions(NamedTuple):
     weight_decay: float = 0.01
 
 
+class SkipFlag(NamedTuple):
+    """Whether a step is to change nothing, and how many before it did so: numbers on the device, which the host never reads.
+
+    Args:
+        found_inf: 0 for a step, anything else (NaN too) for none; the name is torch's. Shape (), fp32, device of the table.
+        num_skipped: How many of the steps that ``StepOptions.step`` counts before this one were skipped. Shape (), float64, device of the table.
+
+    Source:
+        ``found_inf`` of torch.optim's fused optimizers.
+
+    Example:
+        >>> flag = SkipFlag(found_inf=torch.ones(()), num_skipped=torch.zeros((), dtype=torch.float64))
+        >>> bool(flag.found_inf)
+        True
+    """
+
+    found_inf: torch.Tensor
+    num_skipped: torch.Tensor
+
+
 class TableRow(NamedTuple):
     """One tensor of a table: the master, its two averages, its shadow or None, and the tensor whose ``grad`` is its gradient."""
 
@@ -198,12 +218,13 @@ class TensorTable:
         return TableGroup(*key, tuple(rows), _send(row_C, self.device), _send(index_C, self.device))
 
 
-def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None) -> None:
+def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None) -> None:
     """Update masters, averages and shadows, in the order of operations of torch.optim.AdamW: in fp32 without scale the same bits on a CPU."""
+    corrections = bias_corrections(options) if skip is None else _corrections_on_device(options, skip)
     for row, grad in zip(table.rows, table.gradients()):
         if grad is not None:
             grad = grad.float()
-            _step_row(row, grad if scale is None else grad * scale, options)
+            _step_row_unless(row, grad if scale is None else grad * scale, options, corrections, skip=skip)
 
 
 def grad_norm(table: TensorTable) -> torch.Tensor:
@@ -217,15 +238,39 @@ def bias_corrections(options: StepOptions) -> tuple[float, float]:
     return 1.0 - options.beta1**options.step, math.sqrt(1.0 - options.beta2**options.step)
 
 
-def _step_row(row: TableRow, grad: torch.Tensor, options: StepOptions) -> None:
+def bias_corrections_on_device(options: StepOptions, num_skipped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bias corrections of the step as it is counted without those that were skipped; shape (), float64."""
+    step = options.step - num_skipped
+    return 1.0 - torch.pow(options.beta1, step), torch.sqrt(1.0 - torch.pow(options.beta2, step))
+
+
+def _corrections_on_device(options: StepOptions, skip: SkipFlag) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bias corrections that round where those of the host do: that of the gradients is divided into a number of the host in float64."""
+    correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
+    return correction.float() if isinstance(options.learning_rate, torch.Tensor) else correction, root_correction.float()
+
+
+def _step_row_unless(
+    row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor], *, skip: SkipFlag | None
+) -> None:
+    """Update one tensor, and give every value back that it had where the step is to be skipped; the host is not asked which."""
+    written = [] if skip is None else [tensor for tensor in row[:4] if tensor is not None]
+    before = [tensor.clone() for tensor in written]
+    _step_row(row, grad, options, corrections)
+    for tensor, old in zip(written, before):
+        assert skip is not None
+        tensor.copy_(torch.where(skip.found_inf == 0, tensor, old))
+
+
+def _step_row(row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor]) -> None:
     """Update one tensor in fp32; only master and shadow are rounded, once."""
-    rate, (correction, root_correction) = options.learning_rate, bias_corrections(options)
+    rate, (correction, root_correction) = options.learning_rate, corrections
     param = row.param.float()
     param.mul_(1 - rate * options.weight_decay)
     row.exp_avg.lerp_(grad, 1 - options.beta1)
     row.exp_avg_sq.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
     denominator = (row.exp_avg_sq.sqrt() / root_correction).add_(options.eps)
-    if isinstance(rate, torch.Tensor):
+    if isinstance(rate, torch.Tensor) or isinstance(correction, torch.Tensor):
         param.sub_(rate / correction * row.exp_avg / denominator)
     else:
         param.addcdiv_(row.exp_avg, denominator, value=-rate / correction)

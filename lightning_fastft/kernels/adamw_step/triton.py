@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.adamw_step.reference import ALIGNMENT, CHUNK, StepOptions, TensorTable, bias_corrections
+from lightning_fastft.kernels.adamw_step.reference import (
+    ALIGNMENT,
+    CHUNK,
+    SkipFlag,
+    StepOptions,
+    TensorTable,
+    bias_corrections,
+    bias_corrections_on_device,
+)
 
 NUM_WARPS = 8
 # 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not yet measured.
@@ -28,6 +36,8 @@ _EXP_AVG_SQ = tl.constexpr(2)
 _SHADOW = tl.constexpr(3)
 _SIZE = tl.constexpr(4)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
+# More elements than a tensor has, and a multiple of every vector.
+_EVERYTHING = tl.constexpr(2**62)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -59,6 +69,8 @@ def _adamw_kernel(
     index_ptr,
     rate_ptr,
     scale_ptr,
+    found_inf_ptr,
+    number_ptr,
     num_rows,
     rate,
     decay,
@@ -73,11 +85,20 @@ def _adamw_kernel(
     SHADOW_DTYPE: tl.constexpr,
     HAS_RATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per chunk. With a learning rate on the device, rate and decay are those of a learning rate of 1."""
+    """One program per chunk. With a learning rate on the device, rate and decay are those of a learning rate of 1.
+
+    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read or write.
+    """
     row, offs, inside = _find_chunk(address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, tl.program_id(0), IS_ALIGNED, BLOCK)
+    if HAS_SKIP:
+        # A number of elements, so that the compiler still knows which vectors lie inside.
+        inside = inside & (offs < tl.where(tl.load(found_inf_ptr) == 0.0, _EVERYTHING, 0))
+        rate = tl.load(number_ptr)
+        root_correction = tl.load(number_ptr + 1)
     place_ptr = address_ptr + row
     param_ptrs = _load_pointer(place_ptr + _PARAM * num_rows, PARAM_DTYPE, IS_ALIGNED) + offs
     avg_ptrs = _load_pointer(place_ptr + _EXP_AVG * num_rows, tl.float32, IS_ALIGNED) + offs
@@ -143,12 +164,13 @@ def _norm_kernel(partial_ptr, norm_ptr, num_partials, BLOCK: tl.constexpr):
     tl.store(norm_ptr, tl.sqrt(total).to(tl.float32))
 
 
-def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None) -> None:
+def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None) -> None:
     """Update masters, averages and shadows; same contract as the reference, and one rounding less in the master."""
     table.refresh()
     correction, root_correction = bias_corrections(options)
     rate_tensor = options.learning_rate if isinstance(options.learning_rate, torch.Tensor) else None
     learning_rate = 1.0 if isinstance(options.learning_rate, torch.Tensor) else options.learning_rate
+    numbers_2 = None if skip is None else _numbers_on_device(options, skip, learning_rate=learning_rate)
     for group, is_aligned in zip(table.groups, table.aligned):
         num_chunks = len(group.row_C)
         if num_chunks == 0:
@@ -160,6 +182,8 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
             group.index_C,
             table.address_AR if rate_tensor is None else rate_tensor,
             table.address_AR if scale is None else scale,
+            table.address_AR if skip is None else skip.found_inf,
+            table.address_AR if numbers_2 is None else numbers_2,
             len(table.rows),
             float(learning_rate / correction),
             float(learning_rate * options.weight_decay),
@@ -174,12 +198,19 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
             SHADOW_DTYPE=None if group.shadow_dtype is None else _DTYPES[group.shadow_dtype],
             HAS_RATE=rate_tensor is not None,
             HAS_SCALE=scale is not None,
+            HAS_SKIP=skip is not None,
             IS_ALIGNED=is_aligned,
             BLOCK=CHUNK,
             num_warps=NUM_WARPS,
         )
     # Autograd counts writes to find a backward that would read a changed tensor; it does not see those of a kernel.
     torch.autograd.graph.increment_version([tensor for row in table.rows if row.owner.grad is not None for tensor in row[:4] if tensor is not None])
+
+
+def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: float) -> torch.Tensor:
+    """Return rate and root_correction of the kernel, computed in float64 on the device as the host does without a flag; shape (2,), fp32."""
+    correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
+    return torch.stack([learning_rate / correction, root_correction]).float()
 
 
 def grad_norm(table: TensorTable) -> torch.Tensor:

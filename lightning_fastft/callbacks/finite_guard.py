@@ -1,0 +1,305 @@
+"""FiniteGuard: a step whose loss or gradients are not finite changes nothing, is counted, and names its packs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fastft.callbacks.late_copy import LateCopies
+from lightning_fastft.checks import check_choice, check_int
+from lightning_fastft.datamodule import PackedDataModule
+from lightning_fastft.errors import NotTrainingError
+from lightning_fastft.optim import FusedAdamW
+from lightning_fastft.status import Status
+from lightning_fastft.strategies.packed_steps import find_packed_batches
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch.optim import Optimizer
+
+# One bad pack now and then is data; max_skips of them within so many steps is a run that has come apart.
+WINDOW_STEPS = 100
+MOST_EXAMPLES_SHOWN = 8
+STATUS_NAME = "finite guard"
+_FLAGS = ("loss", "gradients")
+
+
+class _Micro(NamedTuple):
+    """Where one micro-batch came from: its number in the epoch, and its place in the plan or -1, for each pack in it."""
+
+    batch_idx: int
+    plan_indices: tuple[int, ...]
+    num_documents: int
+
+
+class _Window(NamedTuple):
+    """One optimizer step, from 1, and the micro-batches of this rank that it was made of."""
+
+    step: int
+    micros: tuple[_Micro, ...]
+
+
+class FiniteGuard(Callback):
+    """Make an optimizer step change nothing where a loss or a gradient is NaN or infinite; count it; stop after too many.
+
+    One flag per rank is formed on the device from the losses of all micro-batches of the step and the norm of all gradients (which counts too where
+    only the norm itself overflows), joined over all ranks, and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step
+    counts keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves on, as Lightning's
+    does behind any step; the gradients are dropped with the next window. Each skipped step is warned about with its packs, once its flag is on the
+    host. The run stops when max_skips of its last 100 steps were skipped.
+
+    With ``Trainer(precision="16-mixed")`` nothing is done: the loss scaler skips such steps itself. Manual optimization is refused.
+
+    Args:
+        max_skips: Skipped steps among the last 100 that stop the run, 1 to 100.
+        check_every_n_steps: How often flags are brought to the host. A run stops at most twice as many steps after the step that fills max_skips; bad
+            steps until then change nothing either.
+        unsupported: What happens with an optimizer that takes no ``found_inf``, such as those of bitsandbytes. "refuse": the run is not guarded, and
+            the status table says so; "wait": the host reads the flag in every step and drops the gradients of a bad one, so that nothing is stepped.
+
+    Raises:
+        OptionError: A value is not allowed.
+        NotTrainingError: From the training loop, on every rank at the same step: max_skips is reached.
+
+    Cost:
+        A dozen launches on single numbers per step, one reduction of two numbers per rank over the ranks, and no host wait: what is read was copied
+        check_every_n_steps before. (On several ranks the host waits if the device is further behind than that; all ranks must stop at the same step.)
+        ``FusedAdamW`` that clips by norm hands its norm over; otherwise gradients are read once more. "wait": one host wait per step.
+
+    Source:
+        own; ``found_inf`` is the protocol of torch.amp.GradScaler.
+
+    Example:
+        >>> FiniteGuard(max_skips=3).status().state
+        'inactive'
+    """
+
+    def __init__(self, *, max_skips: int = 5, check_every_n_steps: int = 10, unsupported: Literal["refuse", "wait"] = "refuse") -> None:
+        self.max_skips = check_int("max_skips", max_skips, low=1, high=WINDOW_STEPS)
+        self.check_every_n_steps = check_int("check_every_n_steps", check_every_n_steps, low=1)
+        self.unsupported = check_choice("unsupported", unsupported, ("refuse", "wait"))
+        self.num_steps = self.num_skipped = 0
+        self._base = Status(STATUS_NAME, "inactive", "no training yet")
+        self._copies = LateCopies()
+        self._recent: deque[bool] = deque(maxlen=WINDOW_STEPS)
+        self._trainer: pl.Trainer | None = None
+        # Of the accumulation window so far, and of the steps whose flags have not been sent yet.
+        self._micros: list[_Micro] = []
+        self._losses: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._flags: list[tuple[_Window, torch.Tensor]] = []
+
+    def status(self) -> Status:
+        """Return how steps are guarded, or why they are not, and how many were skipped as far as the host knows."""
+        if self._base.state != "active":
+            return self._base
+        return self._base._replace(reason=f"{self._base.reason}; {self.num_skipped} of {self.num_steps} steps skipped")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find out how the optimizer can be told, and begin to guard it."""
+        self._stop()
+        self.num_steps = self.num_skipped = 0
+        self._recent.clear()
+        self._base = self._judge_run(trainer, pl_module)
+        if self._base.state != "active":
+            return
+        self._trainer = trainer
+        optimizer = trainer.optimizers[0]
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.attach_guard(self._flag_of)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Note where a batch came from; host integers only."""
+        if self._trainer is not None:
+            packed = find_packed_batches(batch)
+            self._micros.append(_Micro(batch_idx, tuple(found.index for found in packed), sum(found.context.num_documents for found in packed)))
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-batch on its device."""
+        if self._trainer is not None:
+            self._losses.append(loss.detach().reshape(()).float())
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Judge the gradients before they are clipped, unless the optimizer does so with the norm that it clips by."""
+        if self._trainer is None:
+            return
+        inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if isinstance(inner, FusedAdamW):
+            # Clipping by value turns infinity into a number.
+            if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+                self._norms.append(inner.gradient_norm())
+            return
+        grads = [parameter.grad for group in inner.param_groups for parameter in group["params"] if parameter.grad is not None]
+        found_inf = self._flag_of(_norm_of(grads, device=trainer.strategy.root_device))
+        if _takes_flag(inner):
+            inner.found_inf = found_inf
+        elif bool(found_inf):
+            inner.zero_grad(set_to_none=True)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Every so many steps: judge the flags that were sent before, then send the new ones."""
+        if self._trainer is not None and len(self._flags) >= self.check_every_n_steps:
+            # Ranks must stop at the same step: no rank may judge what another has not got yet.
+            self._judge(self._copies.poll() if trainer.world_size == 1 else self._copies.wait())
+            self._send()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the steps that are left; waits for the device once."""
+        if self._trainer is None:
+            return
+        self._send()
+        try:
+            self._judge(self._copies.wait())
+        finally:
+            self._stop()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go of the optimizer."""
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Let go of the optimizer."""
+        self._stop()
+
+    def _judge_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Status:
+        """Say how this run is guarded, or why it is not."""
+        if not pl_module.automatic_optimization:
+            return Status(STATUS_NAME, "refused", "manual optimization: steps are made by the module's own code", "use automatic optimization")
+        if trainer.scaler is not None:
+            return Status(STATUS_NAME, "inactive", f"the loss scaler of precision={str(trainer.precision)!r} skips such steps itself")
+        optimizer: Any = trainer.optimizers[0]
+        name = type(optimizer).__name__
+        if _takes_flag(optimizer):
+            return Status(STATUS_NAME, "active", f"flag on the device, taken by {name}")
+        if self.unsupported == "wait":
+            return Status(STATUS_NAME, "active", f"flag read by the host in every step, for {name}")
+        return Status(
+            STATUS_NAME,
+            "refused",
+            f"{name} takes no found_inf flag",
+            f"FiniteGuard(unsupported='wait') costs a host wait per step, or {_remedy(optimizer)}",
+        )
+
+    @torch.no_grad()
+    def _flag_of(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return found_inf of the step, the same on every rank, and keep the flags of all ranks; shape (), fp32, on the device of the norm."""
+        trainer = self._trainer
+        assert trainer is not None
+        norms, losses = [norm, *self._norms], self._losses or [torch.zeros_like(norm)]
+        is_finite_2 = torch.stack([torch.isfinite(torch.stack(numbers)).all() for numbers in (losses, norms)])
+        flag_R2 = torch.zeros(trainer.world_size, len(_FLAGS), device=norm.device)
+        flag_R2[trainer.global_rank] = (~is_finite_2).float()
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(flag_R2, op=torch.distributed.ReduceOp.MAX)
+        self._flags.append((_Window(trainer.global_step + 1, tuple(self._micros)), flag_R2))
+        self._micros, self._losses, self._norms = [], [], []
+        return flag_R2.amax()
+
+    def _send(self) -> None:
+        """Begin to copy the flags gathered so far."""
+        if self._flags:
+            windows, flags = zip(*self._flags)
+            self._copies.push(windows, torch.stack(flags))
+            self._flags = []
+
+    def _judge(self, arrived: Sequence[tuple[Sequence[_Window], torch.Tensor]]) -> None:
+        """Count steps whose flags are on the host, tell of those that were skipped, and stop the run where they are too many."""
+        for windows, flag_NR2 in arrived:
+            for window, flag_R2 in zip(windows, flag_NR2.tolist()):
+                is_bad = any(any(flags) for flags in flag_R2)
+                self.num_steps += 1
+                self.num_skipped += is_bad
+                self._recent.append(is_bad)
+                if is_bad:
+                    self._tell(window, flag_R2)
+
+    def _tell(self, window: _Window, flag_R2: list[list[float]]) -> None:
+        """Warn of one skipped step, or raise where it fills max_skips; every rank comes here at the same step."""
+        trainer = self._trainer
+        assert trainer is not None
+        # A gradient is the mean over the ranks by the time it is seen, so a loss says more about who is to blame.
+        kind = 0 if any(flags[0] for flags in flag_R2) else 1
+        bad_ranks = [rank for rank, flags in enumerate(flag_R2) if flags[kind]]
+        described: list[Any] = [_describe(window, trainer)]
+        if trainer.world_size > 1:
+            described = [None] * trainer.world_size
+            torch.distributed.all_gather_object(described, _describe(window, trainer))
+        packs = "; ".join(f"rank {rank}: {described[rank]}" for rank in bad_ranks)
+        message = f"Optimizer step {window.step} was skipped: {_FLAGS[kind]} not finite (NaN or infinity). Made of {packs}."
+        num_recent = sum(self._recent)
+        if num_recent < self.max_skips:
+            rank_zero_warn(f"FiniteGuard: {message}")
+            return
+        raise NotTrainingError(
+            f"{num_recent} of the last {len(self._recent)} optimizer steps were skipped (max_skips={self.max_skips}). {message} Weights and "
+            "optimizer are as before the first of them. Look at these examples, at the learning rate, and at gradient clipping."
+        )
+
+    def _stop(self) -> None:
+        """Let go of the run: of the optimizer, of what is on the device, and of the trainer."""
+        optimizer: Any
+        for optimizer in () if self._trainer is None else self._trainer.optimizers:
+            if isinstance(optimizer, FusedAdamW):
+                optimizer.detach_guard()
+            elif _takes_flag(optimizer):
+                vars(optimizer).pop("found_inf", None)
+        self._trainer = None
+        self._copies.clear()
+        self._micros, self._losses, self._norms, self._flags = [], [], [], []
+
+
+def _takes_flag(optimizer: Any) -> bool:  # noqa: ANN401 - any optimizer
+    """Whether a step with found_inf changes nothing: ours, and those that torch made for its loss scaler."""
+    if isinstance(optimizer, FusedAdamW):
+        return True
+    groups = getattr(optimizer, "param_groups", ())
+    has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False) and all(group.get("fused") for group in groups)
+    # torch's fused SGD makes its first momentum without filling it, and a skipped step leaves it so (2.13).
+    return has_protocol and not any(group.get("momentum") for group in groups)
+
+
+def _remedy(optimizer: Any) -> str:  # noqa: ANN401 - any optimizer
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
+        return f"use {type(optimizer).__name__}(fused=True)"
+    return "use lightning_fastft.optim.FusedAdamW or torch.optim.AdamW(fused=True)"
+
+
+def _norm_of(grads: Sequence[torch.Tensor], *, device: torch.device) -> torch.Tensor:
+    """Return the L2 norm of what this rank holds of all gradients; shape (), fp32; reads each once, with no host wait."""
+    held = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
+    held = [grad._values() if grad.is_sparse else grad for grad in held]
+    held = [grad for grad in held if grad.numel()]
+    if not held:
+        return torch.zeros((), device=device)
+    # Squares of a narrow dtype overflow before the gradients do.
+    dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in held) else torch.float32
+    norms = torch._foreach_norm(held, 2, dtype=dtype)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms])).float()
+
+
+def _describe(window: _Window, trainer: pl.Trainer) -> str:
+    """Name the packs of one step on this rank, with their examples where a PackedDataModule planned them."""
+    return ", ".join(_describe_micro(micro, trainer) for micro in window.micros) or "no batch"
+
+
+def _describe_micro(micro: _Micro, trainer: pl.Trainer) -> str:
+    data = getattr(trainer, "datamodule", None)
+    parts = []
+    for index in micro.plan_indices:
+        if not isinstance(data, PackedDataModule) or index < 0:
+            continue
+        source, numbers = data.find_examples(index)
+        shown = ", ".join(map(str, numbers[:MOST_EXAMPLES_SHOWN]))
+        more = f" and {len(numbers) - MOST_EXAMPLES_SHOWN} more" if len(numbers) > MOST_EXAMPLES_SHOWN else ""
+        parts.append(f"micro-batch {index} of the plan with examples {shown}{more} of {source}")
+    if parts:
+        return ", ".join(parts)
+    documents = f" ({micro.num_documents} documents)" if micro.num_documents else ""
+    return f"batch {micro.batch_idx} of its epoch{documents}"

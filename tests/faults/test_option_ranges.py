@@ -1,0 +1,231 @@
+"""Every public option refuses what lies outside of its range: wrong types, numbers out of range, NaN, infinity, huge numbers, empty strings.
+
+The options are read from the signatures of the public classes, so that one that is added without a line here fails the test.
+"""
+
+import inspect
+import math
+from datetime import timedelta
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import Strategy
+
+import lightning_fastft
+from lightning_fastft import FineTuner, OffloadCheckpointing, PackedDataModule
+from lightning_fastft.packing.context import BatchContext, Document
+
+CONFIG = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+# What options are called with; each kind of option says which of these it takes.
+HUGE = 10**400
+POOL = (
+    None, True, False, 0, 1, -1, -(10**400), HUGE, 0.5, 1.0, -0.5, 1e300, float("nan"), float("inf"), float("-inf"), "", "  ", "nonsense", "\0", "1",
+    "true", "nan", b"auto", [], [None], [1], [-1], {}, {"": 1}, {"unknown": "x"}, (), object(), 1j, len, timedelta(seconds=-1),
+)  # fmt: skip
+
+
+def is_whole(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value):
+    return (is_whole(value) or isinstance(value, float)) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def whole(low, high=None):
+    return lambda value: is_whole(value) and value >= low and (high is None or value <= high)
+
+
+def number(low, high):
+    return lambda value: is_number(value) and low <= value <= high
+
+
+def choice(*names):
+    return lambda value: any(value is name or (isinstance(value, str) and isinstance(name, str) and value == name) for name in names)
+
+
+def either(*kinds):
+    return lambda value: any(kind(value) for kind in kinds)
+
+
+def nothing(value):
+    return value is None
+
+
+def flag(value):
+    return isinstance(value, bool)
+
+
+def path(value):
+    return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+
+
+def text(value):
+    return isinstance(value, str) and bool(value.strip())
+
+
+def called(value):
+    return callable(value)
+
+
+def rows(value):
+    """What is in a list is judged when it is read, row by row."""
+    return value is None or path(value) or isinstance(value, (list, tuple))
+
+
+share = number(0, 1)
+tokenizer = either(nothing, text, called)
+# Objects of Lightning, which judges them when the Trainer puts them together.
+LIGHTNINGS_OWN = "Lightning's own"
+strategy = {
+    "activations": either(nothing),
+    "attention": choice("auto", "sdpa", "dense", "varlen", "flex", "cudnn", "flash", "eager"),
+    "exact_resume": flag,
+    **dict.fromkeys(("accelerator", "cluster_environment", "checkpoint_io", "precision_plugin", "kwargs", "timeout"), LIGHTNINGS_OWN),
+}
+size = either(choice("auto"), whole(1, 2**20))
+
+OPTIONS = {
+    "FineTuner": {
+        # A dictionary and a configuration are judged when they are read; here none of either is whole.
+        "model": either(path, lambda value: isinstance(value, dict)),
+        "tokenizer": tokenizer,
+        "quantization": choice(None, "nf4"),
+        "lora": either(nothing, lambda value: value == {}),
+        "init": choice("pretrained", "random"),
+        "dtype": choice("auto", "bfloat16", "float16", "float32"),
+        "adapter_dtype": choice("float32", "bfloat16"),
+        "master_dtype": choice("auto", "float32", "bfloat16"),
+        "optimizer": either(nothing, called),
+        "learning_rate": either(nothing, number(0, 1e3)),
+        "weight_decay": either(nothing, number(0, 1e3)),
+        "scheduler": either(choice("cosine", "linear", "constant"), called),
+        "scheduler_interval": choice("step", "epoch"),
+        "warmup_share": share,
+        "warmup_steps": either(nothing, whole(0, 10**9)),
+        "min_learning_rate_share": share,
+        "revision": either(nothing, text),
+    },
+    "PackedDataModule": {
+        **dict.fromkeys(("paths", "val_paths", "test_paths"), rows),
+        "val_share": share,
+        "tokenizer": tokenizer,
+        "max_tokens": whole(2, 2**31 - 1),
+        "format": choice("auto", "messages", "prompt_completion", "instruction", "text", "input_ids"),
+        "columns": either(nothing, lambda value: value == {}),
+        "chat_template": either(nothing, text),
+        "loss_on": choice("completion", "all"),
+        "add_eos": flag,
+        "separator": lambda value: isinstance(value, str),
+        "extra_columns": choice("refuse", "ignore"),
+        "too_long": choice("refuse", "truncate", "split"),
+        "pad_to_max": flag,
+        "seed": whole(0, 2**64 - 1),
+        "num_workers": whole(0, 1024),
+        "pin_memory": choice("auto", True, False),
+        "cache_dir": either(nothing, path),
+        "num_proc": either(nothing, whole(1, 1024)),
+        "max_reject_share": share,
+        "rejected_path": either(nothing, path),
+        "show_progress": flag,
+    },
+    "OffloadCheckpointing": {
+        "policy": choice("auto", "keep", "offload", "recompute"),
+        **dict.fromkeys(("vram_budget", "host_budget"), either(choice("auto"), number(0, 2**20))),
+        "buffers": whole(1, 8),
+        "weights": choice("auto", "resident", "stream"),
+        "mlp_tiles": whole(1, 1024),
+    },
+    "FastFTStrategy": strategy,
+    "FastFTDDPStrategy": strategy,
+    "FastFTFSDPStrategy": {
+        **strategy,
+        **dict.fromkeys(("data_parallel_size", "tensor_parallel_size"), size),
+        "gradient_sync": choice("window", "batch"),
+        "save_distributed_checkpoint": flag,
+        "process_group_backend": either(nothing, text),
+        "timeout": either(nothing, lambda value: isinstance(value, timedelta) and value > timedelta(0)),
+    },
+    "BincountRouter": {},
+    "ExactResume": {"stop_signals": flag},
+    "FastFTProgressBar": {"refresh_rate": whole(0), "process_position": whole(0), "leave": flag},
+    "FiniteGuard": {"max_skips": whole(1, 100), "check_every_n_steps": whole(1), "unsupported": choice("refuse", "wait")},
+    "FusedKernels": {"cuda_graphs": flag},
+    "GradientHealth": {"num_steps": whole(3), "allow_zero": either(text, lambda value: value in ([], ()))},
+    "HostWaitDetector": {
+        "steps": lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(is_whole(step) and step >= 0 for step in value),
+        "on_wait": choice("report", "warn", "raise"),
+    },
+    "PackedTraining": {"attention": strategy["attention"], "activations": strategy["activations"]},
+    "RunReport": {"path": either(nothing), "profile_step": either(nothing, whole(0))},
+    "TokenThroughput": {"log_every_n_steps": whole(1), "peak_flops": either(nothing, number(1, 1.7e308))},
+}
+# The other options of a call, where the defaults are not enough to make one.
+GIVEN = {"FineTuner": {"model": CONFIG, "init": "random"}, "PackedDataModule": {"paths": "rows.jsonl"}}
+LORA = {"r": whole(1, 2**16), "lora_alpha": number(0, 2**20), "lora_dropout": share}
+CHECKED_WHEN_USED = ("BatchContext", "Document", "PackedBatch", "Status", "FastFTError", "collate", "register", "VerifiedCheckpointIO")
+
+
+def option_names(name):
+    return list(inspect.signature(getattr(lightning_fastft, name)).parameters)
+
+
+def accepted(make, kind, values=POOL):
+    """The values outside of the range that were taken, and those inside that were not."""
+    wrong, missing = [], []
+    for value in values:
+        try:
+            make(value)
+        # What Python and Lightning say of a wrong type is an answer too.
+        except (ValueError, TypeError):
+            missing += [value] if kind(value) else []
+        else:
+            wrong += [] if kind(value) else [value]
+    return wrong, missing
+
+
+def cases():
+    for name, options in OPTIONS.items():
+        for option, kind in options.items():
+            if kind is not LIGHTNINGS_OWN and option in option_names(name):
+                yield pytest.param(name, option, kind, id=f"{name}-{option}")
+
+
+def test_every_public_option_has_a_range():
+    public = {name: getattr(lightning_fastft, name) for name in lightning_fastft.__all__}
+    owners = (FineTuner, PackedDataModule, OffloadCheckpointing)
+    wanted = {name for name, item in public.items() if item in owners or (isinstance(item, type) and issubclass(item, (Callback, Strategy)))}
+    assert wanted == set(OPTIONS)
+    assert public.keys() - wanted <= {*CHECKED_WHEN_USED}
+    for name in wanted:
+        assert [option for option in option_names(name) if option not in OPTIONS[name]] == [], name
+
+
+@pytest.mark.parametrize(("name", "option", "kind"), cases())
+def test_values_outside_of_the_range_are_refused(name, option, kind):
+    make = getattr(lightning_fastft, name)
+    given = {**GIVEN.get(name, {}), **({"lora": {}} if option == "quantization" else {})}
+    wrong, missing = accepted(lambda value: make(**{**given, option: value}), kind)
+    assert wrong == [], f"{name}({option}=...) takes these"
+    assert missing == [], f"{name}({option}=...) refuses these"
+
+
+@pytest.mark.parametrize("field", LORA)
+def test_values_of_adapters_outside_of_the_range_are_refused(field):
+    wrong, missing = accepted(lambda value: FineTuner(CONFIG, init="random", lora={field: value}), LORA[field])
+    assert (wrong, missing) == ([], [])
+
+
+def test_the_number_of_values_is_printed():
+    found = [case.values for case in cases() if not case.marks]
+    outside = sum(not kind(value) for _, _, kind in found for value in POOL)
+    print(f"R22: 0 of {outside} values outside of a range accepted, over {len(found)} options of {len(OPTIONS)} public classes")
+    assert len(found) > 70
+
+
+def test_a_value_that_is_accepted_outside_of_its_range_is_seen():
+    assert accepted(lambda value: None, whole(1), values=(1, 0)) == ([0], [])
+
+
+def test_what_is_checked_when_used_is_no_owner_of_options():
+    assert {BatchContext.__name__, Document.__name__} <= {*CHECKED_WHEN_USED}

@@ -1,0 +1,84 @@
+"""R6: a signal at any moment of training ends the run at an optimizer step, in a good checkpoint, with an exit code that says so."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fastft.checkpoint.files import check_file
+from tests.faults.saves import fork
+from tests.faults.signal_worker import SignalToSelf
+from tests.parity.resume_worker import ACCUMULATE, differences, train
+
+NUM_SIGNALS = [pytest.param(2, id="2 signals"), pytest.param(50, id="50 signals", marks=pytest.mark.fault)]
+# Long enough that no signal comes after the end.
+LENGTH = {"max_steps": 60, "val_check_interval": 20}
+
+
+class Tell(Callback):
+    """Writes a byte per micro-batch to the parent."""
+
+    def __init__(self, write):
+        self.write = write
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        os.write(self.write, b"x")
+
+
+@pytest.mark.parametrize("num_signals", NUM_SIGNALS)
+def test_signals_end_in_a_checkpoint_at_a_step(tmp_path, num_signals):
+    chance = random.Random(num_signals)
+    whole = train("lora", "one", tmp_path / "whole", **LENGTH)
+    num_good = num_exact = num_resumed = 0
+    for trial in range(num_signals):
+        folder = tmp_path / str(trial)
+        number = (signal.SIGTERM, signal.SIGUSR1)[trial % 2]
+        child, read = fork(lambda write, f=folder: train("lora", "one", f, keep=True, callbacks=[Tell(write)], **LENGTH))
+        num_begun = chance.randrange(1, 40)
+        for _ in range(num_begun):
+            assert os.read(read, 1) == b"x"
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(child, number)
+        # A second one, in the middle of the save or not, changes nothing.
+        time.sleep(chance.uniform(0, 0.02))
+        os.kill(child, chance.choice([signal.SIGTERM, signal.SIGUSR1]))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(read)
+        stopped = list(folder.glob("stopped-step=*.ckpt"))
+        is_good = code == 128 + number and len(stopped) == 1 and check_file(stopped[0]) and not list(folder.glob(".*"))
+        state = torch.load(stopped[0], weights_only=True) if is_good else {}
+        is_good = is_good and state["PackedDataModule"]["micro_batches"] == state["global_step"] * ACCUMULATE >= num_begun - ACCUMULATE
+        num_good += is_good
+        if is_good and trial % 5 == 0:
+            num_resumed += 1
+            resumed = train("lora", "one", tmp_path / "resumed", ckpt_path=stopped[0], **LENGTH)
+            num_exact += not differences(whole, resumed, after=state["global_step"])
+    print(f"R6: {num_good} of {num_signals} signals ended in a good checkpoint; {num_exact} of {num_resumed} resumed bit-equal to an unstopped run")
+    assert num_good == num_signals
+    assert num_exact == num_resumed > 0
+
+
+def test_signal_inside_a_window_waits_for_its_end(tmp_path):
+    child, read = fork(lambda write: train("lora", "one", tmp_path, callbacks=[SignalToSelf(0, signal.SIGTERM)], max_steps=10))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    os.close(read)
+    assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=3.ckpt"]
+    assert torch.load(tmp_path / "stopped-step=3.ckpt", weights_only=True)["PackedDataModule"]["micro_batches"] == 3 * ACCUMULATE
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_signal_to_one_rank_ends_all_of_them(tmp_path, strategy):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.faults.signal_worker"]
+    done = subprocess.run([*command, strategy, str(tmp_path)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["138", "138"]
+    # Micro-batch 5 is the first of step 3; what is asked for at one step is answered at the next.
+    assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=4.ckpt"]
