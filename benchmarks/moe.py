@@ -191,15 +191,15 @@ def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: s
 def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
     from benchmarks.ruler.arms import ours
     from lightning_fastft.callbacks.bincount_router import BincountRouter
-    from lightning_fastft.callbacks.fused_kernels import FusedKernels
     from lightning_fastft.strategies.single_device import FastFTStrategy
 
-    checkpointing, wants_liger, wants_fused = parse_mode(recorder.case.mode)
-    measure = ours.MeasuringCallback(recorder, adapter=adapter, wants_liger=wants_liger, checkpointing=checkpointing, is_cuda=is_cuda)
-    strategy, router = FastFTStrategy(activations=checkpointing), BincountRouter()
+    mode = parse_mode(recorder.case.mode)
+    measure = ours.MeasuringCallback(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
+    strategy, router = FastFTStrategy(activations=mode.checkpointing), BincountRouter()
     num_steps = recorder.num_total + measure.num_extra_steps
     trainer = ours.make_trainer(strategy, measure, max_steps=num_steps, is_cuda=is_cuda)
-    trainer.callbacks.extend([router, FusedKernels()] if wants_fused else [router])
+    fused = mode.callbacks()
+    trainer.callbacks.extend([router, *fused])
     loader = torch.utils.data.DataLoader(
         [recorder.pack_at(step) for step in range(num_steps)],
         batch_size=None,
@@ -212,7 +212,8 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
         measure.ledger.undo()
     recorder.record["statuses"] = measure.status_table
     recorder.record["router"] = [status._asdict() for status in router.status()]
-    recorder.record.setdefault("plan", describe_plan(checkpointing))
+    recorder.record["fused"] = [status._asdict() for callback in fused for status in callback.status()]
+    recorder.record.setdefault("plan", describe_plan(mode.checkpointing))
 
 
 # Unsloth

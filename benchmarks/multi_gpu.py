@@ -36,7 +36,6 @@ from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.plans import describe_plan, parse_mode
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import IGNORED_LABEL, WORKLOADS, Pack, lora_config, make_packs
-from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.module import FineTuner
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
@@ -196,13 +195,14 @@ def worker(options: argparse.Namespace) -> int:
     }  # fmt: skip
     num_steps = NUM_WARMUP + options.steps
     tuner = make_tuner(workload, is_cuda=is_cuda, is_full=options.full, master_dtype=options.master_dtype)
-    checkpointing, _, wants_fused = parse_mode(options.mode)
+    mode = parse_mode(options.mode)
+    checkpointing = mode.checkpointing
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
     strategy = STRATEGIES[options.strategy](activations=checkpointing)
     trainer = make_trainer(
         strategy, follow, max_steps=num_steps, is_cuda=is_cuda, devices=num_ranks, accumulate_grad_batches=options.accumulate, max_epochs=-1
     )
-    trainer.callbacks.extend([FusedKernels()] if wants_fused else [])
+    trainer.callbacks.extend(mode.callbacks())
     share = Share(make_packs(workload), rank=rank, num_ranks=num_ranks, accumulate=options.accumulate)
     rows = range(num_steps * options.accumulate)
     loader = torch.utils.data.DataLoader(rows, batch_size=None, shuffle=False, collate_fn=share.batch, pin_memory=is_cuda)

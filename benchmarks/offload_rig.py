@@ -16,13 +16,12 @@ from lightning.pytorch import Callback, Trainer
 
 from benchmarks.ruler.arms.ours import collate_pack, make_trainer, optimizer_factory
 from benchmarks.ruler.cases import LEARNING_RATE, LONG_STEP_MS, NUM_LONG_STEPS, case_failures, drop_frames, versions
-from benchmarks.ruler.copies import StepProfile
+from benchmarks.ruler.copies import CopyProfile
 from benchmarks.ruler.judge import trainable_adapters
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.plans import CHECKED_STEP, check_plan, describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.workloads import Pack, Workload, lora_config, make_packs, read_lengths
-from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.models.families import decoder_layers, find_causal_models
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.module import FineTuner
@@ -146,12 +145,13 @@ class Rig:
         return make_packs(replace(self.workload, max_tokens=num_tokens, num_packs=num_packs))
 
     def _fit(self, run: Run, record: dict[str, Any], *, deadline: float) -> None:
-        checkpointing, _, wants_fused = parse_mode(run.mode)
+        mode = parse_mode(run.mode)
+        checkpointing = mode.checkpointing
         if run.is_serial:
             checkpointing.options = checkpointing.options._replace(is_serial=True)
         follow = RunCallback(run, record, rig=self, checkpointing=checkpointing, deadline=deadline)
         trainer = make_trainer(FastFTStrategy(activations=checkpointing), follow, max_steps=follow.num_total, is_cuda=self.is_cuda)
-        trainer.callbacks.extend([FusedKernels()] if wants_fused else [])
+        trainer.callbacks.extend(mode.callbacks())
         packs = self.packs(run.num_tokens)
         rows = [packs[step % len(packs)] for step in range(follow.num_total)]
         loader = torch.utils.data.DataLoader(rows, batch_size=None, collate_fn=collate_pack, pin_memory=self.is_cuda)
@@ -200,7 +200,7 @@ class RunCallback(Callback):
         self._deadline = deadline
         self._clock = StepClock(is_cuda=rig.is_cuda)
         self._backward = StepClock(is_cuda=rig.is_cuda)
-        self._profile = StepProfile(is_cuda=rig.is_cuda)
+        self._profile = CopyProfile(is_cuda=rig.is_cuda)
         self._num_timed = run.num_steps
         self._step = 0
         self._losses: list[torch.Tensor] = []

@@ -129,15 +129,18 @@ class _Profiler(Callback):
 def profile_mode(tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int, num_steps: int, is_cuda: bool) -> Profile:
     """Train some steps of a mode and return what the last ones did."""
     from lightning_fastft.callbacks.bincount_router import BincountRouter
-    from lightning_fastft.callbacks.fused_kernels import FusedKernels
 
-    checkpointing, wants_liger, wants_fused = parse_mode(mode)
+    asked = parse_mode(mode)
     packs = files.read_packs()
     profiler = _Profiler(
-        adapter=files.read_adapter(), wants_liger=wants_liger, num_warmup=max(num_warmup, least_warmup(mode)), num_steps=num_steps, is_cuda=is_cuda
+        adapter=files.read_adapter(),
+        wants_liger=asked.wants_liger,
+        num_warmup=max(num_warmup, least_warmup(mode)),
+        num_steps=num_steps,
+        is_cuda=is_cuda,
     )
-    trainer = ours.make_trainer(FastFTStrategy(activations=checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda)
-    trainer.callbacks.extend([FusedKernels()] if wants_fused else [])
+    trainer = ours.make_trainer(FastFTStrategy(activations=asked.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda)
+    trainer.callbacks.extend(asked.callbacks())
     if files.workload.num_experts:
         trainer.callbacks.append(BincountRouter())
     rows = [packs[step % len(packs)] for step in range(profiler.num_total)]

@@ -11,11 +11,16 @@ from lightning_fastft.strategies.registry import register_strategies
 
 if TYPE_CHECKING:
     from lightning_fastft.callbacks.bincount_router import BincountRouter
+    from lightning_fastft.callbacks.finite_guard import FiniteGuard
     from lightning_fastft.callbacks.fused_kernels import FusedKernels
     from lightning_fastft.callbacks.gradient_health import GradientHealth
+    from lightning_fastft.callbacks.host_waits import HostWaitDetector
     from lightning_fastft.callbacks.packed_training import PackedTraining
     from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
+    from lightning_fastft.callbacks.run_report import RunReport
     from lightning_fastft.callbacks.token_throughput import TokenThroughput
+    from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
+    from lightning_fastft.checkpoint.resume import ExactResume
     from lightning_fastft.datamodule import PackedDataModule
     from lightning_fastft.errors import FastFTError
     from lightning_fastft.models.registration import register
@@ -35,20 +40,25 @@ _PLACES = {
     "BatchContext": "packing.context",
     "BincountRouter": "callbacks.bincount_router",
     "Document": "packing.collate",
+    "ExactResume": "checkpoint.resume",
     "FastFTDDPStrategy": "strategies.ddp",
     "FastFTError": "errors",
     "FastFTFSDPStrategy": "strategies.fsdp2",
     "FastFTProgressBar": "callbacks.progress_bar",
     "FastFTStrategy": "strategies.single_device",
     "FineTuner": "module",
+    "FiniteGuard": "callbacks.finite_guard",
     "FusedKernels": "callbacks.fused_kernels",
     "GradientHealth": "callbacks.gradient_health",
+    "HostWaitDetector": "callbacks.host_waits",
     "OffloadCheckpointing": "offload.checkpointing",
     "PackedBatch": "packing.collate",
     "PackedDataModule": "datamodule",
     "PackedTraining": "callbacks.packed_training",
+    "RunReport": "callbacks.run_report",
     "Status": "status",
     "TokenThroughput": "callbacks.token_throughput",
+    "VerifiedCheckpointIO": "checkpoint.io",
     "collate": "packing.collate",
     "register": "models.registration",
 }
@@ -57,20 +67,25 @@ __all__ = [
     "BatchContext",
     "BincountRouter",
     "Document",
+    "ExactResume",
     "FastFTDDPStrategy",
     "FastFTError",
     "FastFTFSDPStrategy",
     "FastFTProgressBar",
     "FastFTStrategy",
     "FineTuner",
+    "FiniteGuard",
     "FusedKernels",
     "GradientHealth",
+    "HostWaitDetector",
     "OffloadCheckpointing",
     "PackedBatch",
     "PackedDataModule",
     "PackedTraining",
+    "RunReport",
     "Status",
     "TokenThroughput",
+    "VerifiedCheckpointIO",
     "collate",
     "register",
 ]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.ruler import judge as judging
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.models.layer_graphs import GRAPH_ATTRIBUTE
 from lightning_fastft.module import FineTuner
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.offload.engine import describe_use
@@ -30,22 +32,30 @@ POLICIES: dict[str, dict[str, Any]] = {
 FIRST_PLANNED_STEP = 3
 CHECKED_STEP = FIRST_PLANNED_STEP + 1
 LEAST_AUTO_WARMUP = CHECKED_STEP + 3
+# Layers are recorded in the third step that follows a plan.
+GRAPHS_CHECKED_STEP = CHECKED_STEP + 2
 _GIB = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Mode(NamedTuple):
-    """What a mode asks for: an activation policy, Liger's layers, our fused layers."""
+    """What a mode asks for: an activation policy, Liger's layers, our fused layers, and those from CUDA graphs."""
 
     checkpointing: OffloadCheckpointing
     wants_liger: bool
     wants_fused: bool
+    wants_graphs: bool = False
+
+    def callbacks(self) -> list[FusedKernels]:
+        """Return the callbacks that the Trainer is given beside the router."""
+        return [FusedKernels(cuda_graphs=self.wants_graphs)] if self.wants_fused else []
 
 
 def parse_mode(mode: str) -> Mode:
-    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+stream][+tilesN].
+    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+stream][+tilesN].
 
-    "fused" adds FusedKernels, "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N tiles.
+    "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N
+    tiles.
 
     Raises:
         ValueError: There is no such mode.
@@ -58,8 +68,8 @@ def parse_mode(mode: str) -> Mode:
     rest, _, host = rest.partition(":")
     name, _, vram = rest.partition("=")
     tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
-    if name not in POLICIES or len(tiles) + sum(part in ("liger", "fused", "stream") for part in added) != len(added):
-        raise ValueError(f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}.")
+    if name not in POLICIES or len(tiles) + sum(part in ("liger", "fused", "graphs", "stream") for part in added) != len(added):
+        raise ValueError(f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}.")
     options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
     if "stream" in added:
         options["weights"] = "stream"
@@ -67,12 +77,13 @@ def parse_mode(mode: str) -> Mode:
         options["host_budget"] = float(host or DEFAULT_HOST_GIB)
     if vram:
         options["vram_budget"] = float(vram)
-    return Mode(OffloadCheckpointing(**options), "liger" in added, "fused" in added)
+    return Mode(OffloadCheckpointing(**options), "liger" in added, "fused" in added or "graphs" in added, "graphs" in added)
 
 
 def least_warmup(mode: str) -> int:
     """Return how many steps come before the first that may be timed."""
-    return LEAST_AUTO_WARMUP if mode.startswith("auto") else 1
+    least = LEAST_AUTO_WARMUP if mode.startswith("auto") else 1
+    return max(least, GRAPHS_CHECKED_STEP + 3) if "+graphs" in mode else least
 
 
 def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
@@ -92,7 +103,8 @@ def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
     if stack.engine is not None:
         found["engine"] = describe_use(stack.engine)
     if stack.streamed is not None:
-        found["streamed"] = stack.streamed._asdict()
+        streamed = stack.streamed
+        found["streamed"] = {"num_host_bytes": streamed.num_host_bytes, "num_slot_bytes": streamed.num_slot_bytes, "statuses": streamed.statuses}
     if stack.plan is not None:
         prediction = stack.plan.prediction
         found["predicted"] = {
@@ -156,6 +168,33 @@ def check_plan(tuner: FineTuner, batch: PackedBatch, checkpointing: OffloadCheck
     if not verdict.passed:
         raise ValueError(f"The gradients under the plan are not those of recompute: {verdict.reason}")
     return {**told, "num_equal": num_equal, "num_tensors": len(plain), "is_bitwise": num_equal == len(plain), "worst_cosine": verdict.worst_cosine}
+
+
+def check_graphs(tuner: FineTuner, batch: PackedBatch, *, is_cuda: bool) -> dict[str, Any]:
+    """Compare the gradients of one batch by recorded layers with those of layers that run as ever, on the same weights, without an optimizer step.
+
+    Raises:
+        ValueError: The gradients differ by more than the judge allows, or nothing was recorded.
+    """
+    layers = [module for module in tuner.model.modules() if GRAPH_ATTRIBUTE in vars(module)]
+    graphs = [vars(layer)[GRAPH_ATTRIBUTE] for layer in layers]
+    if is_cuda and not any(graph.has_recordings for graph in graphs):
+        raise ValueError("No layer was recorded.")
+    recorded = _gradients(tuner, batch)
+    for layer in layers:
+        delattr(layer, GRAPH_ATTRIBUTE)
+    try:
+        plain = _gradients(tuner, batch)
+    finally:
+        for layer, graph in zip(layers, graphs):
+            setattr(layer, GRAPH_ATTRIBUTE, graph)
+    verdict = judging.judge(recorded, plain, device="cuda" if is_cuda else "cpu")
+    if is_cuda:
+        # What the comparison took is no part of the system's memory.
+        torch.cuda.empty_cache()
+    if not verdict.passed:
+        raise ValueError(f"The gradients of recorded layers are not those of layers that run as ever: {verdict.reason}")
+    return {"num_tensors": len(plain), "worst_cosine": verdict.worst_cosine}
 
 
 def _both(tuner: FineTuner, batch: PackedBatch, stack: SegmentStack) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -7,10 +7,11 @@ import torch
 
 from benchmarks import multi_gpu, offload, offload_front, offload_rig
 from benchmarks.offload_rig import Rig, Run, disagreement, exposed_ms
-from benchmarks.ruler import copies, plans
-from benchmarks.ruler.copies import Copy, Kernel, copy_use, read_events
+from benchmarks.ruler import plans
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, plan_packs, read_lengths
 from lightning_fastft.offload.step import Machine, SegmentCost, StepCost, ValueCost, uniform_plan
+from lightning_fastft.report import copies
+from lightning_fastft.report.copies import Copy, Kernel, copy_use, read_events
 
 TINY = WORKLOADS["tiny"]
 MIB = 2**20
@@ -122,10 +123,13 @@ def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
         ("auto=14.5:32+liger", "auto", 14.5, 32.0, 2, True, False),
         ("recompute:8+stream+tiles4", "recompute", None, 8.0, 2, False, False),
         ("keep+fused", "keep", None, None, 2, False, True),
+        ("recompute+graphs", "recompute", None, None, 2, False, True),
     ],
 )
 def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffers, wants_liger, wants_fused):
-    checkpointing, liger, fused = plans.parse_mode(mode)
+    checkpointing, liger, fused, graphs = plans.parse_mode(mode)
+    assert graphs == mode.endswith("+graphs")
+    assert [callback.cuda_graphs for callback in plans.parse_mode(mode).callbacks()] == ([graphs] if fused else [])
     options = checkpointing.options
     assert (checkpointing.policy, options.buffers, liger, fused) == (policy, buffers, wants_liger, wants_fused)
     assert options.vram_budget_bytes == (None if vram_gib is None else int(vram_gib * 2**30))

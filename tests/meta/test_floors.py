@@ -23,6 +23,7 @@ PLACES = (
     ("strategies/", (3, 1)),
     *((f"{name}.py", (3, 2)) for name in ("metrics", "optim", "optimization", "module", "datamodule")),
     ("demo/", (3, 2)),
+    ("report/", (3, 2)),
     ("callbacks/", (3, 3)),
     ("cli/", (4, 0)),
     ("configs/", (4, 0)),

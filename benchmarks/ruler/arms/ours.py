@@ -1,8 +1,9 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in GiB; ":32" behind it is the
-host's), each with "+fused" (FusedKernels), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and "+liger" (Liger's
-norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Under "auto" the judge's step is one that is measured, so gradients are
+host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+stream" (frozen weights on the host), "+tiles8" (feed-forward
+blocks in 8 tiles) and "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Gradients of recorded layers are
+compared with those of layers that run as ever. Under "auto" the judge's step is one that is measured, so gradients are
 compared again when the plan stands: with those of recompute on the same weights.
 """
 
@@ -17,15 +18,24 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from benchmarks.ruler.cases import LEARNING_RATE, MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, run_case
-from benchmarks.ruler.copies import StepProfile
+from benchmarks.ruler.copies import CopyProfile
 from benchmarks.ruler.judge import load_adapter
 from benchmarks.ruler.liger_layers import install_liger_layers
-from benchmarks.ruler.plans import CHECKED_STEP, check_plan, describe_plan, has_host_tensors, least_warmup, parse_mode
+from benchmarks.ruler.plans import (
+    CHECKED_STEP,
+    GRAPHS_CHECKED_STEP,
+    Mode,
+    check_graphs,
+    check_plan,
+    describe_plan,
+    has_host_tensors,
+    least_warmup,
+    parse_mode,
+)
 from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.status import render_status_table
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -96,11 +106,12 @@ def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
 
 def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
     case = recorder.case
-    checkpointing, wants_liger, wants_fused = parse_mode(case.mode)
-    measure = MeasuringCallback(recorder, adapter=adapter, wants_liger=wants_liger, checkpointing=checkpointing, is_cuda=is_cuda)
-    strategy = FastFTStrategy(activations=checkpointing)
+    mode = parse_mode(case.mode)
+    measure = MeasuringCallback(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
+    strategy = FastFTStrategy(activations=mode.checkpointing)
     trainer = make_trainer(strategy, measure, max_steps=recorder.num_total + measure.num_extra_steps, is_cuda=is_cuda)
-    trainer.callbacks.extend([FusedKernels()] if wants_fused else [])
+    fused = mode.callbacks()
+    trainer.callbacks.extend(fused)
     rows = [recorder.pack_at(step) for step in range(recorder.num_total + measure.num_extra_steps)]
     loader = torch.utils.data.DataLoader(
         rows, batch_size=None, collate_fn=functools.partial(collate_pack, share=case.label_share), pin_memory=is_cuda
@@ -110,6 +121,9 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch
     finally:
         measure.ledger.undo()
     recorder.record["statuses"] = measure.status_table
+    recorder.record["fused"] = [
+        status._asdict() for callback in trainer.callbacks if isinstance(callback, FusedKernels) for status in callback.status()
+    ]
     recorder.record["backends"] = dict(strategy.packed_steps.backends_used)
 
 
@@ -143,30 +157,27 @@ class MeasuringCallback(Callback):
     Args:
         recorder: Of the case.
         adapter: The ruler's adapter values.
-        wants_liger: Whether Liger's layers are swapped in.
-        checkpointing: Of the strategy.
+        mode: Of the case.
         is_cuda: Whether steps run on a GPU.
     """
 
     num_extra_steps = 1
 
-    def __init__(
-        self, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], wants_liger: bool, checkpointing: OffloadCheckpointing, is_cuda: bool
-    ) -> None:
+    def __init__(self, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], mode: Mode, is_cuda: bool) -> None:
         self.ledger = SwapLedger()
         self.status_table = ""
         self._recorder = recorder
         self._adapter = adapter
-        self._wants_liger = wants_liger
-        self._checkpointing = checkpointing
+        self._mode = mode
+        self._checkpointing = mode.checkpointing
         self._is_cuda = is_cuda
-        self._profile = StepProfile(is_cuda=is_cuda)
+        self._profile = CopyProfile(is_cuda=is_cuda)
         self._is_over = False
         self._loss: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
         """Put the adapters and the asked layers in place, after everything else is."""
-        if self._wants_liger:
+        if self._mode.wants_liger:
             self._recorder.record["liger_layers"] = install_liger_layers(pl_module.model, self.ledger)
         load_adapter(pl_module.model, self._adapter)
         if pl_module.adapter_shadows is not None:
@@ -180,6 +191,8 @@ class MeasuringCallback(Callback):
         stacks = self._checkpointing.stacks
         if self._recorder.step == CHECKED_STEP and stacks and stacks[-1].plan is not None:
             self._recorder.record["plan_check"] = check_plan(pl_module, batch, self._checkpointing, is_cuda=self._is_cuda)
+        if self._recorder.step == GRAPHS_CHECKED_STEP and self._mode.wants_graphs:
+            self._recorder.record["graphs_check"] = check_graphs(pl_module, batch, is_cuda=self._is_cuda)
         self._recorder.batch_arrived()
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:

@@ -1,0 +1,391 @@
+"""RunReport: after fit, one HTML page and one JSON file that say what the run did and what it could do better."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_fastft.callbacks.host_waits import HostWaitDetector
+from lightning_fastft.callbacks.late_copy import LateCopies
+from lightning_fastft.callbacks.token_throughput import GIB, _mark, _peak_memory_bytes
+from lightning_fastft.checks import check_int
+from lightning_fastft.errors import OptionError
+from lightning_fastft.report.copies import StepProfile, StepTrace
+from lightning_fastft.report.facts import describe_command, describe_model, describe_options, describe_versions, without_secrets
+from lightning_fastft.report.findings import describe_plan, describe_profile, describe_rows, describe_waits
+from lightning_fastft.report.sums import Curve, PackSums
+from lightning_fastft.report.timing import Batch, BatchTimes, Clock
+from lightning_fastft.report.verdict import judge
+from lightning_fastft.status import Status
+from lightning_fastft.strategies.packed_steps import collect_statuses, find_packed_batches
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_fastft.offload.plan import Plan, StepCost
+
+SCHEMA = "lightning_fastft.run_report"
+SCHEMA_VERSION = 1
+# The first steps set up optimizer state, kernels and plans.
+_NUM_WARMUP = 3
+# Losses behind "first" and "final": at most so many micro-batches, and never more than a quarter of the run.
+_NUM_ENDS = 20
+
+
+class RunReport(Callback):
+    """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or Ctrl-C.
+
+    On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, a verdict in words; what is active and why
+    not; the memory plan; fill of packs and lengths of documents; curves of loss and tokens per second (at most 512 points, each the mean of equally
+    many micro-batches); the parts of a step; one profiled step with compute and copy lanes; host waits by line of code; the slowest pack; options,
+    versions and command. Environment variables are not read; options and texts that look like secrets are replaced. The page loads nothing and runs
+    no script. Rank 0 writes; ranks are asked for their memory and speed only at the end of a run that ends well.
+
+    Args:
+        path: The HTML file, ending in ".html"; the JSON file stands beside it. None is "run_report.html" in the folder of the logger, or in the
+            Trainer's default_root_dir where there is no logger. A file that is there is replaced.
+        profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler; the step after it is watched
+            for host waits (unless the Trainer has a HostWaitDetector, whose findings are shown then). None does neither; a run that ends before has
+            neither.
+
+    Raises:
+        OptionError: path does not end in ".html", or profile_step is below 0.
+        OSError: When fit begins: the folder cannot be made.
+
+    Cost:
+        Every micro-batch: five CUDA events and one small copy, read late; no host wait. The profiled step waits for the device twice and its trace is
+        written and read, about a second for each 10,000 kernels; the watched step runs some microseconds per operation slower. Neither is in the
+        figures of time. At the end: one small gather over ranks, and the two files.
+
+    Example:
+        >>> RunReport("reports/run.html", profile_step=None).json_path
+        PosixPath('reports/run.json')
+    """
+
+    def __init__(self, path: str | Path | None = None, *, profile_step: int | None = 8) -> None:
+        if path is not None and Path(path).suffix != ".html":
+            raise OptionError(f'path must end in ".html", got {str(path)!r}: the JSON file stands beside it.')
+        self.path = None if path is None else Path(path)
+        self.profile_step = None if profile_step is None else check_int("profile_step", profile_step, low=0)
+        self._html_path = self.path
+        self._reset()
+
+    def _reset(self) -> None:
+        self._is_open = False
+        self._device = torch.device("cpu")
+        self._losses = Curve()
+        self._num_not_finite = 0
+        self._first_losses: list[float] = []
+        self._last_losses: deque[float] = deque(maxlen=_NUM_ENDS)
+        self._copies = LateCopies()
+        self._packs = PackSums()
+        self._times = BatchTimes(num_warmup=_NUM_WARMUP)
+        self._clock: Clock | None = None
+        self._last_end: Any = None
+        self._step = self._num_batches = self._last_global_step = 0
+        self._profile: StepProfile | None = None
+        self._trace: StepTrace | None = None
+        self._no_profile = ""
+        self._detector: HostWaitDetector | None = None
+        self._is_own_detector = False
+        self._plans: list[tuple[StepCost, Plan]] = []
+        self._ranks: list[dict[str, Any]] = []
+        self._began = time.monotonic()
+        self._started = ""
+
+    @property
+    def html_path(self) -> Path | None:
+        """Where the page is written; known once fit has begun."""
+        return self._html_path
+
+    @property
+    def json_path(self) -> Path | None:
+        """Where the JSON is written."""
+        return None if self._html_path is None else self._html_path.with_suffix(".json")
+
+    def status(self) -> Status:
+        """Return where the report is written."""
+        return Status("run report", "active", "written after fit" if self._html_path is None else str(self._html_path))
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the folder (all ranks ask) and make it, so that a run does not end without a place for its report."""
+        self._reset()
+        # As Lightning says, all ranks have to ask for the folder.
+        folder = trainer.log_dir or trainer.default_root_dir
+        self._html_path = Path(folder) / "run_report.html" if self.path is None else self.path
+        if trainer.is_global_zero:
+            self._html_path.parent.mkdir(parents=True, exist_ok=True)
+        self._is_open = True
+        self._started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count."""
+        self._device = trainer.strategy.root_device
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._last_global_step = trainer.global_step
+        self._detector = next((found for found in _callbacks(trainer) if isinstance(found, HostWaitDetector)), None)
+        if self._detector is None and self.profile_step is not None:
+            self._detector, self._is_own_detector = _QuietDetector(steps=[self.profile_step + 1]), True
+            self._detector.on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Count the batch; begin to profile or to watch where this is the step for it."""
+        if self._is_own_detector and self._detector is not None:
+            self._detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        begin = _mark(self._device)
+        self._clock = Clock(self._describe(batch), is_counted=not self._begin_profile(trainer, batch_idx))
+        if self._last_end is not None:
+            self._clock.begin("between", self._last_end)
+        self._clock.begin("forward", begin)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """Mark the end of the forward."""
+        self._begin_part("backward")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Mark the end of the backward; with manual optimization another forward may follow."""
+        self._begin_part("forward")
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:  # noqa: ANN401
+        """Mark the begin of clipping and the optimizer step."""
+        self._begin_part("optimizer")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Close the micro-batch, and take in what has arrived."""
+        clock, self._clock = self._clock, None
+        if clock is None:
+            return
+        end = _mark(self._device)
+        clock.begin("end", end)
+        # Asked at the end: a detector of the user's may stand behind this callback, and begin and end a little later.
+        clock.is_counted &= not (self._detector is not None and self._detector.is_watching)
+        self._times.push(clock)
+        # What follows a step that was profiled or watched is no waiting for data.
+        self._last_end = end if clock.is_counted else None
+        if self._profile is not None:
+            self._trace, self._profile = self._profile.stop(), None
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            # Lightning hands the loss over divided by the micro-batches of a window.
+            self._copies.push((self._step, trainer.accumulate_grad_batches), loss)
+        self._num_batches += 1
+        if trainer.global_step != self._last_global_step:
+            self._last_global_step = trainer.global_step
+            self._step += 1
+        self._plans = _find_plans(trainer) or self._plans
+        self._take_in(self._copies.poll())
+        self._times.poll()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the validation out of the times."""
+        self._pause()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave what lies between epochs out of the times."""
+        self._pause()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read what is left; the run is over, so this waits. Ask the other ranks."""
+        self._pause()
+        self._close_detector()
+        self._take_in(self._copies.wait())
+        self._times.poll(wait=True)
+        self._times.finish()
+        self._ranks = self._ask_ranks(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the report."""
+        self._write(trainer, pl_module, state="finished", error=None)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Write what is known so far; nothing here waits for the device or for another rank, which may be gone."""
+        self._close_detector()
+        if self._profile is not None:
+            self._profile.cancel()
+        if self._device.type != "cuda":
+            self._take_in(self._copies.poll())
+            self._times.poll()
+        self._times.drop()
+        self._times.finish()
+        state = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        try:
+            self._write(trainer, pl_module, state=state, error=exception)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as failure:
+            # The error that ended the run must not be replaced by one of its report.
+            rank_zero_warn(f"The run report could not be made: {type(failure).__name__}: {failure}")
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Drop device objects."""
+        self._close_detector()
+        self._copies.clear()
+        self._times.drop()
+        self._clock = self._last_end = None
+        self._plans = []
+
+    # What is counted.
+
+    def _begin_part(self, part: str) -> None:
+        if self._clock is not None:
+            self._clock.begin(part, _mark(self._device))
+
+    def _pause(self) -> None:
+        self._last_end = None
+        if self._is_own_detector and self._detector is not None:
+            self._detector.pause()
+
+    def _close_detector(self) -> None:
+        if self._is_own_detector and self._detector is not None:
+            self._detector.close()
+
+    def _begin_profile(self, trainer: pl.Trainer, batch_idx: int) -> bool:
+        is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if self.profile_step is None or self._step != self.profile_step or not is_last or self._trace is not None or not trainer.is_global_zero:
+            return False
+        if torch.autograd._profiler_enabled():
+            self._no_profile = "Another profiler was running, and there can be only one."
+            return False
+        self._profile = StepProfile(is_cuda=self._device.type == "cuda")
+        self._profile.start()
+        return True
+
+    def _describe(self, batch: Any) -> Batch:  # noqa: ANN401 - any batch of any data module
+        packed = find_packed_batches(batch)
+        if packed:
+            contexts = [found.context for found in packed]
+            counted = [self._packs.add(context) for context in contexts]
+            num_tokens = sum(context.num_real_tokens for context in contexts)
+            return Batch(self._num_batches, self._step, num_tokens, sum(number for number, _ in counted), max(longest for _, longest in counted))
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        return Batch(self._num_batches, self._step, ids.numel() if isinstance(ids, torch.Tensor) else None, None, None)
+
+    def _take_in(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
+        for (step, num_micro_batches), value in arrived:
+            loss = float(value) * num_micro_batches
+            if not math.isfinite(loss):
+                self._num_not_finite += 1
+                continue
+            self._losses.add(step, loss)
+            if len(self._first_losses) < _NUM_ENDS:
+                self._first_losses.append(loss)
+            self._last_losses.append(loss)
+
+    def _ask_ranks(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
+        own = [_peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0]
+        gathered = trainer.strategy.all_gather(torch.tensor(own, device=self._device)).reshape(-1, 2).tolist()
+        return [{"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None} for rank, (peak, rate) in enumerate(gathered)]
+
+    # What is written.
+
+    def _write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None) -> None:
+        if not self._is_open or self._html_path is None or not trainer.is_global_zero:
+            return
+        self._is_open = False
+        # Imported on first use: the end of a run needs it, and nothing before.
+        from lightning_fastft.packing.dataset import replace_file
+        from lightning_fastft.report.page import render_page
+
+        assert self.json_path is not None
+        data = self._collect(trainer, pl_module, state=state, error=error)
+        try:
+            replace_file(self.json_path, json.dumps(data, indent=1, allow_nan=False).encode())
+            replace_file(self._html_path, render_page(data).encode())
+        except OSError as failure:
+            # The model is trained: a full disk must not end the run before the user saves it.
+            rank_zero_warn(f"The run report could not be written to {self._html_path}: {failure}")
+            return
+        rank_zero_info(f"Run report: {self._html_path}")
+
+    def _collect(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None) -> dict[str, Any]:
+        is_cuda = self._device.type == "cuda"
+        model = describe_model(pl_module)
+        ranks = self._ranks or [
+            {"rank": trainer.global_rank, "peak_memory_gib": _peak_memory_bytes(self._device) / GIB, "tokens_per_s": self._times.rate()}
+        ]
+        rates = [rank["tokens_per_s"] for rank in ranks]
+        data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
+            "outcome": {"state": state, "error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]}},
+            "head": {
+                **model,
+                "device": torch.cuda.get_device_name(self._device) if is_cuda else "CPU",
+                "num_ranks": trainer.world_size,
+                "started": self._started,
+                "seconds": time.monotonic() - self._began,
+                "num_steps": self._step,
+                "num_batches": self._num_batches,
+                "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
+                "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
+                "memory_of": "device, highest rank" if is_cuda else "process, from its start",
+                "first_loss": _mean(self._first_losses[: self._num_ends()]),
+                "final_loss": _mean(list(self._last_losses)[-self._num_ends() :]),
+            },
+            "statuses": [status._asdict() for status in _statuses(trainer)],
+            "plans": [describe_plan(cost, plan) for cost, plan in self._plans],
+            "packing": self._packs.to_dict(),
+            "data": describe_rows(trainer),
+            "curves": {
+                "loss": {
+                    **self._losses.to_dict(),
+                    "num_not_finite": self._num_not_finite,
+                    "why_not": "training_step returned no loss that is a number.",
+                },
+                "tokens_per_s": {
+                    **self._times.tokens_per_s.to_dict(),
+                    "why_not": "Batches are neither packed nor hold input_ids, so tokens are not known.",
+                },
+            },
+            "times": self._times.to_dict(is_cuda=is_cuda),
+            "slowest": self._times.slowest_to_dict(),
+            "ranks": ranks,
+            "profile": describe_profile(self._trace, step=self.profile_step, is_cuda=is_cuda, why_not=self._no_profile),
+            "waits": describe_waits(self._detector, is_cuda=is_cuda),
+            "options": describe_options(trainer, pl_module),
+            "versions": describe_versions(),
+            "command": describe_command(),
+        }
+        data = without_secrets(data)
+        data["outcome"]["level"], data["outcome"]["verdict"] = judge(data)
+        return data
+
+    def _num_ends(self) -> int:
+        return max(1, min(_NUM_ENDS, self._num_batches // 4))
+
+
+class _QuietDetector(HostWaitDetector):
+    """Finds, and leaves the telling to the report."""
+
+    def _tell(self) -> None:
+        pass
+
+
+def _statuses(trainer: pl.Trainer) -> list[Status]:
+    own = getattr(trainer.strategy, "statuses", None)
+    return own() if callable(own) else collect_statuses(trainer, [])
+
+
+def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
+    """Plans that the strategy or PackedTraining follows now."""
+    owners = (trainer.strategy, *_callbacks(trainer))
+    activations = next((found for owner in owners if (found := getattr(getattr(owner, "packed_steps", None), "activations", None)) is not None), None)
+    stacks = getattr(activations, "stacks", ())
+    return [(stack.cost, stack.plan) for stack in stacks if stack.cost is not None and stack.plan is not None]
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    return getattr(trainer, "callbacks", [])
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

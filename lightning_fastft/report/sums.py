@@ -1,0 +1,141 @@
+"""What a long run leaves behind in bounded memory: curves, a spread of times, lengths of documents."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MOST_POINTS = 512
+# Neighbouring bins of a spread differ by this factor, so that its percentiles are right to half a percent.
+_BIN_FACTOR = 1.01
+
+
+class CurvePoint(NamedTuple):
+    """The mean over neighbouring steps: first and last step, and the value."""
+
+    first_step: int
+    last_step: int
+    value: float
+
+
+class Curve:
+    """A curve over any number of steps in bounded memory.
+
+    A point is a ratio of sums over neighbouring steps (a mean where the weights are 1). When there are max_points of them, neighbours are merged two
+    by two and later points take twice as many values, so that all points but the last cover equally many values and no value is lost.
+
+    Args:
+        max_points: Most points held, an even number.
+
+    Example:
+        >>> curve = Curve(max_points=2)
+        >>> for step in range(5):
+        ...     curve.add(step, float(step))
+        >>> [tuple(point) for point in curve.points()]
+        [(0, 3, 1.5), (4, 4, 4.0)]
+    """
+
+    def __init__(self, *, max_points: int = MOST_POINTS) -> None:
+        assert max_points % 2 == 0
+        self.max_points = max_points
+        self.values_per_point = 1
+        # First step, last step, values, sum, weight.
+        self._sums: list[list[float]] = []
+
+    def add(self, step: int, value: float, weight: float = 1.0) -> None:
+        """Add what a step contributes to the sum, and its weight."""
+        if self._sums and self._sums[-1][2] < self.values_per_point:
+            last = self._sums[-1]
+            last[1], last[2], last[3], last[4] = step, last[2] + 1, last[3] + value, last[4] + weight
+            return
+        if len(self._sums) == self.max_points:
+            self._sums = [
+                [one[0], other[1], one[2] + other[2], one[3] + other[3], one[4] + other[4]] for one, other in zip(self._sums[::2], self._sums[1::2])
+            ]
+            self.values_per_point *= 2
+        self._sums.append([step, step, 1, value, weight])
+
+    def points(self) -> list[CurvePoint]:
+        """Return the points whose weight is not 0, in their order."""
+        return [CurvePoint(int(first), int(last), value / weight) for first, last, _, value, weight in self._sums if weight > 0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {"values_per_point": self.values_per_point, "points": [list(point) for point in self.points()]}
+
+
+class Spread:
+    """Percentiles of any number of positive values, right to half a percent, in bounded memory.
+
+    Example:
+        >>> spread = Spread()
+        >>> for value in (1.0, 2.0, 100.0):
+        ...     spread.add(value)
+        >>> round(spread.percentile(50), 1)
+        2.0
+    """
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self.total = 0.0
+        self._count: Counter[int] = Counter()
+
+    def add(self, value: float) -> None:
+        """Count a value; what is not above 0 counts as the smallest."""
+        self.num_values += 1
+        self.total += value
+        self._count[round(math.log(max(value, 1e-9)) / math.log(_BIN_FACTOR))] += 1
+
+    def percentile(self, percent: float) -> float:
+        """Return the value below which this part of the values lies; 0 without values."""
+        left = percent / 100 * self.num_values
+        for number in sorted(self._count):
+            left -= self._count[number]
+            if left <= 0:
+                return _BIN_FACTOR**number
+        return 0.0
+
+
+class PackSums:
+    """Fill of packs and lengths of documents, from the host's side of batch contexts."""
+
+    def __init__(self) -> None:
+        self.num_packs = self.num_tokens = self.num_real_tokens = self.num_labelled = self.num_documents = self.longest = 0
+        # Documents by the power of two of their length.
+        self._count = np.zeros(64, dtype=np.int64)
+
+    def add(self, context: Any) -> tuple[int, int]:  # noqa: ANN401 - a BatchContext
+        """Count a pack and return how many documents it has and how long the longest is; padding is none. Reads host integers only."""
+        start_S1 = context.start_host_S1.numpy().astype(np.int64)
+        length_S = np.diff(start_S1)[start_S1[:-1] < context.num_real_tokens]
+        self.num_packs += 1
+        self.num_tokens += context.num_tokens
+        self.num_real_tokens += context.num_real_tokens
+        self.num_labelled += context.num_labelled
+        self.num_documents += len(length_S)
+        longest = int(length_S.max(initial=0))
+        self.longest = max(self.longest, longest)
+        # frexp is exact where log2 may round a length just below a power of two up.
+        self._count += np.bincount(np.frexp(length_S)[1] - 1, minlength=64)
+        return len(length_S), longest
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return plain values for JSON; None where there was no pack."""
+        if not self.num_packs:
+            return None
+        found = np.flatnonzero(self._count)
+        numbers = range(int(found[0]), int(found[-1]) + 1) if len(found) else ()
+        return {
+            "num_packs": self.num_packs,
+            "num_tokens": self.num_tokens,
+            "num_real_tokens": self.num_real_tokens,
+            "num_labelled": self.num_labelled,
+            "num_documents": self.num_documents,
+            "fill": self.num_real_tokens / self.num_tokens,
+            "mean_document_tokens": self.num_real_tokens / max(1, self.num_documents),
+            "longest_document_tokens": self.longest,
+            "lengths": [{"low": 2**number, "high": 2 ** (number + 1) - 1, "count": int(self._count[number])} for number in numbers],
+        }
