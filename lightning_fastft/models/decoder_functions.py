@@ -307,7 +307,7 @@ class _FeedForwardCall(NamedTuple):
 
 
 class _NormFeedForward(torch.autograd.Function):
-    """Saves x, gate and up, their narrow rows, the adapters' narrow factors and trained weights; norm and activation are built again."""
+    """Saves x, gate and up, narrow rows, the adapters' narrow factors and trained weights; norm and activation are built again."""
 
     @staticmethod
     def forward(
@@ -321,10 +321,16 @@ class _NormFeedForward(torch.autograd.Function):
         gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         # Without the session: a backward belongs to no run.
         ctx.call, ctx.num_low = call._replace(session=None), len(low)
-        ctx.save_for_backward(x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
-        if session is not None and session.is_last(DOWN_VALUE):
-            return unneeded(x_TD, x_TD.shape[-1])
-        return product(call.down, gate_forward(gate_up_TP, form=call.gate_form), addend_TO=x_TD).y_TO
+        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        if session is not None:
+            # Every run of a layer saves as many, also one that ends here.
+            ctx.save_for_backward(*saved)
+            if session.is_last(DOWN_VALUE):
+                return unneeded(x_TD, x_TD.shape[-1])
+        out = product(call.down, gate_forward(gate_up_TP, form=call.gate_form), addend_TO=x_TD)
+        if session is None:
+            ctx.save_for_backward(*saved, *(() if out.low_TR is None else (out.low_TR,)))
+        return out.y_TO
 
     @staticmethod
     @once_differentiable
@@ -472,11 +478,12 @@ def _block_gradients(
 ) -> _Grads:
     """Return the gradients of a feed-forward block from that of down's output: of x, the norm's weight, and the tensors of gate_up and down.
 
-    ``others`` are the narrow rows of gate_up, num_low of them, and the watched tensors of both as autograd gave them back; d_x_TD is what came along
-    the residual stream.
+    ``others`` are the narrow rows of gate_up, num_low of them, the watched tensors of both as autograd gave them back, and where they were held the
+    narrow rows of down; d_x_TD is what came along the residual stream.
     """
     num_first = num_low + len(call.gate_up.watched_tensors())
-    gate_up, down = call.gate_up.with_watched(others[num_low:num_first]), call.down.with_watched(others[num_first:])
+    num_watched = num_first + len(call.down.watched_tensors())
+    gate_up, down = call.gate_up.with_watched(others[num_low:num_first]), call.down.with_watched(others[num_first:num_watched])
     num_needs = 2 + len(gate_up.tensors())
     d_act_TF, d_low_TR = rows_gradients(down, d_out_TD, needs_x=True)
     assert d_act_TF is not None
@@ -485,8 +492,9 @@ def _block_gradients(
     d_gate_up_TP = gate.d_gate_up_NP
     d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
     if gate.act_NF is not None:
-        # The narrow rows cost one thin product and are not worth holding.
-        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, narrow_rows(down, gate.act_NF), d_low_TR, needs=needs[num_needs:])
+        # Where the layer ran without a session they are there; else they cost one thin product.
+        low_TR = others[num_watched] if len(others) > num_watched else narrow_rows(down, gate.act_NF)
+        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
     del gate, d_out_TD
     return (
         *_normed_gradients(gate_up, others[:num_low], d_gate_up_TP, d_x_TD, x_TD, weight_D, form=call.norm_form, needs=needs[:num_needs]),

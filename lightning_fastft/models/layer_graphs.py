@@ -74,6 +74,8 @@ class CudaRecorder:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return a launch of what work queues; nothing runs yet."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        generator = torch.cuda.default_generators[self._device.index]
+        before = generator.clone_state()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             # Kernels may be compiled and loaded on the way, and other threads pin memory meanwhile.
@@ -84,6 +86,8 @@ class CudaRecorder:
                 # What went wrong first is what the user has to read.
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
+                # A recording that fails never ends for the generator, which would draw nothing outside of it.
+                generator.graphsafe_set_state(before)
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)

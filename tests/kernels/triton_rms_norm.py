@@ -190,7 +190,7 @@ FAULTS = {
     "root of the first row is saved": ("tl.store(rstd_ptr + rows, rstd, mask", "tl.store(rstd_ptr + rows, tl.max(rstd, axis=0), mask"),
     "root taken for a constant": ("(d_normed - normed * along[:, None])", "d_normed"),
     "second factor of the root lost": ("along[:, None]) * rstd[:, None]", "along[:, None])"),
-    "share along the row is the sum": ("tl.sum(d_normed * normed, axis=1) * mean_scale", "tl.sum(d_normed * normed, axis=1)"),
+    "share along the row is the sum": ("axis=1) * (mean_scale * rstd)", "axis=1) * rstd"),
     "weight not in the gradient": ("d_normed = d_y * weight[None, :]", "d_normed = d_y"),
     "gradient of the sum lost": ("d_x += d_sum", "d_x += 0.0 * d_sum"),
     "gradient rounded before it is added": ("d_x += d_sum", "d_x = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) + d_sum"),

@@ -1,0 +1,74 @@
+"""Blocks on a diagonal: what lets the adapters of several layers ride behind their weights in one product.
+
+Axes: O rows of all blocks together, C columns of the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.checks import check_columns, check_rows_apart, check_tensor
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.block_diagonal import reference
+
+MAX_COLUMNS = 4096
+MAX_BLOCKS = 4
+_DTYPES = (*TRITON_DTYPES, torch.float64)
+
+
+def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *, backend: str = "auto") -> None:
+    """Write blocks into a matrix, each below and to the right of the one before it, and zeros everywhere else.
+
+    Args:
+        out_OC: Where to. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows; what lies
+            between them is not written.
+        blocks: At most 4, of any number of columns, 0 among them; their rows make O, their columns at most C. Dtype and device of out_OC; last axis
+            contiguous, any distance between rows; in memory of their own.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another.
+        OptionError: The backend is unknown, or cannot serve these tensors.
+
+    Cost:
+        Reads the blocks and writes O x C values once, in one launch; no host synchronisation.
+
+    Source:
+        own
+
+    Example:
+        >>> out = torch.empty(3, 4)
+        >>> write_block_diagonal(out, [torch.ones(1, 1), torch.full((2, 2), 2.0)])
+        >>> out
+        tensor([[1., 0., 0., 0.],
+                [0., 2., 2., 0.],
+                [0., 2., 2., 0.]])
+    """
+    check_tensor("out_OC", out_OC, ndim=2, dtypes=_DTYPES)
+    check_columns("out_OC", out_OC)
+    check_rows_apart("out_OC", out_OC)
+    if len(blocks) > MAX_BLOCKS or out_OC.shape[1] > MAX_COLUMNS:
+        raise ShapeError(f"{len(blocks)} blocks in {out_OC.shape[1]} columns; at most {MAX_BLOCKS} and {MAX_COLUMNS} are served.")
+    for number, block in enumerate(blocks):
+        check_tensor(f"blocks[{number}]", block, ndim=2, dtypes=(out_OC.dtype,))
+        check_columns(f"blocks[{number}]", block)
+        if block.device != out_OC.device:
+            raise ShapeError(f"blocks[{number}] is on {block.device}, out_OC on {out_OC.device}.")
+    num_rows, num_columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
+    if num_rows != out_OC.shape[0] or num_columns > out_OC.shape[1]:
+        raise ShapeError(f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}.")
+    with torch.no_grad():
+        _choose(backend, out_OC).write_block_diagonal(out_OC, blocks)
+
+
+def _choose(backend: str, out_OC: torch.Tensor) -> ModuleType:
+    """Return the module that does the work."""
+    if not uses_triton(backend, out_OC.device, dtype=out_OC.dtype):
+        return reference
+    from lightning_fastft.kernels.block_diagonal import triton
+
+    return triton

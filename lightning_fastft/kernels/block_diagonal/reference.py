@@ -1,0 +1,20 @@
+"""A block-diagonal matrix in plain PyTorch.
+
+Axes: O rows of all blocks together, C columns of the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+    """Write the blocks, each below and to the right of the one before it, and zeros everywhere else."""
+    out_OC.zero_()
+    row = column = 0
+    for block in blocks:
+        num_rows, num_columns = block.shape
+        out_OC[row : row + num_rows, column : column + num_columns] = block
+        row, column = row + num_rows, column + num_columns

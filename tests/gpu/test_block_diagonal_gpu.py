@@ -1,0 +1,26 @@
+"""Blocks on a diagonal on a CUDA device: the plain twin's bits at the sizes of real adapters, in one launch, without a host wait."""
+
+import pytest
+import torch
+
+from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
+from tests.host_waits import waits_are_errors
+from tests.kernels.children import run_on_device
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_triton_kernel_passes_its_tests_on_the_device():
+    run_on_device("triton_block_diagonal.py")
+
+
+def test_adapters_of_14_billion_parameters():
+    dense = torch.full((34_816, 5120 + 32), float("nan"), dtype=torch.bfloat16, device="cuda")
+    blocks = [torch.randn(17_408, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    expected = torch.empty(34_816, 32, dtype=torch.bfloat16, device="cuda")
+    write_block_diagonal(expected, blocks, backend="reference")
+    write_block_diagonal(dense[:, 5120:], blocks)
+    with waits_are_errors():
+        write_block_diagonal(dense[:, 5120:], blocks)
+    assert torch.equal(dense[:, 5120:], expected)
+    assert dense[:, :5120].isnan().all()

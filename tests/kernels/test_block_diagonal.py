@@ -1,0 +1,72 @@
+"""Blocks on a diagonal: equal to torch's, on a CPU by the plain twin; the kernel itself in the interpreter and by the compiler."""
+
+import pytest
+import torch
+
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.kernels.truth import Watch
+
+COMPILE_SCRIPT = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.block_diagonal import triton as block_diagonal
+
+kernel = block_diagonal._block_diagonal_kernel
+for capability, dtype, columns in ((86, "fp16", 32), (90, "bf16", 64), (90, "fp32", 2048)):
+    constants = {"BLOCK_O": max(block_diagonal.TILE_SIZE // columns, 1), "BLOCK_C": columns}
+    signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": block_diagonal.NUM_WARPS})
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shapes", [[(3, 2)], [(3, 2), (5, 0), (1, 4)], [(2, 1)] * 4, [(4, 0)], []])
+def test_equals_torch(dtype, shapes):
+    blocks = [torch.randn(shape).to(dtype) for shape in shapes]
+    expected = torch.block_diag(*blocks) if blocks else torch.empty(0, 0, dtype=dtype)
+    room = torch.full((expected.shape[0], expected.shape[1] + 5), float("nan"), dtype=dtype)
+    write_block_diagonal(room[:, 1:-2], blocks)
+    assert torch.equal(room[:, 1 : expected.shape[1] + 1], expected)
+    assert not room[:, expected.shape[1] + 1 : -2].any()
+    assert room[:, [0, -2, -1]].isnan().all()
+
+
+def test_never_waits():
+    with Watch() as watch:
+        write_block_diagonal(torch.empty(3, 4), [torch.ones(3, 2)])
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize(
+    ("out_OC", "blocks", "message"),
+    [
+        (torch.empty(3), [], "2 axes"),
+        (torch.empty(3, 2, dtype=torch.int32), [], "dtype"),
+        (torch.empty(2, 3).T, [torch.ones(3, 2)], "contiguous"),
+        (torch.empty(3, 2), [torch.ones(3)], "2 axes"),
+        (torch.empty(3, 2), [torch.ones(3, 2).double()], "dtype"),
+        (torch.empty(3, 2), [torch.ones(2, 3).T], "contiguous"),
+        (torch.empty(3, 2), [torch.ones(3, 2, device="meta")], "meta"),
+        (torch.empty(3, 2), [torch.ones(2, 2)], "2 rows"),
+        (torch.empty(3, 2), [torch.ones(3, 3)], "3 columns"),
+        (torch.empty(5, 5), [torch.ones(1, 1)] * 5, "5 blocks"),
+        (torch.empty(1, 4097), [torch.ones(1, 1)], "4097 columns"),
+        (torch.ones(1, 2).expand(3, 2), [torch.ones(3, 2)], "out_OC"),
+    ],
+)
+def test_what_the_kernel_would_read_or_write_wrongly_is_refused(out_OC, blocks, message):
+    with pytest.raises(ShapeError, match=message):
+        write_block_diagonal(out_OC, blocks)
+
+
+@in_both_lanes
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_block_diagonal.py", lane=lane)
+
+
+def test_the_triton_kernel_compiles():
+    compile_kernels(COMPILE_SCRIPT)
