@@ -233,9 +233,14 @@ def install_layer_graphs(root: nn.Module, ledger: SwapLedger) -> list[LayerGraph
     for _, model in find_causal_models(root):
         layers = decoder_layers(model)
         if all(isinstance(layer, _FusedLayer) for layer in layers):
-            found.append(LayerGraphs(layers))
+            found.append(LayerGraphs(layers, memory_of=_shared_memory))
             found[-1].install(ledger)
     return found
+
+
+def _shared_memory(layer: nn.Module) -> list[torch.Tensor]:
+    fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
+    return fusion.dense.memory()
 
 
 def _install(model: PreTrainedModel, ledger: SwapLedger, *, awaits_copies: bool) -> Status:

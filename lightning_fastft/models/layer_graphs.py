@@ -104,6 +104,8 @@ class LayerGraphs:
 
     Args:
         layers: Fused decoder layers, in order.
+        memory_of: Returns memory that layers share and that may be exchanged for more later, such as that of dense copies of packed weights; graphs
+            go on with what they were recorded with, so it is held for them.
         recorder: Makes work repeatable; None for CUDA graphs.
         backends: Attention backends that may be recorded.
 
@@ -112,8 +114,16 @@ class LayerGraphs:
         reserved between steps. Host: two launches per layer and micro-batch. No host synchronisation.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, recorder: Recorder | None = None, backends: frozenset[str] = _BACKENDS) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        memory_of: Callable[[nn.Module], list[torch.Tensor]],
+        recorder: Recorder | None = None,
+        backends: frozenset[str] = _BACKENDS,
+    ) -> None:
         self._layers = list(layers)
+        self._memory_of = memory_of
         self._recorder = recorder
         self.backends = backends
         self._graphs = [_LayerGraph(self, layer, index) for index, layer in enumerate(self._layers)]
@@ -194,8 +204,8 @@ class LayerGraphs:
             self._grads[parameter] = torch.empty_like(parameter, requires_grad=False)
         return self._grads[parameter]
 
-    def record(self, work: Callable[[], None], *, what: str) -> Callable[[], None]:
-        """Record work on the device.
+    def record(self, work: Callable[[], None], *, recording: _Recording, what: str) -> Callable[[], None]:
+        """Record work of a layer on the device.
 
         Raises:
             SwapError: It cannot be recorded.
@@ -203,7 +213,9 @@ class LayerGraphs:
         if self._recorder is None:
             self._recorder = CudaRecorder(torch.device("cuda", torch.cuda.current_device()))
         try:
-            return self._recorder.record(work)
+            again = self._recorder.record(work)
+            recording.held += self._memory_of(recording.layer)
+            return again
         except RuntimeError as error:
             # The gradients of an earlier step's graph end in nodes that belong to the stream that is never recorded.
             is_held = "legacy stream" in str(error)
@@ -285,6 +297,8 @@ class _Recording:
     """One layer under one kind of pack."""
 
     def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int, hidden: torch.Tensor) -> None:
+        self.layer = layer
+        self.held: list[torch.Tensor] = []
         self.parameters = list(layer.parameters())
         self.trained: list[torch.Tensor] = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.adapters = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
@@ -354,7 +368,7 @@ class _Recording:
             with torch.no_grad():
                 self.out.data.copy_(self.graph_out)
 
-        self.forward = graphs.record(forward, what="The forward of a layer")
+        self.forward = graphs.record(forward, recording=self, what="The forward of a layer")
         counts = {name: count - before.get(name, 0) for name, count in context.backends_used.items()}
         self.backends = {name: count for name, count in counts.items() if count}
         return sorted(self.backends.keys() - graphs.backends)
@@ -501,7 +515,7 @@ class _Run:
             with torch.no_grad():
                 torch._foreach_copy_(targets, [gradient for _, gradient in pairs])
 
-        recording.backward = graphs.record(backward, what="The backward of a layer")
+        recording.backward = graphs.record(backward, recording=recording, what="The backward of a layer")
         recording.with_gradient = found
 
 

@@ -71,6 +71,10 @@ class DenseWeights:
         """A copied or pickled model makes its own."""
         return vars(DenseWeights())
 
+    def memory(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now; one that turns out too small is exchanged for a larger one."""
+        return list(self._buffers.values())
+
     def dequantise(self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype, num_extra: int = 0) -> torch.Tensor:
         """Return the weights of these layers below each other, shape (O, I + num_extra), valid until the next call; what is extra is not written."""
         device = parts[0].weight.device

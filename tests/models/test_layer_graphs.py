@@ -42,12 +42,16 @@ class Repeating:
         return again
 
 
+def shared_memory(layer):
+    return [*layer.mlp.parameters()][:1]
+
+
 def install(model, *, policy="keep", recorder=None):
     """Fuse, attach a policy, and record; return the graphs."""
     ledger = SwapLedger()
     fuse(model)
     install_packed_training(model, ledger, checkpointing=OffloadCheckpointing(policy))
-    graphs = LayerGraphs(layers_of(model), recorder=recorder or Repeating(), backends=CPU)
+    graphs = LayerGraphs(layers_of(model), memory_of=shared_memory, recorder=recorder or Repeating(), backends=CPU)
     graphs.install(ledger)
     return graphs, ledger
 
@@ -275,7 +279,7 @@ def test_attention_that_is_not_recorded_is_named():
     ledger = SwapLedger()
     fuse(model)
     install_packed_training(model, ledger)
-    graphs = LayerGraphs(layers_of(model), recorder=Repeating())
+    graphs = LayerGraphs(layers_of(model), memory_of=shared_memory, recorder=Repeating())
     graphs.install(ledger)
     train(model)
     assert graphs.num_replays == 0
@@ -287,7 +291,7 @@ def test_auto_is_recorded_when_its_plan_stands():
     ledger, recorder = SwapLedger(), Repeating()
     fuse(model)
     install_packed_training(model, ledger, checkpointing=OffloadCheckpointing("auto", vram_budget=1.0, host_budget=0.0))
-    graphs = LayerGraphs(layers_of(model), recorder=recorder, backends=CPU)
+    graphs = LayerGraphs(layers_of(model), memory_of=shared_memory, recorder=recorder, backends=CPU)
     graphs.install(ledger)
     plain = build("qwen3", "lora")
     fuse(plain)
@@ -328,6 +332,16 @@ def test_everything_is_taken_back_and_copies_have_no_graphs():
     before = graphs.num_replays
     train(model)
     assert graphs.num_replays == before
+
+
+def test_memory_that_layers_share_is_held_for_the_graphs():
+    model = build("qwen3", "lora")
+    graphs, _ = install(model)
+    train(model)
+    recordings = [recording for kind in graphs._kinds.values() for recording in kind.recordings.values()]
+    # By the forward and by the backward.
+    assert [len(recording.held) for recording in recordings] == [2] * 4
+    assert all(recording.held[0] is next(recording.layer.mlp.parameters()) for recording in recordings)
 
 
 def test_a_context_that_is_loaded_describes_the_other_pack():
