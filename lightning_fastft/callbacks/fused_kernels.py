@@ -28,9 +28,9 @@ class FusedKernels(ModelSwaps):
 
     Args:
         cuda_graphs: Record the forward and the backward of each layer as CUDA graphs after the first steps, so that a step costs the host two
-            launches per layer. For one device, LoRA without dropout or full fine-tuning, packs of a few lengths, and plans that keep or recompute
-            whatever they do not hold on the device; anything else runs as ever, and the table says why. Memory that the graphs need stays reserved
-            between steps, in validation too.
+            launches per layer. For one device, LoRA without dropout or full fine-tuning, packs of one length or two
+            (``PackedDataModule(pad_to_max=True)``), and plans that send nothing to the host; anything else runs as ever, and the table says why.
+            Memory that the graphs need stays reserved between steps, in validation too.
 
     Raises:
         OptionError: cuda_graphs is neither True nor False.

@@ -42,6 +42,10 @@ _DOCUMENT_BUCKET = 16
 _NUM_WARMUP = 2
 # Tokens, documents and longest document, rounded up: packs of one length come in a few kinds.
 _MOST_KINDS = 16
+# Packs of each length need memory for the hidden states of every layer.
+_MOST_LENGTHS = 2
+# From here on packs are said to be of many lengths.
+_MANY_LENGTHS = 5
 # A layer whose weights moved as often has them moved all the time.
 _MOST_RECORDINGS = 4
 # Keywords that hold what belongs to the loss and not to a layer.
@@ -179,17 +183,27 @@ class LayerGraphs:
         max_length = min(next_power_of_2(context.max_length), context.num_tokens)
         key = (hidden.shape, hidden.dtype, hidden.device, num_documents, max_length, context.attention_backend)
         if self._shapes[hidden.shape] <= _NUM_WARMUP or self.open_runs:
+            if len(self._shapes) >= _MANY_LENGTHS:
+                self.reasons["packs of many lengths; PackedDataModule(pad_to_max=True) gives them one"] += 1
             return None
         kind = self._kinds.get(key)
-        if kind is None and len(self._kinds) == _MOST_KINDS:
-            self.reasons[f"more than {_MOST_KINDS} kinds of pack"] += 1
-            return None
         if kind is None:
-            kind = self._kinds[key] = _Kind(context.recordable(num_documents=num_documents, max_length=max_length))
+            reason = self._obstacle_of_kind(hidden.shape)
+            if reason:
+                self.reasons[reason] += 1
+                return None
+            kind = self._kinds[key] = _Kind(context.recordable(num_documents=num_documents, max_length=max_length), hidden.shape)
         else:
             kind.context.load(context)
         self._kind = kind
         return kind
+
+    def _obstacle_of_kind(self, shape: torch.Size) -> str:
+        """Return why no further kind of pack is recorded; empty where one is."""
+        if len(self._kinds) == _MOST_KINDS:
+            return f"more than {_MOST_KINDS} kinds of pack"
+        shapes = {kind.shape for kind in self._kinds.values()}
+        return f"packs of more than {_MOST_LENGTHS} lengths" if shape not in shapes and len(shapes) == _MOST_LENGTHS else ""
 
     def buffer(self, name: Hashable, like: torch.Tensor) -> torch.Tensor:
         """Return memory that stays where it is, one for each name, shape and dtype."""
@@ -265,8 +279,9 @@ class LayerGraphs:
 class _Kind:
     """What is recorded for packs of one kind."""
 
-    def __init__(self, context: BatchContext) -> None:
+    def __init__(self, context: BatchContext, shape: torch.Size) -> None:
         self.context = context
+        self.shape = shape
         self.recordings: dict[int, _Recording] = {}
         self.num_recordings: Counter[int] = Counter()
         # What layers were given beside hidden states and the context: memory of ours, and whose content it holds.
