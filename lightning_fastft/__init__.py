@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
     from lightning_fastft.callbacks.run_report import RunReport
     from lightning_fastft.callbacks.token_throughput import TokenThroughput
+    from lightning_fastft.callbacks.watchdog import Watchdog
     from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
     from lightning_fastft.checkpoint.resume import ExactResume
     from lightning_fastft.datamodule import PackedDataModule
@@ -59,6 +60,7 @@ _PLACES = {
     "Status": "status",
     "TokenThroughput": "callbacks.token_throughput",
     "VerifiedCheckpointIO": "checkpoint.io",
+    "Watchdog": "callbacks.watchdog",
     "collate": "packing.collate",
     "register": "models.registration",
 }
@@ -86,6 +88,7 @@ __all__ = [
     "Status",
     "TokenThroughput",
     "VerifiedCheckpointIO",
+    "Watchdog",
     "collate",
     "register",
 ]

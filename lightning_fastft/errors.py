@@ -3,6 +3,8 @@
 A message says what was given, what is allowed, where (file, line, row, step, rank) and what to do next.
 """
 
+import torch
+
 
 class FastFTError(Exception):
     """Base of every error that lightning_fastft raises for a user."""
@@ -46,6 +48,10 @@ class UnsupportedModelError(FastFTError, RuntimeError):
 
 class HostMemoryError(FastFTError, RuntimeError):
     """The host cannot give or pin the memory that offloaded tensors need."""
+
+
+class DeviceMemoryError(FastFTError, torch.OutOfMemoryError):
+    """The device has not the memory that a step or a save needs; the message has the plan, the peak so far and what to set."""
 
 
 class BackendError(FastFTError, RuntimeError):

@@ -193,6 +193,23 @@ class OffloadCheckpointing:
             return "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), which is equal to rounding and not to the last bit"
         return None
 
+    def remedy(self) -> str:
+        """Return what to set after the device ran out of memory, under any policy: a whole clause for a message."""
+        advice = self.advice()
+        if advice is not None:
+            return f"start again with {advice}"
+        leaner = {"keep": "OffloadCheckpointing('auto')", "recompute": "OffloadCheckpointing('offload')"}.get(self.policy)
+        shorter = "shorter packs, PackedDataModule(max_tokens=...), or batches of fewer rows"
+        if leaner is None and self.mlp_tiles == 1:
+            leaner = f"OffloadCheckpointing({self.policy!r}, mlp_tiles=8)"
+        return f"start again with {shorter if leaner is None else f'{leaner}, or with {shorter}'}"
+
+    def describe_budget(self) -> str:
+        """Return the budgets as they were given."""
+        vram, host = self.options.vram_budget_bytes, self.options.host_budget_bytes
+        shown = {name: "auto" if value is None else f"{value / 2**30:.1f} GiB" for name, value in (("vram_budget", vram), ("host_budget", host))}
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
+
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
         """Refuse layers in evaluation mode, where the code of transformers never recomputes.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,11 @@ from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checks import check_bool
-from lightning_fastft.errors import CheckpointNotSavedError
+from lightning_fastft.errors import CheckpointNotSavedError, DeviceMemoryError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
+from lightning_fastft.strategies.even_batches import check_even_batches
+from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, connect_activations
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
+    from torch.optim import Optimizer
 
     _Base = Strategy
 else:
@@ -64,6 +68,7 @@ class FastFTStrategyMixin(_Base):
         self.packed_steps = PackedSteps(attention=attention, activations=self.checkpointing)
         self._fastft_trainer: pl.Trainer | None = None
         self._has_logged_backends = False
+        self._even_batches: Status | None = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -91,9 +96,20 @@ class FastFTStrategyMixin(_Base):
 
         Raises:
             CheckpointNotSavedError: The checkpoint was not written.
+            DeviceMemoryError: There was not the memory to write it; what stood there before stands there still.
         """
         save = super().save_checkpoint
-        on_all_ranks(lambda: save(checkpoint, filepath, storage_options), error=CheckpointNotSavedError)
+        with self._explaining_memory("save", effect="The checkpoint was not written; those before it are whole."):
+            on_all_ranks(lambda: save(checkpoint, filepath, storage_options), error=CheckpointNotSavedError)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collect the state of the model.
+
+        Raises:
+            DeviceMemoryError: There was not the memory to collect it.
+        """
+        with self._explaining_memory("save", effect="The checkpoint was not written; those before it are whole."):
+            return super().lightning_module_state_dict()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load, and refuse settings that do not fit before a tensor is used.
@@ -111,6 +127,7 @@ class FastFTStrategyMixin(_Base):
         """Install packed training on the built model, then set up the strategy underneath."""
         self._fastft_trainer = trainer
         self._has_logged_backends = False
+        self._even_batches = None
         assert self.lightning_module is not None
         connect_activations(self.checkpointing, trainer)
         self.packed_steps.install(self.lightning_module)
@@ -123,8 +140,14 @@ class FastFTStrategyMixin(_Base):
         super().teardown()
 
     def on_train_start(self) -> None:
-        """Log what is active, once the model is placed and before the first training batch."""
+        """Refuse ranks with different numbers of batches; log what is active, once the model is placed and before the first training batch.
+
+        Raises:
+            DataError: The ranks have different numbers of batches.
+        """
         super().on_train_start()
+        assert self._fastft_trainer is not None
+        self._even_batches = check_even_batches(self._fastft_trainer)
         self.packed_steps.check_training_mode()
         rank_zero_info("\n" + render_status_table(self.statuses()))
 
@@ -136,6 +159,8 @@ class FastFTStrategyMixin(_Base):
         found = [*collect_statuses(self._fastft_trainer, own), self._describe_checkpoints()]
         if not _resumes_exactly(self._fastft_trainer):
             found.append(Status("exact resume", "inactive", "switched off (exact_resume=False)"))
+        if self._even_batches is not None and self._fastft_trainer.world_size > 1:
+            found.append(self._even_batches)
         return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401 - as Lightning's
@@ -162,17 +187,26 @@ class FastFTStrategyMixin(_Base):
         """Run the backward; say what to do where it runs out of memory.
 
         Raises:
-            OutOfMemoryError: With the options to start again with in its message.
+            DeviceMemoryError: With the options to start again with in its message.
         """
-        try:
+        with self._explaining_memory("backward", effect="Gradients may be half done, so the step cannot be repeated; no weight was stepped."):
             return super().backward(closure_loss, *args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            advice = self.checkpointing.advice()
-            if advice is None:
-                raise
-            raise torch.OutOfMemoryError(
-                f"The backward ran out of memory. Gradients may be half done, so the step cannot be repeated: start again with {advice}. ({error})"
-            ) from error
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run forward, backward and step; say what a step that runs out of memory has changed by then.
+
+        Raises:
+            DeviceMemoryError: With what became of weights and state, and the options to start again with.
+        """
+        witness = StepWitness(optimizer)
+
+        def run_closure() -> Any:  # noqa: ANN401 - as the closure's
+            loss = closure()
+            witness.note()
+            return loss
+
+        with self._explaining_memory("optimizer step", effect=witness.describe):
+            return super().optimizer_step(optimizer, run_closure, model, **kwargs)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
         assert self.lightning_module is not None
@@ -187,31 +221,65 @@ class FastFTStrategyMixin(_Base):
         return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "leave the CheckpointIO away")
 
     def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401
-        """Run the step; where its forward runs out of memory, stream weights or plan for a tenth less, and run it once more."""
+        """Run the step; where its forward runs out of memory, stream weights or plan for a tenth less, and run it once more with the same batch."""
+        effect = "No weight was stepped."
         try:
             return self._judged_step(run_step, "training_step", *args, **kwargs)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             # Ranks that wait for each other inside a forward cannot repeat theirs alone.
             if not isinstance(self, SingleDeviceStrategy) or self.checkpointing.advice() is None:
-                raise
-            reason = str(error).partition("\n")[0]
+                raise self._memory_error("forward", error, effect=effect) from error
+            reason = _first_line(error)
         # Only here, where the error and the activations that its frames held are gone.
         if not self.checkpointing.step_down():
-            advice = self.checkpointing.advice()
-            hint = f" Start again with {advice}." if advice else ""
-            raise torch.OutOfMemoryError(f"The forward ran out of memory, and no smaller plan fits.{hint} ({reason})")
+            raise self._memory_error("forward", reason, effect=f"{effect} No smaller plan fits.")
         rank_zero_warn(f"The forward ran out of memory and is repeated with less: {reason}")
-        return self._judged_step(run_step, "training_step", *args, **kwargs)
+        with self._explaining_memory("repeated forward", effect=effect):
+            return self._judged_step(run_step, "training_step", *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _explaining_memory(self, where: str, *, effect: str | Callable[[], str]) -> Iterator[None]:
+        """Turn an allocation that fails inside into the error that says what to do."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._memory_error(where, error, effect=effect if isinstance(effect, str) else effect()) from error
+
+    def _memory_error(self, where: str, reason: BaseException | str, *, effect: str) -> DeviceMemoryError:
+        """Return the error with what was running, what became of it, the plan, the peak, the budget and what to set."""
+        trainer = self._fastft_trainer
+        place = str(self.root_device)
+        if trainer is not None:
+            rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+            place = f"{place}{rank}, at optimizer step {trainer.global_step + 1}"
+        plan = self.checkpointing.status().reason
+        return DeviceMemoryError(
+            f"The {where} ran out of memory on {place}. {effect} Activations: {plan}. Budget: {self.checkpointing.describe_budget()}; "
+            f"{describe_peak(self.root_device)}. The batch was not changed: {self.checkpointing.remedy()}. "
+            f"({reason if isinstance(reason, str) else _first_line(reason)})"
+        )
 
     def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
         batch = args[0] if args else next(iter(kwargs.values()), None)
         step = self.packed_steps.begin(batch)
-        output = run_step(*args, **kwargs)
+        if name == "training_step":
+            output = run_step(*args, **kwargs)
+        else:
+            with self._explaining_memory(name, effect="No weight was stepped."):
+                output = run_step(*args, **kwargs)
         # A training step that returns nothing is skipped by Lightning: no backward, nothing learned.
         if name != "training_step" or output is not None:
             assert self.lightning_module is not None
             step.check_read(self.lightning_module, where=name)
         return output
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -159,6 +159,7 @@ OPTIONS = {
     "PackedTraining": {"attention": strategy["attention"], "activations": strategy["activations"]},
     "RunReport": {"path": either(nothing), "profile_step": either(nothing, whole(0))},
     "TokenThroughput": {"log_every_n_steps": whole(1), "peak_flops": either(nothing, number(1, 1.7e308))},
+    "Watchdog": {"timeout_s": number(1, 86_400), "first_steps_factor": number(1, 1000)},
 }
 # The other options of a call, where the defaults are not enough to make one.
 GIVEN = {"FineTuner": {"model": CONFIG, "init": "random"}, "PackedDataModule": {"paths": "rows.jsonl"}}

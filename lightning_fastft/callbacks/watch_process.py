@@ -1,0 +1,421 @@
+"""The process beside a rank that ends the job where a rank is dead, stopped or hung.
+
+It is a process and not a thread, because a thread stands still with its rank: under SIGSTOP, and where other code holds the interpreter's lock. It is
+run by its path and imports the standard library only, so that it starts in a moment and holds some ten MiB. A rank tells it where it stands in memory
+that both have mapped, which costs a step no system call; the processes of all ranks tell each other in files, one per rank and second, which works
+where the ranks no longer answer: a store of torch.distributed lives inside one of them.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+POLL_S = 0.25
+PUBLISH_S = 1.0
+# What other ranks have to say is there after two of their turns.
+SETTLE_S = 2 * PUBLISH_S + POLL_S
+# How long a rank that lost another one may take to end with an error of its own.
+GRACE_S = 3.0
+_MOST_TEXT = 400
+_LAYOUT = struct.Struct("<QQQBBdH")
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+RECORD_BYTES = _LAYOUT.size + _MOST_TEXT
+
+
+class Phase(IntEnum):
+    """Where a rank stands in a micro-batch, in their order, and how it ended."""
+
+    PAUSED = 0
+    FORWARD = 1
+    BACKWARD = 2
+    BACKWARD_DONE = 3
+    OPTIMIZER = 4
+    BETWEEN = 5
+    LEAVING = 6
+    FAILED = 7
+    DONE = 8
+
+
+_WORDS = {
+    Phase.PAUSED: "outside of the training batches (start, validation or save)",
+    Phase.FORWARD: "in the forward",
+    Phase.BACKWARD: "in the backward",
+    Phase.BACKWARD_DONE: "behind the backward",
+    Phase.OPTIMIZER: "in the optimizer step",
+    Phase.BETWEEN: "between two batches",
+    Phase.LEAVING: "ending as it was asked to",
+    Phase.FAILED: "ending after an error",
+    Phase.DONE: "done",
+}
+_TIMED = range(Phase.FORWARD, Phase.LEAVING)
+
+
+class Beat(NamedTuple):
+    """Where a rank stands.
+
+    Args:
+        num_beats: Hooks that were passed.
+        num_batches: Micro-batches of this run that were begun.
+        step: Optimizer step, from 1.
+        phase: The place in the micro-batch.
+        is_first: Whether this is one of the first steps of the run.
+        failed_at_s: Time of day of an error.
+        text: The error.
+    """
+
+    num_beats: int = 0
+    num_batches: int = 0
+    step: int = 0
+    phase: int = Phase.PAUSED
+    is_first: bool = True
+    failed_at_s: float = 0.0
+    text: str = ""
+
+
+class Job(NamedTuple):
+    """What a watching process is told on its command line, as JSON."""
+
+    rank: int
+    num_ranks: int
+    pid: int
+    timeout_s: float
+    first_timeout_s: float
+    record_fd: int
+    stacks_fd: int
+    stacks_signal: int
+    # Where reports go, and where the processes of all ranks tell each other.
+    folder: str
+    meeting: str
+
+
+def write_beat(memory: mmap.mmap, beat: Beat) -> None:
+    """Write where this rank stands; a text only where there is one."""
+    text = beat.text.encode()[:_MOST_TEXT]
+    if text:
+        memory[_LAYOUT.size : _LAYOUT.size + len(text)] = text
+    _LAYOUT.pack_into(memory, 0, beat.num_beats, beat.num_batches, beat.step, beat.phase, beat.is_first, beat.failed_at_s, len(text))
+
+
+def read_beat(memory: mmap.mmap) -> Beat:
+    """Return where the rank stands."""
+    num_beats, num_batches, step, phase, is_first, failed_at_s, length = _LAYOUT.unpack_from(memory, 0)
+    text = memory[_LAYOUT.size : _LAYOUT.size + length].decode(errors="replace")
+    return Beat(num_beats, num_batches, step, phase, bool(is_first), failed_at_s, text)
+
+
+class RankWatch:
+    """Watch one rank, and end it where it or another one stands still.
+
+    Args:
+        job: Whom to watch, and how long.
+        memory: What the rank writes.
+    """
+
+    def __init__(self, job: Job, memory: mmap.mmap) -> None:
+        self.job, self.memory = job, memory
+        self.beat = read_beat(memory)
+        self.condition = "runs"
+        # Counted in turns of this process, so that a machine that sleeps or a container that is frozen does not count.
+        self.idle_s = self.stopped_s = 0.0
+        self._since_publish_s = PUBLISH_S
+        self._is_pipe_open = True
+        self._stacks = ""
+
+    def run(self) -> None:
+        """Watch until the rank is done, gone or ended."""
+        while True:
+            self._wait(POLL_S)
+            if self.beat.phase == Phase.DONE:
+                self._leave()
+                return
+            if self._verdict_path.exists():
+                self._end_rank(0.0 if self._is_due() else GRACE_S)
+                return
+            if self.condition == "gone":
+                self._end_watch()
+                return
+            if self._is_due():
+                self._read_stacks()
+                self._settle()
+                # It may have gone on, or somebody else may have found out meanwhile.
+                if self._is_due() and not self._verdict_path.exists():
+                    self._judge()
+                    return
+                self._stacks = ""
+
+    def _end_watch(self) -> None:
+        """Say that the rank is gone, unless it was asked to go, or went because of another one."""
+        if self.beat.phase == Phase.LEAVING:
+            self._leave(keep=True)
+            return
+        # Who failed first has said so by then.
+        self._wait(2 * POLL_S)
+        if self._verdict_path.exists():
+            self._leave()
+        else:
+            self._judge()
+
+    # Looking.
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, unless the rank says at once that it is done; then look at it."""
+        begin = time.monotonic()
+        if self._is_pipe_open:
+            ready, _, _ = select.select([0], [], [], seconds)
+            self._is_pipe_open = not ready or bool(os.read(0, 1))
+        else:
+            time.sleep(seconds)
+        elapsed = min(time.monotonic() - begin, 2 * seconds)
+        before, self.beat = self.beat, read_beat(self.memory)
+        self.condition = self._look_at_process()
+        self.idle_s = 0.0 if self.beat.num_beats != before.num_beats else self.idle_s + elapsed
+        self.stopped_s = self.stopped_s + elapsed if self.condition == "stopped" else 0.0
+        self._since_publish_s += elapsed
+        if self._since_publish_s >= PUBLISH_S or before.phase != self.beat.phase or self.condition == "gone":
+            self._publish()
+
+    def _settle(self) -> None:
+        for _ in range(int(SETTLE_S / POLL_S)):
+            self._wait(POLL_S)
+
+    def _look_at_process(self) -> str:
+        # The parent is another one as soon as the rank has ended, also where nobody has collected it.
+        if os.getppid() != self.job.pid:
+            return "gone"
+        return "stopped" if _process_state(self.job.pid) == "T" else "runs"
+
+    def _is_due(self) -> bool:
+        """Whether the rank has stood still for too long."""
+        if self.condition == "gone" or self.stopped_s >= self.job.timeout_s:
+            return True
+        if self.beat.phase not in _TIMED:
+            return False
+        limit = self.job.first_timeout_s if self.beat.is_first else self.job.timeout_s
+        if self.idle_s < limit:
+            return False
+        # Who waits for a rank that saves or validates alone has longer.
+        is_other_paused = any(state["phase"] == Phase.PAUSED and state["condition"] == "runs" for state in self._read_others())
+        return not is_other_paused or self.idle_s >= self.job.first_timeout_s
+
+    # Telling each other.
+
+    @property
+    def _verdict_path(self) -> Path:
+        return Path(self.job.meeting) / "verdict"
+
+    def _state_path(self, rank: int) -> Path:
+        return Path(self.job.meeting) / f"rank-{rank}"
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "rank": self.job.rank,
+            "pid": self.job.pid,
+            "host": socket.gethostname(),
+            "condition": self.condition,
+            "idle_s": max(self.idle_s, self.stopped_s),
+            "frames": read_frames(self._stacks),
+            **self.beat._asdict(),
+        }
+
+    def _publish(self) -> None:
+        self._since_publish_s = 0.0
+        path = self._state_path(self.job.rank)
+        part = path.with_suffix(".part")
+        # A folder that is gone or full for a moment is no reason to stop watching.
+        with contextlib.suppress(OSError):
+            part.write_text(json.dumps(self._state()))
+            part.replace(path)
+
+    def _read_others(self) -> list[dict[str, Any]]:
+        """Return what the processes of the other ranks said last; nothing of those that are done, or that see another folder."""
+        found = []
+        for rank in range(self.job.num_ranks):
+            if rank != self.job.rank:
+                with contextlib.suppress(OSError, ValueError):
+                    found.append(json.loads(self._state_path(rank).read_text()))
+        return found
+
+    def _leave(self, *, keep: bool = False) -> None:
+        """Take the traces away; those of a rank that left early stay until the last one leaves."""
+        if not keep:
+            self._state_path(self.job.rank).unlink(missing_ok=True)
+        if all(state["condition"] == "gone" and state["phase"] == Phase.LEAVING for state in self._read_others()):
+            shutil.rmtree(self.job.meeting, ignore_errors=True)
+
+    # Ending.
+
+    def _judge(self) -> None:
+        """Name who is to blame, and end this rank; only one process writes the report."""
+        states = sorted([self._state(), *self._read_others()], key=lambda state: state["rank"])
+        blamed = find_blamed(states)
+        path = Path(self.job.folder) / f"watchdog-step={blamed[0]['step']}.txt"
+        text = describe(blamed, states, timeout_s=self.job.timeout_s, report=path)
+        is_first = False
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._verdict_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            is_first = True
+            os.write(descriptor, str(path).encode())
+            os.close(descriptor)
+        # Also where the folder is gone, so that nobody could be told.
+        if is_first or not self._verdict_path.exists():
+            _say(text)
+            with contextlib.suppress(OSError):
+                path.write_text(text)
+        is_blamed = any(state["rank"] == self.job.rank for state in blamed)
+        self._end_rank(0.0 if is_blamed or self._is_due() else GRACE_S)
+
+    def _end_rank(self, grace_s: float) -> None:
+        """Kill the rank with all processes below it; one that ends with an error of its own is given the time for it."""
+        waited_s = 0.0
+        while self._is_there() and waited_s < (self.job.timeout_s if self.beat.phase in (Phase.LEAVING, Phase.FAILED) else grace_s):
+            self._wait(POLL_S)
+            waited_s += POLL_S
+        if self._is_there():
+            self._read_stacks()
+            _say(f"Watchdog: rank {self.job.rank} (process {self.job.pid}) is killed.\n{self._stacks}")
+            with contextlib.suppress(OSError), open(self._verdict_path.read_text(), "a", encoding="utf-8") as report:
+                report.write(f"\nRank {self.job.rank} when it was killed:\n{self._stacks or '(no stack: the process does not answer)'}\n")
+            below = descendants(self.job.pid)
+            for pid in (self.job.pid, *below):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._leave()
+
+    def _is_there(self) -> bool:
+        return self.condition != "gone" and self.beat.phase != Phase.DONE
+
+    def _read_stacks(self) -> None:
+        """Ask the rank once what each of its threads is doing; the handler that answers needs no lock of the interpreter."""
+        if self._stacks or not self.job.stacks_signal or self.condition != "runs":
+            return
+        written = os.fstat(self.job.stacks_fd).st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.job.pid, self.job.stacks_signal)
+        time.sleep(POLL_S)
+        self._stacks = os.pread(self.job.stacks_fd, 2**16, written).decode(errors="replace")
+        self._publish()
+
+
+def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the ranks to blame: that are dead without a word, else that are stopped, else that failed first, else that came least far."""
+    dead = [state for state in states if state["condition"] == "gone" and state["phase"] != Phase.FAILED]
+    stopped = [state for state in states if state["condition"] == "stopped"]
+    # An error often comes of another rank's end.
+    failed = [state for state in states if state["phase"] == Phase.FAILED]
+    if dead or stopped or failed:
+        return dead or stopped or [min(failed, key=lambda state: state["failed_at_s"])]
+    # A rank outside of the batches has begun none since; who waits for it is not to blame.
+    least = min((state["num_batches"], state["phase"]) for state in states)
+    tied = [state for state in states if (state["num_batches"], state["phase"]) == least]
+    # A rank that waits for others does so inside torch.
+    outside = [state for state in tied if state["frames"] and not _is_in_torch(state["frames"][0])]
+    return outside or tied
+
+
+def read_frames(stacks: str) -> list[str]:
+    """Return the frames of the main thread in a dump of faulthandler, innermost first, each as "function (file:line)" with the whole path.
+
+    Example:
+        >>> read_frames('(most recent call first):   File "/a/b.py", line 3 in work')
+        ['work (/a/b.py:3)']
+    """
+    # The main thread is the oldest one, and stands last.
+    main_thread = stacks.rpartition("most recent call first")[2]
+    return [f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(main_thread)]
+
+
+def _is_in_torch(frame: str) -> bool:
+    return "/torch/" in frame
+
+
+def _describe_frames(frames: list[str]) -> str:
+    """Return where a rank stands: its innermost function, and who called torch where that is inside torch."""
+    if not frames:
+        return ""
+    caller = next((frame for frame in frames if not _is_in_torch(frame)), frames[0])
+    return f"; in {frames[0]}" + (f", called by {caller}" if caller != frames[0] else "")
+
+
+def describe(blamed: list[dict[str, Any]], states: list[dict[str, Any]], *, timeout_s: float, report: Path) -> str:
+    """Return the report: who, at which step, and where every rank stood."""
+    first, many = blamed[0], len(blamed) > 1
+    names = ", ".join(str(state["rank"]) for state in blamed)
+    what = f"{'ranks' if many else 'rank'} {names} {_describe_condition(first, is_plural=many)}"
+    lines = [
+        f"Watchdog: {what}, at optimizer step {first['step']} (micro-batch {first['num_batches']} of this run), {_WORDS[Phase(first['phase'])]}. "
+        f"The job is ended (timeout_s={timeout_s:g}; this report: {report}).",
+        *(_describe_state(state) for state in states),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_condition(state: dict[str, Any], *, is_plural: bool) -> str:
+    if state["condition"] == "gone":
+        after = f" after {state['text']}" if state["text"] else ": killed, crashed, or ended by its own code"
+        return f"{'are' if is_plural else 'is'} dead{after}"
+    if state["phase"] == Phase.FAILED:
+        return f"failed with {state['text']}"
+    if state["condition"] == "stopped":
+        return f"{'are' if is_plural else 'is'} stopped (SIGSTOP)"
+    return f"made no progress for {state['idle_s']:.0f} s"
+
+
+def _describe_state(state: dict[str, Any]) -> str:
+    idle = f", no progress for {state['idle_s']:.0f} s" if state["idle_s"] >= 1 else ""
+    place = f"{_WORDS[Phase(state['phase'])]}, optimizer step {state['step']}, micro-batch {state['num_batches']}"
+    frames = _describe_frames(state["frames"])
+    return f"  rank {state['rank']} (process {state['pid']} on {state['host']}): {state['condition']}, {place}{idle}{frames}"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below one, but for those that watch; none where the system has no /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if Path(__file__).name.encode() not in (entry / "cmdline").read_bytes():
+                children.setdefault(parent, []).append(int(entry.name))
+    found, left = [], [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
+
+
+def _process_state(pid: int) -> str:
+    """Return the letter of a process's state, "T" for one that is stopped; nothing where the system has no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _say(text: str) -> None:
+    # The rank's stderr; nobody may read it any more.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def main(argument: str) -> None:
+    """Watch the rank that a job in JSON names."""
+    job = Job(**json.loads(argument))
+    with mmap.mmap(job.record_fd, RECORD_BYTES) as memory:
+        RankWatch(job, memory).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,223 @@
+"""Watchdog: a run in which a rank is dead, stopped or hung ends in time, and says which rank at which step."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fastft.callbacks import watch_process
+from lightning_fastft.callbacks.watch_process import Beat, Job, Phase
+from lightning_fastft.checks import check_float
+from lightning_fastft.status import Status
+from lightning_fastft.strategies.even_batches import check_even_batches
+from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    import torch
+    from torch.optim import Optimizer
+
+STATUS_NAME = "watchdog"
+# Kernels are built and plans are measured in the first three optimizer steps (OffloadCheckpointing).
+FIRST_STEPS = 3
+# A day; whoever waits longer does not watch.
+_MOST_SECONDS = 86_400.0
+
+
+class Watchdog(Callback):
+    """End a run in which a rank is dead, stopped (SIGSTOP) or hung, name the rank and the step, and kill what is left of it.
+
+    Beside each rank runs a small process, which goes on where the rank does not. A rank that makes no progress inside or between its training
+    batches for timeout_s, or whose process is gone or stopped, ends the run at most 10 s later: a report with the place and the Python stacks of
+    the ranks is written to stderr and to ``watchdog-step=N.txt`` in the folder of the first ModelCheckpoint (else ``default_root_dir``), and every
+    rank is killed with all processes below it, so that its exit code is not 0. A rank that ends with an error of its own is left to do so.
+
+    Time counts from one hook of a training batch to the next: not at the start, and not from the beginning of a validation, a save or an epoch until
+    the next batch. What hangs there is not found, but a rank that dies or is stopped there is. A rank that waits in its batch while another one
+    saves or validates has first_steps_factor times as long. Ranks on several nodes name each other where they share the folder. A run suspended with
+    SIGSTOP for timeout_s is ended too. On a GPU the host runs ahead, and its place is the one that is named. POSIX only; a rank that is stopped, and
+    the processes below a rank, are found where there is a /proc.
+
+    Args:
+        timeout_s: Seconds without progress after which the run is ended, 1 to 86,400; more than the longest micro-batch takes.
+        first_steps_factor: How many times as long the first three optimizer steps of a run may take, 1 to 1,000; kernels are built in them.
+
+    Raises:
+        OptionError: A value is not allowed.
+        DataError: From the training loop, before the first step: the ranks have different numbers of training batches.
+
+    Cost:
+        Some 20 microseconds of the host per micro-batch, with one system call, no collective and no host wait. One process per rank of some 10 MiB
+        that reads its rank's place four times a second and writes one small file per second. Two collectives at the start of the run.
+
+    Source:
+        own
+
+    Example:
+        >>> Watchdog(timeout_s=120.0).status()[0].state
+        'inactive'
+    """
+
+    def __init__(self, *, timeout_s: float = 300.0, first_steps_factor: float = 10.0) -> None:
+        self.timeout_s = check_float("timeout_s", timeout_s, low=1.0, high=_MOST_SECONDS)
+        self.first_steps_factor = check_float("first_steps_factor", first_steps_factor, low=1.0, high=1000.0)
+        self._statuses = [Status(STATUS_NAME, "inactive", "no training yet")]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._memory: mmap.mmap | None = None
+        self._stacks: IO[bytes] | None = None
+        self._num_beats = self._num_batches = self._first_step = self._step = 0
+        self._is_alone = True
+
+    def status(self) -> list[Status]:
+        """Return whether the ranks are watched, and under a strategy of Lightning's own whether they have equally many batches."""
+        return self._statuses
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse ranks with different numbers of batches, and begin to watch this rank.
+
+        Raises:
+            DataError: The ranks have different numbers of training batches.
+        """
+        self._stop()
+        if os.name != "posix":
+            self._statuses = [Status(STATUS_NAME, "refused", "a process of another system than POSIX cannot be watched", "remove Watchdog")]
+            return
+        folder = _report_folder(trainer)
+        self._first_step, self._num_batches, self._is_alone = trainer.global_step, 0, trainer.world_size == 1
+        self._start(trainer, folder, run=trainer.strategy.broadcast(uuid.uuid4().hex))
+        self._statuses = [Status(STATUS_NAME, "active", f"a rank without progress for {self.timeout_s:g} s ends the run; reports in {folder}")]
+        # A strategy of ours does this itself.
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, FastFTStrategyMixin):
+            self._statuses.append(check_even_batches(trainer))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock: loaders are made."""
+        self._beat(Phase.PAUSED)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Start the clock of a micro-batch."""
+        self._num_batches += 1
+        self._step = trainer.global_step + 1
+        self._beat(Phase.FORWARD)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """Note the end of the forward."""
+        self._beat(Phase.BACKWARD)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the end of the backward."""
+        self._beat(Phase.BACKWARD_DONE)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Note the beginning of the optimizer step."""
+        self._beat(Phase.OPTIMIZER)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Note the end of a micro-batch, and see that the watching process is there."""
+        self._beat(Phase.BETWEEN)
+        if self._process is not None and self._process.poll() is not None:
+            self._statuses[0] = Status(STATUS_NAME, "refused", f"its process ended with code {self._process.returncode}; nobody watches any more")
+            rank_zero_warn(f"Watchdog: {self._statuses[0].reason}.")
+            self._stop()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock until the next batch."""
+        self._beat(Phase.PAUSED)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock until the next training batch."""
+        self._beat(Phase.PAUSED)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Stop the clock until the next training batch."""
+        self._beat(Phase.PAUSED)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Watch no longer."""
+        self._stop()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Watch no longer."""
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Tell the other ranks why this one ends; alone, watch no longer."""
+        if self._is_alone:
+            self._stop()
+            return
+        phase = Phase.FAILED if isinstance(exception, Exception) else Phase.LEAVING
+        self._beat(phase, failed_at_s=time.time(), text=f"{type(exception).__name__}: {exception}".partition("\n")[0])
+
+    def _beat(self, phase: Phase, *, failed_at_s: float = 0.0, text: str = "") -> None:
+        if self._memory is not None:
+            self._num_beats += 1
+            is_first = self._step - 1 - self._first_step < FIRST_STEPS
+            watch_process.write_beat(self._memory, Beat(self._num_beats, self._num_batches, self._step, phase, is_first, failed_at_s, text))
+
+    def _start(self, trainer: pl.Trainer, folder: Path, *, run: str) -> None:
+        """Start the process beside this rank."""
+        self._step = trainer.global_step + 1
+        meeting = folder / f".watchdog-{run}"
+        meeting.mkdir(parents=True, exist_ok=True)
+        # Of the real-time signals, which nothing else uses here; macOS has none.
+        stacks_signal = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else 0
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open until the run ends
+        if stacks_signal:
+            faulthandler.register(stacks_signal, file=self._stacks, all_threads=True)
+        with tempfile.TemporaryFile() as record:
+            record.truncate(watch_process.RECORD_BYTES)
+            self._memory = mmap.mmap(record.fileno(), watch_process.RECORD_BYTES)
+            self._beat(Phase.PAUSED)
+            job = Job(
+                rank=trainer.global_rank,
+                num_ranks=trainer.world_size,
+                pid=os.getpid(),
+                timeout_s=self.timeout_s,
+                first_timeout_s=self.timeout_s * self.first_steps_factor,
+                record_fd=record.fileno(),
+                stacks_fd=self._stacks.fileno(),
+                stacks_signal=int(stacks_signal),
+                folder=str(folder),
+                meeting=str(meeting),
+            )
+            # A session of its own: Ctrl-C and SIGHUP are for the rank.
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a file of this package
+                [sys.executable, "-I", "-S", watch_process.__file__, json.dumps(job._asdict())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(job.record_fd, job.stacks_fd),
+                start_new_session=True,
+            )
+
+    def _stop(self) -> None:
+        """Let the watching process go; a second call does nothing."""
+        if self._memory is None or self._process is None or self._stacks is None:
+            return
+        self._beat(Phase.DONE)
+        if self._process.poll() is None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+        if hasattr(signal, "SIGRTMAX"):
+            faulthandler.unregister(signal.SIGRTMAX - 1)
+        self._stacks.close()
+        self._memory.close()
+        self._process = self._memory = self._stacks = None
+
+
+def _report_folder(trainer: pl.Trainer) -> Path:
+    """Return the folder of the first ModelCheckpoint, else the Trainer's."""
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return Path(next((folder for folder in folders if folder is not None), trainer.default_root_dir)).absolute()

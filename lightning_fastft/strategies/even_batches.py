@@ -1,0 +1,48 @@
+"""Refuse ranks whose numbers of batches differ, before the first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.errors import DataError
+from lightning_fastft.status import Status
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+STATUS_NAME = "even batches"
+
+
+def check_even_batches(trainer: pl.Trainer) -> Status:
+    """Compare the training batches of an epoch over all ranks; every rank makes this call, in ``on_train_start``.
+
+    A rank that ends its epoch before the others leaves them waiting for its gradients.
+
+    Args:
+        trainer: What is counted is ``num_training_batches``: the length of the loader under ``limit_train_batches``.
+
+    Returns:
+        The number, or that it is not known.
+
+    Raises:
+        DataError: The numbers differ; all of them are named, on every rank.
+
+    Cost:
+        One gathering of a number per rank, once per run.
+    """
+    if trainer.world_size == 1:
+        return Status(STATUS_NAME, "inactive", "one rank")
+    found = on_all_ranks(lambda: trainer.num_training_batches, error=DataError)
+    if len(set(found)) > 1:
+        counts = ", ".join(f"rank {rank}: {'no length' if count == float('inf') else int(count)}" for rank, count in enumerate(found))
+        fewest = int(min(found))
+        raise DataError(
+            f"The ranks have different numbers of training batches per epoch ({counts}): the ranks with fewer would leave the others waiting for "
+            "their gradients. Give every rank the same number: PackedDataModule plans it so, and "
+            f"Trainer(limit_train_batches={fewest}) cuts to the fewest."
+        )
+    if found[0] == float("inf"):
+        remedy = "give the loader a length, or Trainer(limit_train_batches=...); Watchdog ends a run whose ranks wait for each other"
+        return Status(STATUS_NAME, "inactive", "the loader has no length, so nobody knows whether ranks have equally many batches", remedy)
+    return Status(STATUS_NAME, "active", f"{int(found[0])} per epoch on each of {len(found)} ranks")

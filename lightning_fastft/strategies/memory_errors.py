@@ -1,0 +1,93 @@
+"""What is said where memory runs out, and what an optimizer step that ran out of it left behind."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+from lightning_fastft.errors import FastFTError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+# What torch says of memory that is not there in errors that are no OutOfMemoryError: its host allocator, the CUDA runtime, cuBLAS.
+_REFUSALS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "not enough memory: you tried to allocate",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+# Optimizers whose every write is seen in the version of a tensor.
+_WITNESSED = ("torch.optim.", "lightning_fastft.")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an allocation that failed, and has not been explained yet.
+
+    Example:
+        >>> [is_out_of_memory(error) for error in (torch.OutOfMemoryError("..."), RuntimeError("CUDA error: out of memory"), ValueError())]
+        [True, True, False]
+    """
+    if isinstance(error, FastFTError):
+        return False
+    is_named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_named or (isinstance(error, RuntimeError) and any(refusal in str(error) for refusal in _REFUSALS))
+
+
+def describe_peak(device: torch.device) -> str:
+    """Return the largest use of memory so far: of the device where its allocator counts, else of this process on the host."""
+    if device.type != "cuda":
+        if sys.platform == "win32":
+            return "peak of this process not counted on Windows"
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return f"peak of this process so far {peak / 2 ** (30 if sys.platform == 'darwin' else 20):.2f} GiB"
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return f"peak so far {allocated / 2**30:.2f} GiB allocated and {reserved / 2**30:.2f} GiB reserved, of {total / 2**30:.2f} GiB"
+
+
+class StepWitness:
+    """Know what a failed optimizer step changed, by the versions of its tensors, which every in-place write raises.
+
+    Args:
+        optimizer: The optimizer, or Lightning's wrapper of it.
+
+    Cost:
+        ``note`` reads a host integer per weight and per tensor of its state; no host synchronisation.
+    """
+
+    def __init__(self, optimizer: Optimizer | LightningOptimizer) -> None:
+        self._optimizer: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] | None = None
+        self._num_known = 0
+
+    def note(self) -> None:
+        """Note the state before the step, behind the backward."""
+        # Nothing is looked up by tensor: their hashes take most of the time.
+        self._tensors = [param for group in self._optimizer.param_groups for param in group["params"]]
+        for values in self._optimizer.state.values():
+            self._tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._num_known = len(self._optimizer.state)
+
+    def describe(self) -> str:
+        """Return what became of weights and state, after the step failed; state that the step had just made is taken away again."""
+        name = type(self._optimizer).__name__
+        if self._versions is None:
+            return "No weight was stepped."
+        module = f"{type(self._optimizer).__module__}."
+        if not module.startswith(_WITNESSED) or any(hasattr(tensor, "device_mesh") for tensor in self._tensors):
+            return f"What {name} had changed by then cannot be seen, so weights may be stepped in part: go on from the last checkpoint."
+        changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions))
+        if changed:
+            return f"{name} had changed {changed} of {len(self._tensors)} tensors of weights and state by then: go on from the last checkpoint."
+        # The state is in the order in which it was made.
+        for param in list(self._optimizer.state)[self._num_known :]:
+            del self._optimizer.state[param]
+        return "Weights and optimizer state are as before the step."

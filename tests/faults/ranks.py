@@ -1,0 +1,141 @@
+"""Ranks of a run that are hurt: made by fork, so that none of them has to load torch again, and waited for with a limit."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fastft.callbacks.watchdog import Watchdog
+from lightning_fastft.strategies.ddp import FastFTDDPStrategy
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from tests.faults.saves import fork
+from tests.strategies.strategy_worker import Lazy
+from tests.training_parts import packed_loader, quiet_trainer
+
+NUM_RANKS = 2
+# Micro-batch 7 of the run is the first of optimizer step 4, behind those that are given longer.
+ACCUMULATE, HURT_AT, HURT_STEP = 2, 6, 4
+
+
+class Fault(Callback):
+    """Hurts one rank in a training batch, and tells the test of it."""
+
+    def __init__(self, kind, write, *, rank=1):
+        self.kind, self.write, self.rank = kind, write, rank
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.world_size > 1:
+            self.group = torch.distributed.new_group()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == HURT_AT and trainer.global_rank == self.rank:
+            os.write(self.write, b"x")
+            getattr(self, self.kind)()
+        elif batch_idx == HURT_AT and self.kind == "kill_beside_one_that_is_busy":
+            time.sleep(1000)
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    kill_beside_one_that_is_busy = kill
+
+    def error(self):
+        raise ValueError("planted")
+
+    def stop(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def collective(self):
+        # A group of its own, so that nothing of the others answers.
+        torch.distributed.barrier(self.group)
+
+    def lock(self):
+        # Holds the interpreter's lock all the while: no thread of this process runs.
+        re.match(r"(a+)+$", "a" * 64 + "b")
+
+    def sleep(self):
+        time.sleep(1000)
+
+
+class End(NamedTuple):
+    """How a job ended: exit codes by rank, seconds after the fault, what the ranks wrote to stderr, and the report."""
+
+    codes: list
+    seconds: float
+    said: str
+    report: str
+
+
+def make_strategy(name):
+    # Rank 0 must not be freed by a timeout of the group.
+    hour = timedelta(hours=1)
+    return {
+        "fastft_ddp": lambda: FastFTDDPStrategy(timeout=hour),
+        "fastft_fsdp": lambda: FastFTFSDPStrategy(timeout=hour),
+        "ddp": lambda: "ddp",
+        "one": lambda: "auto",
+    }[name]()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def train(folder, *, strategy, num_ranks, callbacks, num_batches=24, max_steps=12, **options):
+    quiet_trainer(
+        folder, strategy=make_strategy(strategy), devices=num_ranks, callbacks=callbacks, accumulate_grad_batches=ACCUMULATE, max_steps=max_steps,
+        use_distributed_sampler=False, **options,
+    ).fit(Lazy(), packed_loader(num_batches))  # fmt: skip
+
+
+def run_job(folder, *, kind, strategy="fastft_ddp", num_ranks=NUM_RANKS, timeout_s=1.0, rank=1, watched=True, num_batches=(24, 24), limit_s=25.0):
+    """Run a job with one hurt rank, and return how it ended; what is still there after limit_s is killed, with code None."""
+    port = free_port()
+
+    def act(number, write):
+        log = os.open(folder / f"stderr-{number}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 2)
+        # Not the file in which pytest keeps what its own process says.
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        names = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": 0}
+        if num_ranks > 1:
+            os.environ |= {name: str(value) for name, value in names.items()}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+        callbacks = [Watchdog(timeout_s=timeout_s)] if watched else []
+        callbacks += [Fault(kind, write, rank=rank)] if kind != "uneven" else []
+        train(folder, strategy=strategy, num_ranks=num_ranks, callbacks=callbacks, num_batches=num_batches[number])
+
+    children = [fork(lambda write, number=number: act(number, write)) for number in range(num_ranks)]
+    try:
+        os.read(children[rank][1], 1)
+        begin = time.monotonic()
+        codes = [None] * num_ranks
+        while None in codes and time.monotonic() - begin < limit_s:
+            for number, (child, _) in enumerate(children):
+                if codes[number] is None:
+                    found, status = os.waitpid(child, os.WNOHANG)
+                    codes[number] = os.waitstatus_to_exitcode(status) if found else None
+            time.sleep(0.02)
+        seconds = time.monotonic() - begin
+    finally:
+        for number, (child, read) in enumerate(children):
+            os.close(read)
+            if codes[number] is None:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+    # The processes that watched end a moment later.
+    deadline = time.monotonic() + 10
+    while list(folder.glob(".watchdog-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    said = "".join((folder / f"stderr-{number}").read_text() for number in range(num_ranks))
+    reports = list(folder.glob("watchdog-*.txt"))
+    return End(codes, seconds, said, reports[0].read_text() if len(reports) == 1 else f"{len(reports)} reports")
