@@ -2,7 +2,8 @@
 #   make demo        the whole job on data that it makes itself
 #   make test        lint, types, doctests, CPU tests             make test TRANSFORMERS=5.17.0    with that version of transformers
 #   make test-gpu    the tests that need a CUDA device             make test-gpu PY=python3         with an interpreter that has all of it already
-#   make test-faults that each fault planted in a kernel turns its tests red (after changes of kernels, and before a release)
+#   make test-faults that each fault planted in a kernel turns its tests red, and the long half of kills, damage, signals, resume and dead ranks
+#   make docs        the pages of docs/ that are generated: families, options, results
 #   make test-seams  only the tests against transformers and PEFT
 
 PYTHON ?= python3
@@ -28,10 +29,13 @@ ifneq ($(shell cat $(VENV)/.dev 2>/dev/null),$(WANTED))
 .PHONY: $(VENV)/.dev
 endif
 
-.PHONY: demo test test-faults test-gpu test-seams lint types tests clean
+.PHONY: demo docs test test-faults test-gpu test-seams lint types tests clean
 
 demo: $(SETUP)
 	$(PY) -m lightning_fastft demo
+
+docs: $(DEV_SETUP)
+	$(PY) docs/generate.py
 
 test: lint types tests
 

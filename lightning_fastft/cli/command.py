@@ -17,6 +17,7 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
   fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
   fastft plan     --config NAME|FILE [--gpu NAME]        what is kept, offloaded or recomputed, and what it will cost, without training
+  fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a plain Hugging Face folder
   fastft demo                                            the whole job on data that it makes itself
 
 Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
@@ -60,8 +61,12 @@ def _run(command: str, words: list[str]) -> int:
         from lightning_fastft.cli.plan import run_plan
 
         return run_plan(words)
+    if command == "export":
+        from lightning_fastft.cli.export import run_export
+
+        return run_export(words)
     if command == "demo":
         from lightning_fastft.cli.demo import run_demo
 
         return run_demo(words)
-    raise OptionError(f"Unknown command {command!r}; there are fit, validate, test, data, doctor, plan and demo.")
+    raise OptionError(f"Unknown command {command!r}; there are fit, validate, test, data, doctor, plan, export and demo.")

@@ -1,0 +1,266 @@
+"""Write docs/support.md and docs/options.md from the package itself, and the tables of docs/numbers.md from benchmarks/results.csv.
+
+Command: python docs/generate.py        (tests/docs compares the first two with what this would write)
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import lightning_fastft
+from lightning_fastft.cli.command import USAGE
+from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
+from lightning_fastft.errors import FastFTError, UnsupportedModelError
+from lightning_fastft.models.decoder import LAYERS
+from lightning_fastft.models.expert_nf4 import check_experts
+from lightning_fastft.models.families import FAMILIES, check_servable
+from lightning_fastft.models.moe import install_bincount_router
+from lightning_fastft.models.swap import SwapLedger
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results.csv"
+HEAD = "<!-- Written by `python docs/generate.py`; edit the package, not this file. -->\n"
+# Beyond the families that are compared document by document: more mixtures, and what many people ask for.
+MORE_FAMILIES = (
+    *("qwen2_moe", "deepseek_v2", "phimoe", "granitemoe", "ernie4_5_moe", "llama4_text"),
+    *("phi", "gemma", "cohere", "olmo2", "stablelm", "gpt2", "opt", "qwen3_next", "mamba2"),
+)
+# Enough for each kind of layer: DeepSeek's and GLM's first three are dense.
+NUM_LAYERS = 4
+YES, NO = "yes", "-"
+_ENTRY = re.compile(r"^    (\*{0,2}\w+): (.*)$")
+_SECTION = re.compile(r"^(Args|Returns|Raises|Cost|Source|Example|Attributes):$")
+# Figures of a run that say what it was: time, rate and memory.
+MEASURES = {
+    ("step", "ms"): "ms per step",
+    ("tokens", "tokens/s"): "tokens/s",
+    ("peak allocated", "GiB"): "peak GiB",
+    ("peak allocated, largest rank", "GiB"): "peak GiB",
+    ("host waits", "per step"): "host waits",
+    ("lowest gradient cosine", "1"): "lowest cosine",
+}
+
+
+def write_support() -> str:
+    """Return the table of model families and what serves them, as the package's own judges say it of models on the meta device."""
+    lines = [
+        HEAD,
+        "# Model families and what serves them\n",
+        "A model is served when its attention is on transformers' attention interface. *Tested*: packed documents against one document at a",
+        "time, gradients included (`pytest tests/models/test_packed.py`). *On the interface*: nothing speaks against it and it is not among the",
+        "tested; its kernels are those that take its head shape. *Refused*: a packed batch raises `UnsupportedModelError` with the reason",
+        "below. The family is the `model_type` of",
+        "the text configuration.\n",
+        "| family | packed documents | attention kernels | `FusedKernels` | `BincountRouter` | `quantization='nf4'` |",
+        "|---|---|---|---|---|---|",
+    ]
+    refusals = []
+    for family in (*FAMILIES, *MORE_FAMILIES):
+        model = build_on_meta(family)
+        packed, refusal = _judge_packing(family, model)
+        if refusal:
+            refusals.append(f"- `{family}`: {refusal}")
+        kernels = ", ".join(FAMILIES.get(family, ())) or ("" if refusal else "by head shape")
+        fused = YES if any(type(module).__name__ in LAYERS for module in model.modules()) else NO
+        lines.append(f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |")
+    lines += [
+        "\n`attention` chooses among the kernels of a row: flash varlen, cuDNN, FlexAttention, torch's SDPA with a dense mask, plain PyTorch. Which",
+        "one ran is in the table that `fit` logs. LoRA and full fine-tuning, offload, packed loss, the guards and the reports work with every family",
+        "that is not refused. `BincountRouter` on a dense model, or `FusedKernels` on another family, does nothing and says so.\n",
+        "## Refused, and why\n",
+        *refusals,
+        "\n## Strategies\n",
+        "| | `fastft` | `fastft_ddp` | `fastft_fsdp` |",
+        "|---|---|---|---|",
+        "| LoRA, QLoRA, full fine-tuning | yes | yes | yes |",
+        "| activations planned, offloaded | yes | yes | yes |",
+        "| `FusedKernels` | yes | yes | yes |",
+        "| `BincountRouter` | yes | yes | refused: stacks in pieces |",
+        "| `FusedAdamW` | yes | yes | torch.optim.AdamW |",
+        "| `fastft export` of its checkpoints | yes | yes | `FineTuner.save_pretrained` |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def build_on_meta(family: str) -> Any:  # noqa: ANN401 - a model of transformers
+    """Return a model of a family with its default sizes and few layers, without memory."""
+    config = AutoConfig.for_model(family)
+    kinds = getattr(config, "layer_types", None)
+    config.num_hidden_layers = NUM_LAYERS
+    if kinds and not isinstance(getattr(type(config), "layer_types", None), property):
+        config.layer_types = kinds[:NUM_LAYERS]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _judge_packing(family: str, model: Any) -> tuple[str, str]:  # noqa: ANN401
+    """Return what is said of packed documents, and why they are refused."""
+    try:
+        check_servable(model)
+    except UnsupportedModelError as error:
+        return "refused", str(error).partition("documents: ")[2].partition(". Tested families")[0]
+    return ("tested" if family in FAMILIES else "on the interface"), ""
+
+
+def _judge_experts(model: Any) -> str:  # noqa: ANN401
+    """Return whether the router serves the experts of a model."""
+    ledger = SwapLedger()
+    try:
+        return YES if install_bincount_router(model, ledger)[0].state == "active" else "dense"
+    except UnsupportedModelError:
+        return "refused"
+    finally:
+        ledger.undo()
+
+
+def _judge_nf4(model: Any) -> str:  # noqa: ANN401
+    """Return what a quantised base of the family holds in 4 bits."""
+    try:
+        return "linear layers and experts" if check_experts(model) else "linear layers"
+    except FastFTError:
+        return "refused"
+
+
+def write_options() -> str:
+    """Return every public class with its options, their types, defaults and meaning."""
+    lines = [
+        HEAD,
+        "# Every option\n",
+        "From signatures and docstrings. In a config an option stands under `init_args`; on the command line it is `--model.lora.r 16`,",
+        "`--data.max_tokens 8192`, `--trainer.strategy fastft`. `fastft fit --help` lists them with those of Lightning's Trainer.\n",
+        "## Commands\n",
+        f"```text\n{USAGE.format(configs=', '.join(config_names())).strip()}\n```\n",
+        "## Configs that come with the package\n",
+        *(_describe_config(name) for name in config_names()),
+        "",
+    ]
+    for name in lightning_fastft.__all__:
+        lines += _describe_public(name, getattr(lightning_fastft, name))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _describe_config(name: str) -> str:
+    text = (CONFIG_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    purpose = next(line for line in text.splitlines() if line.startswith("# Purpose: "))
+    return f"- `{name}`: {purpose.removeprefix('# Purpose: ')}"
+
+
+def _describe_public(name: str, value: Any) -> list[str]:  # noqa: ANN401 - a class or a function
+    """Return the section of one public name."""
+    sections = parse_docstring(inspect.getdoc(value) or "")
+    lines = [f"## {name}\n", *sections["Summary"], ""]
+    signature = inspect.signature(value.__init__ if inspect.isclass(value) else value)
+    meanings = dict(_entries(sections.get("Args", [])))
+    options = [parameter for parameter in signature.parameters.values() if parameter.name in meanings]
+    if options:
+        lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{option.name}` | `{_cell(_type_of(option))}` | {_default_of(option)} | {_cell(meanings[option.name])} |" for option in options
+        ] + [""]
+    for title in ("Raises", "Cost", "Source"):
+        if title in sections:
+            lines += [f"**{title}.** " + " ".join(" ".join(line.split()) for line in sections[title] if line.strip()), ""]
+    return lines
+
+
+def parse_docstring(text: str) -> dict[str, list[str]]:
+    """Return the sections of a docstring by title, their lines as they stand; what comes before the first is "Summary"."""
+    sections: dict[str, list[str]] = {"Summary": []}
+    title = "Summary"
+    for line in text.splitlines():
+        found = _SECTION.match(line)
+        if found:
+            title = found[1]
+            sections[title] = []
+        else:
+            sections[title].append(line)
+    while sections["Summary"] and not sections["Summary"][-1].strip():
+        sections["Summary"].pop()
+    return sections
+
+
+def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield names and meanings of an Args section."""
+    name, words = "", []
+    for line in lines:
+        found = _ENTRY.match(line)
+        if found:
+            if name:
+                yield name, " ".join(words)
+            name, words = found[1].lstrip("*"), [found[2]]
+        elif line.strip():
+            words.append(line.strip())
+    if name:
+        yield name, " ".join(words)
+
+
+def _type_of(option: inspect.Parameter) -> str:
+    found = option.annotation
+    return "" if found is inspect.Parameter.empty else found if isinstance(found, str) else getattr(found, "__name__", str(found))
+
+
+def _default_of(option: inspect.Parameter) -> str:
+    return "required" if option.default is inspect.Parameter.empty else f"`{_cell(repr(option.default))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def write_results() -> str:
+    """Return one table for each workload of results.csv: time, rate and memory of each system, the newest row of each."""
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    tables: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        measure = MEASURES.get((row["metric"], row["unit"]))
+        if measure:
+            systems = tables.setdefault((row["benchmark"], row["workload"]), {})
+            found = systems.setdefault(row["system"], {})
+            found.update({measure: row["value"], "date": row["date"]})
+            if measure == "ms per step":
+                found["n"] = row["n"]
+    columns = tuple(dict.fromkeys(MEASURES.values()))
+    lines = []
+    for (benchmark, workload), systems in tables.items():
+        lines += [f"### {benchmark}: {workload}\n", f"| system | {' | '.join(columns)} | date | steps |", "|---" * (len(columns) + 3) + "|"]
+        for system, found in systems.items():
+            figures = " | ".join(format_figure(float(found[column])) if column in found else "" for column in columns)
+            lines.append(f"| {_cell(system)} | {figures} | {found['date']} | {found.get('n', '')} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def format_figure(value: float) -> str:
+    """Return a figure with as many digits as it says something with.
+
+    Example:
+        >>> format_figure(2293.28), format_figure(14.94), format_figure(0.99983), format_figure(0.0)
+        ('2,293', '14.9', '0.9998', '0')
+    """
+    if value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if value >= 200 else f"{value:.1f}" if value >= 2 else f"{value:.4f}"
+
+
+def main() -> int:
+    """Write the files and return 0."""
+    (DOCS / "support.md").write_text(write_support(), encoding="utf-8")
+    (DOCS / "options.md").write_text(write_options(), encoding="utf-8")
+    numbers = DOCS / "numbers.md"
+    before = numbers.read_text(encoding="utf-8").partition("<!-- results -->")[0]
+    numbers.write_text(f"{before}<!-- results -->\n{write_results()}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

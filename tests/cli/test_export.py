@@ -1,0 +1,366 @@
+"""``fastft export``: what stock libraries read is what was trained, and what cannot be written leaves nothing behind."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLayer
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from lightning_fastft.cli import export as run_export
+from lightning_fastft.cli.command import main
+from lightning_fastft.errors import CheckpointNotSavedError, UnsupportedModelError
+from lightning_fastft.models import export
+from lightning_fastft.module import FineTuner
+from lightning_fastft.strategies.registry import register_strategies
+from tests.models.tiny_models import build_tiny
+from tests.training_parts import VOCAB_SIZE, packed_loader, quiet_trainer
+
+register_strategies()
+
+LORA = {"r": 4, "lora_alpha": 8}
+# Layers that NF4 takes, and a head of its own.
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+RUNS = {
+    "lora": {"dtype": "float32", "lora": LORA},
+    "bf16": {"dtype": "bfloat16", "lora": LORA, "adapter_dtype": "bfloat16"},
+    "qlora": {"dtype": "bfloat16", "lora": LORA, "quantization": "nf4"},
+    "full": {"dtype": "float32"},
+}
+IDS = torch.arange(3, 15).unsqueeze(0)
+
+
+class Trained:
+    """A run of some steps: its base, its checkpoint, and logits of the model as it was trained."""
+
+    def __init__(self, folder, name, *, family="qwen3", **options):
+        self.base, self.checkpoint = folder / "base", folder / "a.ckpt"
+        torch.manual_seed(1)
+        model = build_tiny(family, **SIZES)
+        model.generation_config.max_new_tokens = 7
+        model.save_pretrained(self.base)
+        core = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{index}": index for index in range(1, VOCAB_SIZE)}}, unk_token="<eos>"))
+        core.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(self.base)
+        module = FineTuner(str(self.base), learning_rate=2e-2, **{**RUNS[name], **options})
+        trainer = quiet_trainer(folder, strategy="fastft", max_steps=4)
+        trainer.fit(module, packed_loader(4))
+        trainer.save_checkpoint(self.checkpoint)
+        # PEFT's own arithmetic, without our narrow copies.
+        module.teardown("fit")
+        with torch.no_grad():
+            self.logits = module.model.eval()(IDS).logits.float()
+        self.adapted = module.model
+        module.save_pretrained(str(folder / "adapters"))
+        self.adapters = folder / "adapters"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a function that returns a run by its name, trained once."""
+    found = {}
+
+    def train(name):
+        if name not in found:
+            found[name] = Trained(tmp_path_factory.mktemp(name), name)
+        return found[name]
+
+    return train
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits.float()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "bf16"])
+def test_adapters_of_a_checkpoint_load_in_stock_peft(name, trained, folder, capsys):
+    run = trained(name)
+    assert main(["export", str(run.checkpoint), "out"]) == 0
+    text = capsys.readouterr().out
+    assert "Wrote adapters to out" in text
+    assert "largest difference of a logit 0.0e+00" in text
+    base = AutoModelForCausalLM.from_pretrained(run.base, dtype="auto" if name == "lora" else torch.bfloat16)
+    stock = PeftModel.from_pretrained(base, "out", autocast_adapter_dtype=False)
+    assert torch.equal(logits_of(stock), run.logits)
+    written = load_file("out/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32 if name == "lora" else torch.bfloat16}
+    assert AutoTokenizer.from_pretrained("out").eos_token_id == 0
+    assert json.loads((folder / "out/generation_config.json").read_text())["max_new_tokens"] == 7
+    assert json.loads((folder / "out/adapter_config.json").read_text())["base_model_name_or_path"] == str(run.base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype", "bound"), [("lora", torch.float32, 2e-6), ("bf16", torch.bfloat16, 2**-5)])
+def test_merged_weights_are_base_plus_adapters_in_stock_transformers(name, dtype, bound, trained, folder, capsys):
+    run = trained(name)
+    assert main(["export", str(run.checkpoint), "out", "--merge"]) == 0
+    assert "Wrote merged weights to out" in capsys.readouterr().out
+    stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    assert type(stock).__name__ == "Qwen3ForCausalLM"
+    assert {parameter.dtype for parameter in stock.parameters()} == {dtype}
+    # As far from the adapters as rounding, and far from the base.
+    size = run.logits.norm()
+    assert (logits_of(stock) - run.logits).norm() < bound * size
+    base = AutoModelForCausalLM.from_pretrained(run.base, dtype=dtype)
+    assert (logits_of(base) - run.logits).norm() > 0.1 * size
+    # The formula of LoRA, weight by weight, to one rounding.
+    adapted = dict(run.adapted.base_model.model.named_modules())
+    layers = {key: layer for key, layer in adapted.items() if isinstance(layer, LoraLayer)}
+    assert len(layers) == 14
+    for key, layer in layers.items():
+        a, b = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
+        truth = layer.base_layer.weight.double() + 2.0 * b @ a
+        off = (stock.get_submodule(key).weight.double() - truth).abs()
+        assert bool((off <= 2 * torch.finfo(dtype).eps * truth.abs().max()).all())
+    assert AutoTokenizer.from_pretrained("out").eos_token_id == 0
+    assert sorted(path.suffix for path in folder.glob("out/*")) == [".json"] * 4 + [".safetensors"]
+
+
+@pytest.mark.slow
+def test_nf4_base_is_merged_dense_in_bf16_and_said(trained, folder, capsys):
+    run = trained("qlora")
+    assert main(["export", str(run.checkpoint), "out", "--merge"]) == 0
+    assert "as NF4 holds them, made dense in bfloat16" in capsys.readouterr().out
+    stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    assert {parameter.dtype for parameter in stock.parameters()} == {torch.bfloat16}
+    assert getattr(stock.config, "quantization_config", None) is None
+    distance = (logits_of(stock) - run.logits).norm() / run.logits.norm()
+    assert distance < 2**-4
+    # Merged into the base's own weights it would be further off.
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.bfloat16), run.adapters)
+    assert (logits_of(plain) - run.logits).norm() / run.logits.norm() > 2 * distance
+
+
+@pytest.mark.slow
+def test_adapters_of_an_nf4_run_are_written_as_they_are(trained, folder):
+    run = trained("qlora")
+    assert main(["export", str(run.checkpoint), "out"]) == 0
+    expected = load_file(run.adapters / "adapter_model.safetensors")
+    written = load_file("out/adapter_model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_all_weights_of_a_checkpoint_become_a_model(trained, folder, answer):
+    run = trained("full")
+    assert answer(["export", str(run.checkpoint), "out"])[0] == 0
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained("out", dtype="auto")), run.logits)
+    assert json.loads((folder / "out/generation_config.json").read_text())["max_new_tokens"] == 7
+    status, text = answer(["export", str(run.checkpoint), "more", "--merge"])
+    assert status == 1
+    assert "holds all weights and no adapters" in text
+
+
+@pytest.mark.slow
+def test_random_base_is_drawn_again_to_be_merged(tmp_path, folder):
+    config = build_tiny("qwen3", **SIZES).config.to_dict()
+    module = FineTuner(config, init="random", learning_rate=2e-2, **RUNS["lora"])
+    torch.manual_seed(11)
+    trainer = quiet_trainer(tmp_path, strategy="fastft")
+    trainer.fit(module, packed_loader(3))
+    trainer.save_checkpoint("a.ckpt")
+    torch.manual_seed(12)
+    assert main(["export", "a.ckpt", "out", "--merge"]) == 0
+    stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    expected = logits_of(module.model)
+    assert (logits_of(stock) - expected).norm() < 2e-6 * expected.norm()
+
+
+@pytest.mark.slow
+def test_a_folder_of_adapters_is_merged_into_its_base(trained, folder, capsys):
+    run = trained("lora")
+    assert main(["export", str(run.adapters), "out", "--merge", "--dtype", "float32"]) == 0
+    assert f"merged into the weights of {run.base} as its files hold them" in capsys.readouterr().out
+    stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    assert (logits_of(stock) - run.logits).norm() < 2e-6 * run.logits.norm()
+    (folder / "moved").symlink_to(run.base)
+    assert main(["export", str(run.adapters), "again", "--base", "moved"]) == 0
+    assert json.loads((folder / "again/adapter_config.json").read_text())["base_model_name_or_path"] == "moved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "target_parameters": stacks}
+    run = Trained(tmp_path, "bf16", family="qwen3_moe", lora=lora, adapter_dtype="float32", quantization=quantization)
+    assert main(["export", str(run.checkpoint), "out", "--merge"]) == 0
+    stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    assert (logits_of(stock) - run.logits).norm() < 2**-3 * run.logits.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["{checkpoint}"], "takes a source and a target"),
+        (["{checkpoint}", "out", "--merg"], "takes a source and a target"),
+        (["{checkpoint}", "taken"], "taken is there already and is not overwritten"),
+        (["{base}", "out"], "holds a whole model already"),
+        (["nowhere", "out"], "neither a checkpoint file of a FineTuner nor a folder"),
+        (["pieces", "out"], "pieces of several ranks"),
+        (["{checkpoint}", "out", "--dtype", "bfloat16"], "add --merge, or leave it away"),
+        (["{checkpoint}", "out", "--merge", "--dtype", "int8"], "--dtype must be one of"),
+        (["{checkpoint}", "out", "--device", "abacus"], "--device must be a device of torch"),
+        (["other.ckpt", "out"], "no checkpoint of a FineTuner"),
+        (["given.ckpt", "out"], "add --base NAME"),
+        (["drawn.ckpt", "out"], "belong to random weights"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, folder, answer):
+    run = trained("lora")
+    (folder / "taken").mkdir()
+    (folder / "pieces").mkdir()
+    (folder / "pieces" / "meta.pt").touch()
+    torch.save({"state_dict": {}}, "other.ckpt")
+    seed = {"name": None, "init": "given", "seed": 0}
+    torch.save({"state_dict": {}, "fastft_base": seed, "hyper_parameters": {"lora": LORA, "init": "pretrained"}}, "given.ckpt")
+    torch.save({"state_dict": {}, "fastft_base": seed, "hyper_parameters": {"lora": LORA, "init": "random", "model": "x"}}, "drawn.ckpt")
+    before = sorted(folder.iterdir())
+    status, text = answer(["export", *(word.format(checkpoint=run.checkpoint, base=run.base) for word in words)])
+    assert status == 1
+    assert reason in text
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_refused(trained, folder, answer):
+    run = trained("lora")
+    content = bytearray(run.checkpoint.read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "bad.ckpt").write_bytes(content)
+    status, text = answer(["export", "bad.ckpt", "out"])
+    assert status == 1
+    assert text.startswith("error: DamagedCheckpointError")
+    assert [path.name for path in folder.iterdir()] == ["bad.ckpt"]
+
+
+# What is written is compared with what was trained.
+
+
+def small_adapted(*, scale=0.3):
+    """A model with adapters that do something."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build_tiny("qwen3"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=scale)
+    return model.eval()
+
+
+def spoil_on_save(model, monkeypatch, *, file, spoil):
+    """Have one tensor of what a model writes differ from what it holds."""
+    save = type(model).save_pretrained
+
+    def save_and_spoil(self, folder, **options):
+        save(self, folder, **options)
+        tensors = load_file(f"{folder}/{file}")
+        spoil(tensors)
+        save_file(tensors, f"{folder}/{file}", metadata={"format": "pt"})
+
+    monkeypatch.setattr(type(model), "save_pretrained", save_and_spoil)
+
+
+def lose_one(tensors):
+    tensors.pop(sorted(tensors)[0])
+
+
+def change_one(tensors):
+    tensors[sorted(tensors)[0]].view(-1)[0] += 1e-3
+
+
+def narrow_one(tensors):
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize("spoil", [lose_one, change_one, narrow_one])
+@pytest.mark.parametrize("kind", ["adapters", "merged"])
+def test_what_reads_back_otherwise_is_not_kept(kind, spoil, tmp_path, monkeypatch):
+    model = small_adapted()
+    if kind == "adapters":
+        spoil_on_save(model, monkeypatch, file="adapter_model.safetensors", spoil=spoil)
+        with pytest.raises(CheckpointNotSavedError, match="out was not written"):
+            export.export_adapters(model, tmp_path / "out", tokenizer=None)
+    else:
+        spoil_on_save(model.get_base_model(), monkeypatch, file="model.safetensors", spoil=spoil)
+        with pytest.raises(CheckpointNotSavedError, match="out was not written"):
+            export.export_merged(model, tmp_path / "out", tokenizer=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def merge_twice_as_strong(model):
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.scaling["default"] *= 2.0
+    return model.base_model.merge_and_unload()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("merge", [lambda model: model.unload(), merge_twice_as_strong])
+def test_a_merge_that_loses_or_doubles_the_adapters_is_refused(merge, dtype, tmp_path, monkeypatch):
+    model = small_adapted().to(dtype)
+    monkeypatch.setattr(type(model), "merge_and_unload", lambda self, **options: merge(self), raising=False)
+    with pytest.raises(UnsupportedModelError, match="Merging moved the logits of Qwen3ForCausalLM"):
+        export.export_merged(model, tmp_path / "out", tokenizer=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_dtype_is_seen_where_the_values_are_the_same(tmp_path, monkeypatch):
+    """Logits would be the same: PEFT widens what it reads."""
+    model = small_adapted()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16().float()
+    spoil_on_save(model, monkeypatch, file="adapter_model.safetensors", spoil=narrow_one)
+    with pytest.raises(CheckpointNotSavedError, match=r"bfloat16 .* read"):
+        export.export_adapters(model, tmp_path / "out", tokenizer=None)
+
+
+def test_a_model_that_computes_otherwise_is_not_kept(tmp_path, monkeypatch):
+    """Keys, dtypes and values are right; what stands beside them is not."""
+    model = small_adapted()
+    inner = type(model.get_base_model())
+    save = inner.save_pretrained
+
+    def save_and_spoil(self, folder, **options):
+        save(self, folder, **options)
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+
+    monkeypatch.setattr(inner, "save_pretrained", save_and_spoil)
+    with pytest.raises(CheckpointNotSavedError, match="with logits that differ by"):
+        export.export_merged(model, tmp_path / "out", tokenizer=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dtype_of_merged_weights_is_the_runs_then_the_files(tmp_path):
+    build_tiny("qwen3").to(torch.float16).save_pretrained(tmp_path)
+    base = {"model": str(tmp_path), "dtype": "auto"}
+    asked = [run_export._Question(tmp_path, tmp_path, True, "", dtype, torch.device("cpu")) for dtype in ("auto", "float32")]
+    assert run_export._merge_dtype(asked[0], base) == "float16"
+    assert run_export._merge_dtype(asked[0], {**base, "dtype": "float32"}) == "float32"
+    assert run_export._merge_dtype(asked[0], {**base, "quantization": "nf4"}) == "bfloat16"
+    assert run_export._merge_dtype(asked[1], {**base, "quantization": "nf4"}) == "float32"
+
+
+def test_a_place_that_fills_up_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    model = small_adapted()
+    save = type(model).save_pretrained
+
+    def save_late(self, folder, **options):
+        save(self, folder, **options)
+        (tmp_path / "out").mkdir()
+
+    monkeypatch.setattr(type(model), "save_pretrained", save_late)
+    with pytest.raises(export.OptionError, match="is not overwritten"):
+        export.export_adapters(model, tmp_path / "out", tokenizer=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert list((tmp_path / "out").iterdir()) == []

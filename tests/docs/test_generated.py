@@ -1,0 +1,85 @@
+"""docs/support.md and docs/options.md are what the package says of itself, and the figures of docs/numbers.md are measured ones."""
+
+import csv
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_fastft
+from lightning_fastft.models.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+AGAIN = "the package has changed: python docs/generate.py"
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_table_of_families_is_what_the_judges_say(generate):
+    text = generate.write_support()
+    assert (ROOT / "docs/support.md").read_text() == text, AGAIN
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line.count("|") == 7}
+    assert all(rows[family][0] == "tested" for family in FAMILIES)
+    assert rows["gpt_oss"][1:] == ["varlen, flex, reference", "yes", "yes", "linear layers and experts"]
+    assert rows["llama"][2:] == ["yes", "dense", "linear layers"]
+    assert rows["qwen3_next"][:2] == ["refused", "-"]
+
+
+def test_page_of_options_is_what_signatures_say(generate):
+    text = generate.write_options()
+    assert (ROOT / "docs/options.md").read_text() == text, AGAIN
+    assert set(re.findall(r"^## (\w+)$", text, flags=re.MULTILINE)) == {*lightning_fastft.__all__, "Commands"}
+
+
+def test_every_option_of_a_public_class_is_described(generate):
+    """A parameter that its docstring leaves out would be missing from the page."""
+    import inspect
+
+    missing = []
+    for name in lightning_fastft.__all__:
+        value = getattr(lightning_fastft, name)
+        if not inspect.isclass(value) or issubclass(value, Exception) or value.__init__ is object.__init__:
+            continue
+        meanings = dict(generate._entries(generate.parse_docstring(inspect.getdoc(value))["Args"])) if "Args:" in value.__doc__ else {}
+        parameters = list(inspect.signature(value.__init__).parameters.values())[1:]
+        named = [option.name for option in parameters if option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL)]
+        missing += [f"{name}.{option}" for option in named if option not in meanings]
+    assert missing == []
+
+
+def test_figures_of_the_page_are_rows_of_results(generate):
+    """Rows are appended there, so a figure of an older row stays true."""
+    found = set()
+    with (ROOT / "benchmarks/results.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            measure = generate.MEASURES.get((row["metric"], row["unit"]))
+            found.add(
+                (f"{row['benchmark']}: {row['workload']}", row["system"], measure, generate.format_figure(float(row["value"])) if measure else "")
+            )
+    title, columns, num_figures = "", [], 0
+    for line in (ROOT / "docs/numbers.md").read_text().partition("<!-- results -->")[2].splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if line.startswith("### "):
+            title = line.removeprefix("### ")
+        elif cells and cells[0] == "system":
+            columns = cells
+        elif cells and not cells[0].startswith("-"):
+            for column, figure in zip(columns[1:-2], cells[1:-2]):
+                if figure:
+                    assert (title, cells[0].replace(r"\|", "|"), column, figure) in found
+                    num_figures += 1
+    assert num_figures > 100
+
+
+def test_a_wrong_figure_is_seen(generate):
+    assert generate.format_figure(2293.28) == "2,293"
+    assert generate.format_figure(14.94) == "14.9"
+    assert generate.format_figure(0.99983) == "0.9998"
