@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import moe, moe_layer
-from benchmarks.ruler import judge, report
+from benchmarks.ruler import driver, judge, report
 from benchmarks.ruler.cases import Case, CaseLog
 from benchmarks.ruler.driver import parse_arm
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, busiest_share, make_packs, num_busy
@@ -488,31 +489,47 @@ def test_what_a_system_trains_is_told_in_its_own_names(root):
     assert told["base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.default.weight"] == [128, 64]
 
 
-def command(*arguments, **environment):
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=500, env=variables, cwd=Path(__file__).parents[2])
+@pytest.fixture
+def run_moe(root, tmp_path, capsys, monkeypatch):
+    """Run the whole benchmark on a CPU, with its driver in this process; return what it prints."""
+    monkeypatch.setattr(moe.signal, "signal", lambda *_: None)
+    options = ["--root", str(root), "--out", str(tmp_path), "--device", "cpu", "--steps", "2", "--warmup", "2"]
+
+    def run(name, *arms):
+        assert moe.main(["run", "--workload", name, *options, "--arms", *arms]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-moe-skewed", "tiny-gpt-oss"])
-def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(root, tmp_path, name):
+@pytest.mark.parametrize(("name", "is_apart"), [("tiny-moe-skewed", True), ("tiny-gpt-oss", False)])
+def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(run_moe, tmp_path, monkeypatch, name, is_apart):
+    if not is_apart:
+        # That an arm is a process of its own is shown by the other workload, and by the session script.
+        monkeypatch.setattr(driver, "_run_process", run_arm_here)
     arms = ["plain:reference,recompute,keep+eager,keep+published", "ours:recompute,keep"]
-    options = ["--root", str(root), "--out", str(tmp_path), "--device", "cpu", "--steps", "2", "--warmup", "2", "--arms", *arms]
-    first = command(PYTHON, "-m", "benchmarks.moe", "run", "--workload", name, *options)
+    first = run_moe(name, *arms)
     records = [record for record in report.read_records(tmp_path / "raw.jsonl") if record["num_steps"]]
     assert [(record["title"], record["reason"]) for record in records] == [
         (title, "") for title in ("plain recompute", "plain keep+eager", "plain keep+published", "ours recompute", "ours keep")
     ]
     assert all(record["verdict"]["worst_cosine"][1] > 0.99999 for record in records)
     assert [status["state"] for status in records[-1]["router"]] == ["active"]
-    assert ("gets 50.0% of the rows" in first.stdout) == ("skewed" in name)
+    assert ("gets 50.0% of the rows" in first) == ("skewed" in name)
     rows = (tmp_path / "rows.csv").read_text().splitlines()
     assert len(rows) == 1 + 5 * 7
     assert "busiest tenth" in rows[1]
     # Nothing is left for the next run, whose table is the same.
-    again = command(PYTHON, "-m", "benchmarks.moe", "run", "--workload", name, *options)
-    assert "arm:" not in again.stdout
-    assert again.stdout.strip() in first.stdout
+    again = run_moe(name, *arms)
+    assert "arm:" not in again
+    assert again.strip() in first
+
+
+def run_arm_here(cases, *, root, raw, device, module, **_):
+    given = ["--root", str(root), "--device", device, "--raw", str(raw)]
+    assert (module, moe.main(["arm", "--cases", json.dumps([asdict(case) for case in cases]), *given])) == ("benchmarks.moe", 0)
+    return ""
 
 
 @pytest.mark.slow
@@ -544,17 +561,26 @@ def test_ours_with_a_fault_in_its_experts_gets_no_row(root, tmp_path, monkeypatc
     assert "summary" not in record
 
 
+def run_script(call, **environment):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", "PYTHON": sys.executable, "BUDGET_S": "400", **environment}
+    command = ["bash", "benchmarks/gpu_moe.sh", call]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500, env=variables, cwd=Path(__file__).parents[2])
+    return done.stdout
+
+
 @pytest.mark.slow
-def test_the_session_script_runs_on_a_cpu(tmp_path):
-    shared = {
-        "DEVICE": "cpu", "ROOT": str(tmp_path / "root"), "PYTHON": PYTHON, "STEPS": "2", "WARMUP": "2", "GROW_GIB": "0", "BUDGET_S": "400",
-    }  # fmt: skip
+def test_the_session_script_runs_on_a_cpu(root, tmp_path):
+    shared = {"ROOT": str(root), "STEPS": "2", "WARMUP": "2", "GROW_GIB": "0"}
     options = "--shapes tiny-qwen3 --tokens 32 --adapters none --loads balanced"
-    layer = command("bash", "benchmarks/gpu_moe.sh", "layer", **shared, OUT=str(tmp_path / "layer"), LAYER_OPTIONS=options)
-    assert layer.stdout.count("measured") == 4
-    assert "tiny-qwen3, 32 tokens, balanced" in layer.stdout.partition("=====")[2]
-    whole = command(
-        "bash", "benchmarks/gpu_moe.sh", "qwen3", **shared, OUT=str(tmp_path / "whole"), WORKLOAD="tiny-moe", ARMS="plain:reference ours:keep"
-    )
-    assert "ours keep" in whole.stdout.partition("=====")[2]
-    assert "no row" not in whole.stdout
+    layer = run_script("layer", **shared, OUT=str(tmp_path / "layer"), LAYER_OPTIONS=options)
+    assert layer.count("measured") == 4
+    assert "tiny-qwen3, 32 tokens, balanced" in layer.partition("=====")[2]
+    # The reference of an earlier call lies under ROOT.
+    cases, name = parse_arm("plain:reference", template=Case("tiny-moe", "", "")), "tiny-moe"
+    moe.run_plain(cases, files=files_of(root, name), log=CaseLog(tmp_path / "reference.jsonl"), device="cpu")
+    whole = run_script("qwen3", **shared, OUT=str(tmp_path / "whole"), WORKLOAD=name, ARMS="plain:reference ours:keep")
+    assert f"build: {name}" in whole
+    assert "arm: ours keep" in whole
+    assert "arm: plain" not in whole
+    assert "ours keep" in whole.partition("=====")[2]
+    assert "no row" not in whole

@@ -1,5 +1,6 @@
 """What the tests of Triton kernels run in processes of their own: whether kernels are interpreted is read when triton is imported."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What the kernels promise belongs to every run; that planted faults are seen, to `make test-faults` and whoever changes a kernel.
-LANES = {"promises": "not is_seen", "faults": "is_seen"}
+# What the kernels promise belongs to every run; that planted faults are seen, and combinations of what every run shows one by one, to
+# `make test-faults` and whoever changes a kernel. On a device every case runs.
+LANES = {"promises": "not fault", "faults": "fault"}
 in_both_lanes = pytest.mark.parametrize("lane", ["promises", pytest.param("faults", marks=pytest.mark.fault)])
 
 
@@ -18,10 +20,31 @@ def run_in_interpreter(file, *, lane):
 
     Args:
         file: Its name in this folder.
-        lane: "promises", or "faults": the tests whose names end in ``is_seen``.
+        lane: "promises", or "faults": the tests whose names end in ``is_seen``, and the cases that ``thinned`` leaves out.
     """
     pytest.importorskip("triton")
-    _run_tests(file, "-k", LANES[lane], environment={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    _run_tests(
+        file, "-p", "tests.kernels.interpreter", "-m", LANES[lane], environment={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    )
+
+
+def thinned(*axes, keep):
+    """Return every combination of some axes as cases of one test, of which the interpreter runs a part in every run.
+
+    Args:
+        axes: Values of one parameter each.
+        keep: Takes the place of each value in its axis; says whether the case belongs to the lane of promises. Every value must be in one that does.
+    """
+    places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    kept = {place for place in places if keep(*place)}
+    for number, axis in enumerate(axes):
+        assert {place[number] for place in kept} == set(range(len(axis))), f"no case has every value of axis {number}"
+    cases = []
+    for at in places:
+        values = [axis[place] for axis, place in zip(axes, at)]
+        name = "-".join(str(place if isinstance(value, tuple) else value) for value, place in zip(values, at))
+        cases.append(pytest.param(*values, marks=() if at in kept else pytest.mark.fault, id=name))
+    return cases
 
 
 def run_on_device(file):
@@ -32,7 +55,7 @@ def run_on_device(file):
 def compile_kernels(script, *arguments):
     """Run a script that compiles kernels for GPUs that need not be here; return what it prints."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
+    command = [sys.executable, "-W", "ignore", "-c", f"import tests.kernels.bare_package\n{script}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=_compiled(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
