@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.callbacks.host_waits import HostWaitDetector
 from lightning_fastft.callbacks.late_copy import LateCopies
-from lightning_fastft.callbacks.token_throughput import GIB, _mark, _peak_memory_bytes
+from lightning_fastft.callbacks.token_throughput import GIB, mark_time, peak_memory_bytes
 from lightning_fastft.checks import check_int
 from lightning_fastft.errors import OptionError
 from lightning_fastft.report.copies import StepProfile, StepTrace
@@ -143,7 +143,7 @@ class RunReport(Callback):
         """Count the batch; begin to profile or to watch where this is the step for it."""
         if self._is_own_detector and self._detector is not None:
             self._detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        begin = _mark(self._device)
+        begin = mark_time(self._device)
         self._clock = Clock(self._describe(batch), is_counted=not self._begin_profile(trainer, batch_idx))
         if self._last_end is not None:
             self._clock.begin("between", self._last_end)
@@ -166,7 +166,7 @@ class RunReport(Callback):
         clock, self._clock = self._clock, None
         if clock is None:
             return
-        end = _mark(self._device)
+        end = mark_time(self._device)
         clock.begin("end", end)
         # Asked at the end: a detector of the user's may stand behind this callback, and begin and end a little later.
         clock.is_counted &= not (self._detector is not None and self._detector.is_watching)
@@ -237,7 +237,7 @@ class RunReport(Callback):
 
     def _begin_part(self, part: str) -> None:
         if self._clock is not None:
-            self._clock.begin(part, _mark(self._device))
+            self._clock.begin(part, mark_time(self._device))
 
     def _pause(self) -> None:
         self._last_end = None
@@ -281,7 +281,7 @@ class RunReport(Callback):
             self._last_losses.append(loss)
 
     def _ask_ranks(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
-        own = [_peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0]
+        own = [peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0]
         gathered = trainer.strategy.all_gather(torch.tensor(own, device=self._device)).reshape(-1, 2).tolist()
         return [{"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None} for rank, (peak, rate) in enumerate(gathered)]
 
@@ -310,7 +310,7 @@ class RunReport(Callback):
         is_cuda = self._device.type == "cuda"
         model = describe_model(pl_module)
         ranks = self._ranks or [
-            {"rank": trainer.global_rank, "peak_memory_gib": _peak_memory_bytes(self._device) / GIB, "tokens_per_s": self._times.rate()}
+            {"rank": trainer.global_rank, "peak_memory_gib": peak_memory_bytes(self._device) / GIB, "tokens_per_s": self._times.rate()}
         ]
         rates = [rank["tokens_per_s"] for rank in ranks]
         data: dict[str, Any] = {

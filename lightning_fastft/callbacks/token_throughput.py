@@ -99,11 +99,11 @@ class TokenThroughput(Callback):
         if self._open is None:
             # The first step of a run or after a validation holds set-up work: the interval begins behind it.
             if has_stepped:
-                self._open = _Interval(step=trainer.global_step, begin=_mark(device))
+                self._open = _Interval(step=trainer.global_step, begin=mark_time(device))
             return
         self._count(batch, self._open)
         if trainer.global_step - self._open.first_step >= self.log_every_n_steps:
-            self._open.step, self._open.end = trainer.global_step, _mark(device)
+            self._open.step, self._open.end = trainer.global_step, mark_time(device)
             self._waiting.append(self._open)
             self._open = _Interval(step=trainer.global_step, begin=self._open.end)
         while self._waiting and _has_passed(self._waiting[0].end):
@@ -159,7 +159,7 @@ class TokenThroughput(Callback):
             "tokens_per_s": interval.num_real_tokens / seconds,
             "labelled_tokens_per_s": interval.num_labelled / seconds,
             "padding_share": 1.0 - interval.num_real_tokens / interval.num_tokens,
-            "peak_memory_gib": _peak_memory_bytes(device) / GIB,
+            "peak_memory_gib": peak_memory_bytes(device) / GIB,
         }
         if self._peak is not None and interval.flops > 0:
             values["mfu"] = interval.flops / seconds / self._peak
@@ -169,8 +169,8 @@ class TokenThroughput(Callback):
             logger.log_metrics({f"throughput/{name}": value for name, value in values.items()}, step=interval.step)
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | float:
-    """A point in time on the device's timeline, or on the host's where the device has none."""
+def mark_time(device: torch.device) -> torch.cuda.Event | float:
+    """Return a point in time on the device's timeline, or on the host's where the device has none."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -190,8 +190,8 @@ def _seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | fl
     return end - begin
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: of the device's allocator, or of this process."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory in use so far: of the device's allocator, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

@@ -15,11 +15,12 @@ import uuid
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.callbacks import watch_process
 from lightning_fastft.callbacks.watch_process import Beat, Job, Phase
+from lightning_fastft.checkpoint.resume import checkpoint_folder
 from lightning_fastft.checks import check_float
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.even_batches import check_even_batches
@@ -95,7 +96,7 @@ class Watchdog(Callback):
         if os.name != "posix":
             self._statuses = [Status(STATUS_NAME, "refused", "a process of another system than POSIX cannot be watched", "remove Watchdog")]
             return
-        folder = _report_folder(trainer)
+        folder = checkpoint_folder(trainer).absolute()
         self._first_step, self._num_batches, self._is_alone = trainer.global_step, 0, trainer.world_size == 1
         self._start(trainer, folder, run=trainer.strategy.broadcast(uuid.uuid4().hex))
         self._statuses = [Status(STATUS_NAME, "active", f"a rank without progress for {self.timeout_s:g} s ends the run; reports in {folder}")]
@@ -215,9 +216,3 @@ class Watchdog(Callback):
         self._stacks.close()
         self._memory.close()
         self._process = self._memory = self._stacks = None
-
-
-def _report_folder(trainer: pl.Trainer) -> Path:
-    """Return the folder of the first ModelCheckpoint, else the Trainer's."""
-    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return Path(next((folder for folder in folders if folder is not None), trainer.default_root_dir)).absolute()

@@ -31,6 +31,12 @@ _RESTORED = ("learning_rate", "weight_decay", "seed_everything")
 _TRAINER_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "precision")
 
 
+def checkpoint_folder(trainer: pl.Trainer) -> Path:
+    """Return the folder of the first ModelCheckpoint that has one, else the Trainer's."""
+    folders = (callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
+    return Path(next((folder for folder in folders if folder is not None), trainer.default_root_dir))
+
+
 class ExactResume(Callback):
     """Keep what a checkpoint of Lightning leaves out, so that the resumed run equals the one that went on, bit for bit where its kernels are.
 
@@ -138,7 +144,7 @@ class ExactResume(Callback):
         number = self._vote.agree(self._stops.received)
         if not number:
             return
-        path = self._stop_folder(trainer) / f"stopped-step={trainer.global_step}.ckpt"
+        path = checkpoint_folder(trainer) / f"stopped-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends; go on with ckpt_path={path}"
@@ -173,12 +179,6 @@ class ExactResume(Callback):
         else:
             reason += "; signals are left alone (this is not the main thread)"
         self._status = Status("exact resume", "active", reason)
-
-    def _stop_folder(self, trainer: pl.Trainer) -> Path:
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-                return Path(callback.dirpath)
-        return Path(trainer.default_root_dir)
 
     def _warn_of_lost_window(self, trainer: pl.Trainer) -> None:
         """Say that data which cannot go back loses the beginning of a window."""

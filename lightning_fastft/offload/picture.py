@@ -38,7 +38,7 @@ def _describe_segments(segments: tuple[SegmentPlan, ...]) -> str:
     lines = [f"{'segments':<{_NUMBERS_WIDTH}}what becomes of their activations"]
     for plan, found in numbers.items():
         first = f"{_ranges(found):<{_NUMBERS_WIDTH}}"
-        lines += wrap(_describe_segment(plan), WIDTH, initial_indent=first, subsequent_indent=" " * _NUMBERS_WIDTH, break_long_words=False)
+        lines += wrap(describe_segment(plan), WIDTH, initial_indent=first, subsequent_indent=" " * _NUMBERS_WIDTH, break_long_words=False)
     return "\n".join(lines)
 
 
@@ -56,7 +56,8 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(texts) + end
 
 
-def _describe_segment(plan: SegmentPlan) -> str:
+def describe_segment(plan: SegmentPlan) -> str:
+    """Return in words what becomes of what a layer computes."""
     streamed = "; weights streamed" if plan.is_streamed else ""
     if plan.is_kept:
         return f"kept: nothing is computed again{streamed}"

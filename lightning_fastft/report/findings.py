@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_fastft.offload.picture import _describe_segment, render_plan
+from lightning_fastft.offload.picture import describe_segment, render_plan
 from lightning_fastft.report.copies import StepTrace, copy_use, merge, shares_over_time
 from lightning_fastft.report.waits import HostWait, order_waits
 
@@ -43,7 +43,7 @@ def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
             "input": layer.input_place,
             "values": dict(layer.values),
             "is_streamed": layer.is_streamed,
-            "text": _describe_segment(layer),
+            "text": describe_segment(layer),
         }
         for layer in plan.segments
     ]
