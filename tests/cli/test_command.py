@@ -42,7 +42,7 @@ def test_wrong_argument_answers_with_the_reason_first(words, reason, hint, folde
 def test_refused_value_answers_with_the_reason(folder, answer):
     status, text = answer(["fit", "--model.model", "x", "--data.paths", "y", "--data.max_tokens", "-1"])
     assert status == 2
-    assert text.startswith("error: max_tokens must be at least 2, got -1.")
+    assert text.startswith("error: max_tokens must be between 2 and 2147483647, got -1.")
     assert "Traceback" not in text
 
 
