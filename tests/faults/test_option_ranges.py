@@ -202,7 +202,7 @@ def test_every_public_option_has_a_range():
         assert [option for option in option_names(name) if option not in OPTIONS[name]] == [], name
 
 
-@pytest.mark.parametrize(("name", "option", "kind"), cases())
+@pytest.mark.parametrize(("name", "option", "kind"), list(cases()))
 def test_values_outside_of_the_range_are_refused(name, option, kind):
     make = getattr(lightning_fastft, name)
     given = {**GIVEN.get(name, {}), **({"lora": {}} if option == "quantization" else {})}
