@@ -6,7 +6,8 @@ A small model of each family, drawn at random, is trained with LoRA for 300 step
 rows), and ours with the first of them, through FineTuner, FastFTStrategy, FusedKernels and Trainer (on a GPU once more from CUDA graphs). A step is
 one pack, its loss the mean over the tokens of the answers. Plain runs transformers' own attention with positions that restart at every document,
 torch's AdamW and PEFT's layers. Bars: at every step ours differs from plain by less than the two seeds do, and the means of the last 20 losses differ
-by at most 0.5 %. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
+by at most 0.5 %. The learning rate is one at which training is stable: at 3e-3 two runs that differ in the last bit of fp32 lie 0.02 apart after 100 steps.
+Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NUM_LAST = 20
 MOST_FINAL_DIFFERENCE = 0.005
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 _SIZES = {
-    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3": {"model_type": "qwen3", **_SIZES}, "llama": {"model_type": "llama", **_SIZES}}
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--model-seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     options = parser.parse_args(arguments)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from lightning_fastft.checkpoint.files import commit_folder, read_record
@@ -45,6 +46,28 @@ def test_hostile_index_is_refused(tmp_path, content):
     with pytest.raises((UnsafeCheckpointError, pickle.UnpicklingError)):
         check_index(file)
     assert not (tmp_path / "ran").exists()
+
+
+class _GetAttribute:
+    """Pickles as early releases of Python 3.11 pickle the member of an enumeration."""
+
+    def __init__(self, *arguments):
+        self._arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self._arguments
+
+
+def test_members_of_enumerations_pass_in_the_form_of_python_3_11_0(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_GetAttribute(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")))
+    check_index(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), ("text", "format")])
+def test_attributes_of_anything_else_are_refused(tmp_path, kind, name):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_GetAttribute(kind, name)))
+    with pytest.raises(UnsafeCheckpointError, match="no part of one"):
+        check_index(tmp_path / ".metadata")
 
 
 def test_hostile_piece_is_refused(tmp_path):
