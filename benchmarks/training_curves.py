@@ -6,8 +6,8 @@ A small model of each family, drawn at random, is trained with LoRA for 300 step
 rows), and ours with the first of them, through FineTuner, FastFTStrategy, FusedKernels and Trainer (on a GPU once more from CUDA graphs). A step is
 one pack, its loss the mean over the tokens of the answers. Plain runs transformers' own attention with positions that restart at every document,
 torch's AdamW and PEFT's layers. Bars: at every step ours differs from plain by less than the two seeds do, and the means of the last 20 losses differ
-by at most 0.5 %. The learning rate is one at which training is stable: at 3e-3, and a model twice as wide, runs that differ in the last bit of fp32 lie
-0.02 apart after 100 steps. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
+by at most 0.5 %. The learning rate is one at which training is stable: at 3e-3, in a model twice as wide, runs that differ in the last bit of fp32
+are 0.02 apart after 100 steps. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
 """
 
 from __future__ import annotations
