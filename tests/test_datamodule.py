@@ -21,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "igno
 
 @pytest.fixture(autouse=True)
 def quiet_lightning(caplog):
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    # Through caplog, which gives the level back.
+    caplog.set_level(logging.ERROR, logger="lightning.pytorch")
 
 
 def indices(run) -> list[int]:

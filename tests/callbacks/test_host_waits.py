@@ -166,7 +166,7 @@ def test_watches_all_micro_batches_of_the_steps_asked_for_and_nothing_else(tmp_p
 @pytest.mark.parametrize("on_wait", ["report", "warn"])
 def test_prints_a_table_once(tmp_path, on_wait, caplog):
     detector = HostWaitDetector(steps=[1, 2], on_wait=on_wait)
-    with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO"):
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO", logger="lightning.pytorch"):
         warnings.simplefilter("always")
         fit(tmp_path, Linear(["item", "mask"]), detector)
     shown = [str(found.message) for found in caught] if on_wait == "warn" else [record.getMessage() for record in caplog.records]
