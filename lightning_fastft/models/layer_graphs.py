@@ -84,15 +84,17 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             # Kernels may be compiled and loaded on the way, and other threads pin memory meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            is_done = False
             try:
                 work()
-            except BaseException:
-                # What went wrong first is what the user has to read.
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                # A recording that fails never ends for the generator, which would draw nothing outside of it.
-                generator.graphsafe_set_state(before)
-                raise
+                is_done = True
+            finally:
+                if not is_done:
+                    # What went wrong first is what the user has to read.
+                    with contextlib.suppress(RuntimeError):
+                        graph.capture_end()
+                    # A recording that fails never ends for the generator, which would draw nothing outside of it.
+                    generator.graphsafe_set_state(before)
             graph.capture_end()
         current.wait_stream(self._stream)
         return graph.replay
@@ -334,8 +336,8 @@ class _Recording:
         self.open_run: weakref.ref[_Run] | None = None
         self.forward: Callable[[], None] | None = None
         self.backward: Callable[[], None] | None = None
-        # Trained parameters that the layer has a gradient for; known when the backward is recorded.
-        self.with_gradient: list[torch.Tensor] = self.trained
+        # Trained parameters with the memory of their gradients; when the backward is recorded, those that the layer has no gradient for are left out.
+        self.gradients = [(parameter, graphs.gradient_of(parameter)) for parameter in self.trained]
 
     @property
     def is_in_use(self) -> bool:
@@ -496,42 +498,42 @@ class _Run:
         if d_out.data_ptr() != recording.d_hidden.data_ptr():
             recording.d_hidden.copy_(d_out)
         # A gradient of an earlier micro-batch may lie where this one will be written.
-        for parameter in recording.with_gradient:
-            if parameter.grad is self._graphs.gradient_of(parameter):
-                parameter.grad = parameter.grad.clone()
+        for parameter, gradient in recording.gradients:
+            if parameter.grad is gradient:
+                parameter.grad = gradient.clone()
         if recording.backward is None:
             self._record_backward()
         assert recording.backward is not None
         recording.backward()
         held, added = [], []
-        for parameter in recording.with_gradient:
+        for parameter, gradient in recording.gradients:
             if parameter.grad is None:
-                parameter.grad = self._graphs.gradient_of(parameter)
+                parameter.grad = gradient
             else:
                 held.append(parameter.grad)
-                added.append(self._graphs.gradient_of(parameter))
+                added.append(gradient)
         if held:
             torch._foreach_add_(held, added)
         return recording.d_hidden.detach() if recording.hidden.requires_grad else None
 
     def _record_backward(self) -> None:
-        recording, graphs = self._recording, self._graphs
+        recording = self._recording
         # What has a gradient shows in the first run of the work, which is the recording.
-        found: list[torch.Tensor] = []
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def backward() -> None:
             assert recording.graph_out is not None
-            wanted = [*([recording.hidden] if recording.hidden.requires_grad else []), *recording.trained]
-            gradients = torch.autograd.grad(recording.graph_out, wanted, grad_outputs=recording.d_hidden, allow_unused=True)
+            own = [(recording.hidden, recording.d_hidden)] if recording.hidden.requires_grad else []
+            wanted = [*own, *recording.gradients]
+            computed = torch.autograd.grad(recording.graph_out, [tensor for tensor, _ in wanted], grad_outputs=recording.d_hidden, allow_unused=True)
             recording.graph_out = None
-            pairs = [(tensor, gradient) for tensor, gradient in zip(wanted, gradients) if gradient is not None]
-            found[:] = [tensor for tensor, _ in pairs if tensor is not recording.hidden]
-            targets = [recording.d_hidden if tensor is recording.hidden else graphs.gradient_of(tensor) for tensor, _ in pairs]
+            pairs = [(tensor, memory, gradient) for (tensor, memory), gradient in zip(wanted, computed) if gradient is not None]
+            found[:] = [(tensor, memory) for tensor, memory, _ in pairs if tensor is not recording.hidden]
             with torch.no_grad():
-                torch._foreach_copy_(targets, [gradient for _, gradient in pairs])
+                torch._foreach_copy_([memory for _, memory, _ in pairs], [gradient for _, _, gradient in pairs])
 
-        recording.backward = graphs.record(backward, recording=recording, what="The backward of a layer")
-        recording.with_gradient = found
+        recording.backward = self._graphs.record(backward, recording=recording, what="The backward of a layer")
+        recording.gradients = found
 
 
 class _Replay(torch.autograd.Function):
