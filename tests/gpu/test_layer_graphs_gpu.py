@@ -166,6 +166,7 @@ def test_memory_of_graphs_is_given_back():
 
 HELD_SCRIPT = """
 import torch
+from lightning_fastft.errors import SwapError
 from tests.gpu.test_layer_graphs_gpu import PACKS, make_batch, prepare, run, wide_lora
 model, _, _ = prepare(wide_lora("qwen3"), policy="keep", is_recorded=True)
 batches = [make_batch(lengths).to("cuda") for lengths in PACKS[:3]]

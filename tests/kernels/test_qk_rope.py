@@ -219,32 +219,40 @@ def check_against_truth(functions, num_tokens, form, dtype, **kinds):
 
 
 def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
+    """Rows that replace what they were read from are those that are written elsewhere.
+
+    All rows are strided alike: in which order a norm is summed depends on how rows are aligned.
+    """
     inputs = make_inputs(num_tokens, form, dtype, device=device)
     d_qkv_TC, qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W = inputs
-    expected_out, *expected = run_ours(functions, inputs, form)
+    strided = (poisoned(d_qkv_TC), poisoned(qkv_TC), *inputs[2:])
+    weights = {"form": form, "q_weight_W": q_weight_W, "k_weight_W": k_weight_W}
 
-    def assert_replaced(inner_TC, result_TC, expected_TC):
+    def assert_written(inner_TC, result_TC, expected_TC):
         assert result_TC is inner_TC
         assert torch.equal(result_TC, expected_TC)
         assert inner_TC._base.isnan().sum() == inner_TC._base.numel() - inner_TC.numel()
 
+    expected_out = poisoned(torch.zeros_like(qkv_TC))
+    dense_out, *dense = run_ours(functions, inputs, form)
+    assert functions.qk_rope_forward(strided[1], cos_TW, sin_TW, **weights, out=expected_out) is expected_out
+    torch.testing.assert_close(expected_out, dense_out)
     fresh_TC = poisoned(torch.zeros_like(qkv_TC))
-    assert_replaced(
-        fresh_TC,
-        functions.qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=fresh_TC),
-        expected_out,
-    )
+    _, *expected = run_ours(functions, strided, form, out=fresh_TC)
+    assert expected[0] is fresh_TC
+    torch.testing.assert_close(fresh_TC, dense[0])
+
     inner_TC = poisoned(d_qkv_TC)
-    _, *ours = run_ours(functions, (inner_TC, *inputs[1:]), form, out=inner_TC)
-    assert_replaced(inner_TC, ours[0], expected[0])
+    _, *ours = run_ours(functions, (inner_TC, *strided[1:]), form, out=inner_TC)
+    assert_written(inner_TC, ours[0], expected[0])
     assert all(one is other is None or torch.equal(one, other) for one, other in zip(ours[1:], expected[1:]))
     inner_TC = poisoned(qkv_TC)
     if form.has_norm:
-        _, *ours = run_ours(functions, (d_qkv_TC, inner_TC, *inputs[2:]), form, out=inner_TC)
-        assert_replaced(inner_TC, ours[0], expected[0])
+        _, *ours = run_ours(functions, (strided[0], inner_TC, *inputs[2:]), form, out=inner_TC)
+        assert_written(inner_TC, ours[0], expected[0])
         assert all(torch.equal(one, other) for one, other in zip(ours[1:], expected[1:]))
     else:
-        assert_replaced(inner_TC, functions.qk_rope_forward(inner_TC, cos_TW, sin_TW, form=form, out=inner_TC), expected_out)
+        assert_written(inner_TC, functions.qk_rope_forward(inner_TC, cos_TW, sin_TW, form=form, out=inner_TC), expected_out)
 
 
 def check_rows_of_nan_stay_alone(functions, form, dtype, *, device="cpu"):

@@ -161,12 +161,15 @@ VALUE_STORE = "tl.store(out_ptr + cols, tl.load(in_ptr + cols, mask=cols < NUM_C
 LAST_HEADS = "        out_heads = out_ptr + heads * HEAD_WIDTH\n        first, second"
 LAST_HEADS_LOST = LAST_HEADS.replace("        first", "        inside_heads = inside_heads & (start + BLOCK_H <= NUM_HEADS)\n        first")
 FAULTS = {
-    "turned the wrong way": ("first * cos_first - second * sin_first", "first * cos_first + second * sin_first"),
-    "second column turned by the first one's angle": ("second * cos_second + first * sin_second", "second * cos_first + first * sin_first"),
-    "gradient turned like the values": ("rotated_second * cos_second - rotated_first", "rotated_second * cos_second + rotated_first"),
+    "turned the wrong way": ("tl.fma(first, cos_first, -(second * sin_first))", "tl.fma(first, cos_first, second * sin_first)"),
+    "second column turned by the first one's angle": (
+        "tl.fma(second, cos_second, first * sin_second)",
+        "tl.fma(second, cos_first, first * sin_first)",
+    ),
+    "gradient turned like the values": ("cos_second, -(rotated_first * sin_first)", "cos_second, rotated_first * sin_first"),
     "gradient turned by the other column's angle": (
-        "rotated_first * cos_first + rotated_second * sin_second",
-        "rotated_first * cos_first + rotated_second * sin_first",
+        "tl.fma(rotated_first, cos_first, rotated_second * sin_second)",
+        "tl.fma(rotated_first, cos_first, rotated_second * sin_first)",
     ),
     "second half of the angles read by neighbours": ("    if not IS_INTERLEAVED:\n", "    if True:\n"),
     "first half of the angles read by halves": ("row_ptr + NUM_PAIRS + cols", "row_ptr + cols"),

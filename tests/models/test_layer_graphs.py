@@ -1,7 +1,9 @@
 """Recorded layers: the numbers of layers that run as ever, whatever packs come, and layers as ever wherever a recording would not be exact."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -164,8 +166,9 @@ def test_a_batch_that_runs_twice_before_its_backward_runs_as_ever():
     for each in (model, plain):
         batch = make_batch(PACKS[0])
         loss = each(**batch).loss + each(**batch).loss
-        # One more, whose offsets must not be put in the place of the first one's.
-        loss = loss + each(**make_batch(PACKS[1])).loss
+        # Two more, whose offsets and hidden states must not be put in the place of the first one's: one of the same kind, one of another.
+        for lengths in (PACKS[1], PACKS[6]):
+            loss = loss + each(**make_batch(lengths)).loss
         loss.backward()
         found.append({name: parameter.grad.clone() for name, parameter in trained_parameters(each).items()})
     assert graphs.num_replays == before + 2
@@ -200,6 +203,42 @@ def test_weights_that_move_are_recorded_again_and_given_up_where_they_go_on_movi
         if number == 0:
             assert graphs.num_replays > 0
     assert any("change from step to step" in reason for reason in graphs.reasons)
+
+
+def test_adapters_whose_scale_changes_are_recorded_again():
+    model, recorder = build("qwen3", "lora"), Repeating()
+    install(model, recorder=recorder)
+    train(model, PACKS[:4])
+    before = recorder.num_recorded
+    train(model, PACKS[:4])
+    assert recorder.num_recorded == before
+    layers_of(model)[0].mlp.gate_proj.scaling["default"] *= 0.5
+    train(model, PACKS[:4])
+    # Forward and backward of one layer.
+    assert recorder.num_recorded == before + 2
+
+
+def test_a_keyword_that_changes_from_call_to_call_is_named():
+    model, plain, graphs = twins("qwen3", "lora")
+    for number in range(3):
+        options = {"tag": number // 2}
+        assert_same(train(model, PACKS[:4], options=options), train(plain, PACKS[:4], options=options))
+    # The last round has another one than the recording.
+    assert graphs.reasons["tag changes from call to call"] == 2 * 4
+
+
+@pytest.mark.parametrize("is_of_config", [True, False])
+def test_hidden_states_that_are_asked_for_come_from_layers_that_run_as_ever(is_of_config):
+    model, plain, graphs = twins("qwen3", "lora")
+    options = {} if is_of_config else {"output_hidden_states": True}
+    for each in (model, plain):
+        each.config.output_hidden_states = is_of_config
+    assert_same(train(model, options=options), train(plain, options=options))
+    assert graphs.num_replays == 0
+    assert graphs.reasons["output_hidden_states is asked for"] > 0
+    found, expected = (each(**make_batch(PACKS[0]), **options).hidden_states for each in (model, plain))
+    assert len(found) == 3
+    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
 
 
 def test_adapters_that_are_switched_off_and_on_are_noticed():
@@ -330,7 +369,12 @@ def test_everything_is_taken_back_and_copies_have_no_graphs():
     copied = copy.deepcopy(model)
     assert vars(layers_of(copied)[0])[GRAPH_ATTRIBUTE] is None
     assert pickle.loads(pickle.dumps(graphs._graphs[0])) is None
+    held = [weakref.ref(recording) for kind in graphs._kinds.values() for recording in kind.recordings.values()]
+    held += [weakref.ref(buffer) for buffer in graphs._buffers.values()]
     ledger.undo()
+    gc.collect()
+    assert len(held) > 4
+    assert all(reference() is None for reference in held)
     assert all(GRAPH_ATTRIBUTE not in vars(layer) for layer in layers_of(model))
     assert graphs.status().state == "active"
     train(plain)

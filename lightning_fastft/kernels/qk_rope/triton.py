@@ -185,8 +185,9 @@ def _forward_heads(
             second = _apply_norm(second, scale, weight_second, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
             rest = _apply_norm(rest, scale, weight_rest, in_ptr.dtype.element_ty, IS_WEIGHT_WIDE)
 
-        rotated_first = first * cos_first - second * sin_first
-        rotated_second = second * cos_second + first * sin_second
+        # Which product is rounded stands here: left to the compiler, it changed with the alignment of the rows.
+        rotated_first = tl.fma(first, cos_first, -(second * sin_first))
+        rotated_second = tl.fma(second, cos_second, first * sin_second)
         _store_pairs(out_heads, rotated_first, rotated_second, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
         _store_rest(out_heads, rest, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST)
 
@@ -286,8 +287,8 @@ def _backward_heads(
             tl.debug_barrier()
 
         # The transposed map: back by the same angle, times the factor that cos and sin may carry.
-        d_first = rotated_first * cos_first + rotated_second * sin_second
-        d_second = rotated_second * cos_second - rotated_first * sin_first
+        d_first = tl.fma(rotated_first, cos_first, rotated_second * sin_second)
+        d_second = tl.fma(rotated_second, cos_second, -(rotated_first * sin_first))
         if HAS_NORM:
             scale = _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS, HEAD_WIDTH)
             first *= scale
