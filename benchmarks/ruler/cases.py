@@ -6,9 +6,10 @@ import gc
 import json
 import platform
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.ruler import judge as judging
-from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, summarise_ms
+from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, pinned_host_gib, summarise_ms
+from benchmarks.ruler.proof import TrainingProof
 from benchmarks.ruler.workloads import Pack, Workload, WorkloadFiles
 
 # A step above this is measured 10 times instead of 30.
@@ -42,6 +44,9 @@ class Case:
         num_warmup: Steps before the first timed one, at least 1; the first of them is the judged step.
         num_steps: Timed steps; 0 to leave reference gradients only.
         diagnose: Whether a case that fails the judge is timed for the raw log all the same (it still gets no row).
+        half: 1 or 2 where two processes share the timed steps of a row, 0 where one takes them all.
+        repeat: What sets a repetition of the same case apart, for example "A/A".
+        is_judged: Whether a case of the plain arm is compared with reference gradients that are there, instead of leaving them.
     """
 
     workload: str
@@ -52,18 +57,27 @@ class Case:
     num_warmup: int = 6
     num_steps: int = 30
     diagnose: bool = False
+    half: int = 0
+    repeat: str = ""
+    is_judged: bool = False
 
     @property
     def title(self) -> str:
         """Name in the table."""
-        return f"{self.system} {self.mode}"
+        return f"{self.system} {self.mode}{' ' + self.repeat if self.repeat else ''}"
+
+    @property
+    def num_long_steps(self) -> int:
+        """Timed steps where one takes longer than LONG_STEP_MS."""
+        return NUM_LONG_STEPS if self.half == 0 else (NUM_LONG_STEPS + 1) // 2
 
 
 class CaseRecorder:
     """Follow one case step by step.
 
-    Call, in every step: ``batch_arrived`` before the batch is copied to the device, ``backward_done`` before gradients are clipped, ``step_done``
-    after the optimizer; stop when it returns True. Step 0 is judged on the first pack; the last warm-up step counts host waits and is not timed.
+    Call, in every step: ``batch_arrived`` with the batch before it is copied to the device, ``backward_done`` before gradients are clipped,
+    ``step_done`` after the optimizer; stop when it returns True. Step 0 is judged on the first pack; the last warm-up step counts host waits and is
+    not timed. Timed steps must prove that they train (benchmarks/ruler/proof.py).
 
     Args:
         case: What is measured.
@@ -81,6 +95,7 @@ class CaseRecorder:
         self._is_reference = is_reference
         self._clock = StepClock(is_cuda=is_cuda)
         self._waits: HostWaits | None = None
+        self._proof = TrainingProof(share=case.label_share)
         self._num_timed = case.num_steps
         self._is_stopped = False
         self.step = 0
@@ -102,15 +117,22 @@ class CaseRecorder:
         """Return the pack of a step; the token file is repeated when it is used up."""
         return self._packs[step % len(self._packs)]
 
-    def batch_arrived(self) -> None:
-        """Start counting host waits in the last warm-up step."""
+    def batch_arrived(self, batch: Any = None) -> None:
+        """Count the tokens of the batch; start counting host waits in the last warm-up step.
+
+        Args:
+            batch: What the model is called with, on the host or on the device; a case that shows none gets no row.
+        """
+        self._proof.see_batch(batch)
         if self.step == self.case.num_warmup - 1:
             self._waits = HostWaits(is_cuda=self._is_cuda)
             self._waits.__enter__()
 
     def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
-        """Stop counting host waits; in step 0 judge the gradients of model and note the loss."""
+        """Stop counting host waits; in step 0 judge the gradients of model and note the loss, in timed steps look at them."""
         self.close()
+        if self.step >= self.case.num_warmup:
+            self._proof.see_gradients(is_last=self.step == self.case.num_warmup + self._num_timed - 1)
         if self.step == 0:
             self.record["first_loss"] = None if loss is None else float(loss)
             self._judge(model)
@@ -132,43 +154,62 @@ class CaseRecorder:
         over = self._is_stopped or self.step >= num_warmup + self._num_timed
         if over and self.step > num_warmup and "ms" not in self.record:
             self._finish()
+        if over:
+            self.release()
         return over
 
+    def release(self) -> None:
+        """Let the model go: a recorder outlives the case that it followed."""
+        self._proof.release()
+
     def _judge(self, model: torch.nn.Module) -> None:
-        gradients = judging.read_gradients(model)
-        path = self._files.reference(self.case.label_share)
-        if self._is_reference:
-            self.verdict = judging.first_reference(gradients)
-            if self.verdict.passed:
-                judging.save_gradients(gradients, path)
-        elif path.exists():
-            self.verdict = judging.judge(gradients, judging.load_gradients(path), device="cuda" if self._is_cuda else "cpu")
-        else:
-            self.verdict = judging.Verdict(False, "the plain arm left no gradients to compare with")
-        self.record["verdict"] = self.verdict.to_dict()
+        self.verdict = self._compare(model)
+        self.record["verdict"], self.record["num_trained"] = self.verdict.to_dict(), self._proof.num_trained
         print(f"judge: {self.case.title}, labels {self.case.label_share:.0%}: {self.verdict.describe()}", flush=True)
         self._is_stopped = not self.verdict.passed and not self.case.diagnose
         if not self.verdict.passed:
-            self._num_timed = min(self._num_timed, NUM_LONG_STEPS)
+            self._num_timed = min(self._num_timed, self.case.num_long_steps)
         if self._is_cuda:
             # The copies of the comparison are no part of the system's memory.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+    def _compare(self, model: torch.nn.Module) -> judging.Verdict:
+        """Compare gradients, names and counts of what is trained with the plain arm's, and the batch with its pack."""
+        gradients = judging.read_gradients(model)
+        path = self._files.reference(self.case.label_share)
+        reference = None
+        if self._is_reference:
+            verdict = judging.first_reference(gradients)
+        elif path.exists():
+            reference = judging.load_gradients(path)
+            verdict = judging.judge(gradients, reference, device="cuda" if self._is_cuda else "cpu")
+        else:
+            verdict = judging.Verdict(False, "the plain arm left no gradients to compare with")
+        reasons = [verdict.reason, self._proof.see_model(model, reference), self._proof.batch_problem(self.pack_at(0))]
+        verdict = replace(verdict, passed=not any(reasons), reason="; ".join(filter(None, reasons)))
+        if self._is_reference and verdict.passed:
+            judging.save_gradients(gradients, path)
+        return verdict
 
     def _begin_timing(self) -> None:
         # One wait for the device, between warm-up and timing; the clock goes on from the mark just made.
         warmup_ms = self._clock.read_ms()
         self.record["warmup_ms"] = warmup_ms
         if warmup_ms and min(warmup_ms[-2:]) > LONG_STEP_MS:
-            self._num_timed = min(self._num_timed, NUM_LONG_STEPS)
+            self._num_timed = min(self._num_timed, self.case.num_long_steps)
+        self._proof.begin()
         if self._is_cuda:
             self.record["peak_gib_warmup"] = peak_memory_gib(is_cuda=True)
             torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_host_memory_stats()
         self._clock = StepClock(is_cuda=self._is_cuda)
         self._clock.mark()
+        self.record["timed_from"] = time.time()
 
     def _finish(self) -> None:
         step_ms = self._clock.read_ms()
+        self.record["timed_to"] = time.time()
         timed = [self.pack_at(self.case.num_warmup + number) for number in range(len(step_ms))]
         num_tokens = sum(pack.input_id_T.size for pack in timed)
         num_labelled = sum(int((pack.label_T(self.case.label_share) != -100).sum()) for pack in timed)
@@ -187,6 +228,10 @@ class CaseRecorder:
             tokens_per_s=num_tokens / len(timed) / seconds,
             labelled_tokens_per_s=num_labelled / len(timed) / seconds,
             mean_tokens_per_s=num_tokens / sum(step_ms) * 1e3,
+            num_tokens=num_tokens,
+            num_labelled=num_labelled,
+            pinned_host_gib=pinned_host_gib(is_cuda=self._is_cuda),
+            not_training=self._proof.problem(timed),
         )
 
 
@@ -217,6 +262,7 @@ def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, lo
         body(recorder)
     except case_failures() as error:
         recorder.close()
+        recorder.release()
         record["error"] = f"{type(error).__name__}: {str(error)[:600]}"
         record["traceback"] = traceback.format_exc()[-6000:]
         traceback.print_exc()
@@ -259,6 +305,8 @@ def reason_without_row(record: dict[str, Any]) -> str:
         return "no step was judged"
     if not verdict["passed"]:
         return str(verdict["reason"])
+    if record.get("not_training"):
+        return f"not training: {record['not_training']}"
     if record["num_steps"] == 0:
         return REFERENCE_ONLY
     return "" if "summary" in record else "it ended before a step was timed"

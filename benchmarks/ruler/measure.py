@@ -103,6 +103,14 @@ def summarise_ms(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p10": percentile(values, 0.1), "p90": percentile(values, 0.9), "n": len(values)}
 
 
+def pinned_host_gib(*, is_cuda: bool) -> float:
+    """Return the peak of torch's pinned host memory since the last reset, in GiB, rounded up as its allocator does; 0 on a CPU.
+
+    Memory that a system registers by itself is not in it.
+    """
+    return torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**30 if is_cuda else 0.0
+
+
 def peak_memory_gib(*, is_cuda: bool) -> dict[str, float]:
     """Return the peaks of the caching allocator since the last reset, in GiB; zeros on a CPU."""
     if not is_cuda:

@@ -31,14 +31,17 @@ def render_table(records: Sequence[dict[str, Any]]) -> str:
     lines = []
     for workload in dict.fromkeys(record["workload"] for record in records):
         rows = [_HEADER] + [_row(record, timed) for record in timed if record["workload"] == workload]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-        lines.append(workload)
-        lines += [
-            "  " + "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths)))
-            for row in rows
-        ]
+        lines += [workload, *align(rows)]
         lines += [f"  no row: {_name(record)}: {record['reason'][:300]}{_diagnosis(record)}" for record in records if _is_refused(record, workload)]
     return "\n".join(lines)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines of equal columns, the first one to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths))) for row in rows
+    ]
 
 
 def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ IGNORED_LABEL = -100
 SHORTEST_DOCUMENT = 16
 # The word tokenizer knows this many words, so token ids stay below it for every model.
 TOKENIZER_WORDS = 8000
+# Ids below this are the tokenizer's own (pad, start, end, unknown): no document has them.
+FIRST_WORD = 4
 # An adapter adds about 3 % to its layer's output (0.6 of this): as after some hundred steps, and far from zero, so that A has a gradient.
 ADAPTER_SHARE = 0.05
 # What the branches of all layers together add to the residual stream, and the size of what enters a gate: see _condition.
@@ -208,6 +210,19 @@ WORKLOADS = {
 }
 
 
+def num_weights(config: dict[str, Any]) -> int:
+    """Return about how many weights a dense model of this configuration has; norms are left out.
+
+    Example:
+        >>> round(num_weights(_QWEN3_14B) / 1e9, 1)
+        14.8
+    """
+    width, head = config["hidden_size"], config["head_dim"]
+    attention = 2 * width * head * (config["num_attention_heads"] + config["num_key_value_heads"])
+    layer = attention + 3 * width * config["intermediate_size"]
+    return config["num_hidden_layers"] * layer + config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
+
+
 class Pack:
     """One packed micro-batch as every system receives it: token ids and document lengths; labels follow from the label share.
 
@@ -291,7 +306,7 @@ def make_packs(workload: Workload) -> list[Pack]:
         plans = plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)
     highest = min(workload.model_config["vocab_size"], TOKENIZER_WORDS)
     return [
-        Pack(input_id_T=np.random.default_rng([7, number]).integers(4, highest, size=workload.max_tokens, dtype=np.int64), lengths=plan)
+        Pack(input_id_T=np.random.default_rng([7, number]).integers(FIRST_WORD, highest, size=workload.max_tokens, dtype=np.int64), lengths=plan)
         for number, plan in enumerate(plans)
     ]
 

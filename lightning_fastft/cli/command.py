@@ -19,6 +19,7 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft plan     --config NAME|FILE [--gpu NAME]        what is kept, offloaded or recomputed, and what it will cost, without training
   fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a plain Hugging Face folder
   fastft demo                                            the whole job on data that it makes itself
+  fastft bench    [--workload NAME] [--out FOLDER]       speed and memory beside other systems, on the workload that fits this machine
 
 Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
 Values that name classes may come from lightning, torch, torchmetrics, peft, transformers' schedulers and lightning_fastft;
@@ -69,4 +70,8 @@ def _run(command: str, words: list[str]) -> int:
         from lightning_fastft.cli.demo import run_demo
 
         return run_demo(words)
-    raise OptionError(f"Unknown command {command!r}; there are fit, validate, test, data, doctor, plan, export and demo.")
+    if command == "bench":
+        from lightning_fastft.cli.bench import run_bench
+
+        return run_bench(words)
+    raise OptionError(f"Unknown command {command!r}; there are fit, validate, test, data, doctor, plan, export, demo and bench.")

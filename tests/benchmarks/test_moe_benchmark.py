@@ -389,6 +389,7 @@ class Trainer:
         control = SimpleNamespace(should_training_stop=False)
         for row in self.train_dataset:
             self.training_step(self.model, self.data_collator([row]))
+            torch.optim.SGD([parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=0.1).step()
             self.model.zero_grad(set_to_none=True)
             for callback in self.callbacks:
                 callback.on_step_end(None, None, control)

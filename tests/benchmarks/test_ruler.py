@@ -220,11 +220,16 @@ class _Model(torch.nn.Module):
 
 def _drive(recorder, *, gradient=1.0):
     model = _Model()
-    for _ in range(100):
-        recorder.batch_arrived()
+    for step in range(100):
+        pack = recorder.pack_at(step)
+        ids, labels = torch.from_numpy(pack.input_id_T)[None], torch.from_numpy(pack.label_T(recorder.case.label_share))[None]
+        recorder.batch_arrived({"input_ids": ids, "labels": labels})
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         recorder.backward_done(model, loss=torch.tensor(2.0))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
         if recorder.step_done():
             return
     raise AssertionError("the recorder never stopped")
@@ -248,12 +253,15 @@ def test_recorder_times_what_was_asked_after_the_warm_up(files):
     assert record["labelled_tokens_per_s"] == pytest.approx(np.mean(labelled) / record["summary"]["median"] * 1e3)
 
 
-def test_recorder_takes_fewer_long_steps(files, monkeypatch):
+@pytest.mark.parametrize(("half", "num_steps"), [(0, 3), (1, 2)])
+def test_recorder_takes_fewer_long_steps(half, num_steps, files, monkeypatch):
     monkeypatch.setattr(cases_module, "LONG_STEP_MS", -1.0)
-    monkeypatch.setattr(cases_module, "NUM_LONG_STEPS", 2)
-    recorder = _recorder(files, is_reference=True)
+    monkeypatch.setattr(cases_module, "NUM_LONG_STEPS", 3)
+    recorder = _recorder(files, is_reference=True, case={"half": half})
     _drive(recorder)
-    assert recorder.record["summary"]["n"] == 2
+    assert recorder.record["summary"]["n"] == num_steps
+    # Fewer were looked at than were planned, and none is missing.
+    assert recorder.record["not_training"] == ""
 
 
 def test_recorder_stops_at_the_judged_step_when_refused(files):

@@ -49,11 +49,11 @@ def test_refused_value_answers_with_the_reason(folder, answer):
 def test_help_names_every_command_and_config(capsys, answer):
     assert main([]) == 0
     text = capsys.readouterr().out
-    for word in ("fit", "validate", "test", "data", "doctor", "plan", "export", "demo", *config_names()):
+    for word in ("fit", "validate", "test", "data", "doctor", "plan", "export", "demo", "bench", *config_names()):
         assert word in text
     assert answer(["frobnicate"]) == (
         1,
-        "error: OptionError: Unknown command 'frobnicate'; there are fit, validate, test, data, doctor, plan, export and demo.\n",
+        "error: OptionError: Unknown command 'frobnicate'; there are fit, validate, test, data, doctor, plan, export, demo and bench.\n",
     )
 
 

@@ -175,6 +175,14 @@ class MeasuringCallback(Callback):
         self._is_over = False
         self._loss: torch.Tensor | None = None
 
+    def _note_plan(self) -> None:
+        """Note what is in effect, and add the host memory that the engine has registered by itself."""
+        record, plan = self._recorder.record, describe_plan(self._checkpointing)
+        record["plan"] = plan
+        if "pinned_host_gib" in record:
+            registered = plan.get("engine", {}).get("pinned_bytes", 0) + plan.get("streamed", {}).get("num_host_bytes", 0)
+            record["pinned_host_gib"] += registered / 2**30
+
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
         """Put the adapters and the asked layers in place, after everything else is."""
         if self._mode.wants_liger:
@@ -193,7 +201,7 @@ class MeasuringCallback(Callback):
             self._recorder.record["plan_check"] = check_plan(pl_module, batch, self._checkpointing, is_cuda=self._is_cuda)
         if self._recorder.step == GRAPHS_CHECKED_STEP and self._mode.wants_graphs:
             self._recorder.record["graphs_check"] = check_graphs(pl_module, batch, is_cuda=self._is_cuda)
-        self._recorder.batch_arrived()
+        self._recorder.batch_arrived(batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
         """Keep the loss of the judged step."""
@@ -212,7 +220,7 @@ class MeasuringCallback(Callback):
             trainer.should_stop = True
         elif self._recorder.step_done():
             self._is_over = True
-            self._recorder.record["plan"] = describe_plan(self._checkpointing)
+            self._note_plan()
             if "ms" in self._recorder.record and has_host_tensors(self._checkpointing):
                 self._profile.start()
             else:

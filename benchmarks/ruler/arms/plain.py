@@ -33,7 +33,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
     has_liger = False
     seen_shares: set[float] = set()
     for case in sorted(cases, key=lambda case: "liger" in case.mode):
-        is_reference = case.label_share not in seen_shares and "liger" not in case.mode
+        is_reference = case.label_share not in seen_shares and "liger" not in case.mode and not case.is_judged
         seen_shares.add(case.label_share)
         recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
         wants_liger, apply_liger = "liger" in case.mode, not has_liger
@@ -100,7 +100,7 @@ def _train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda)
     for batch in loader:
-        recorder.batch_arrived()
+        recorder.batch_arrived(batch)
         batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         loss = model(**batch).loss
         loss.backward()

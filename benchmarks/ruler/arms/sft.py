@@ -115,7 +115,7 @@ def _install_driver(trainer: Any) -> Any:
         assert recorder is not None
         if recorder.step == 0:
             recorder.record["batch"] = check_batch(inputs, driver.expected)
-        recorder.batch_arrived()
+        recorder.batch_arrived(inputs)
         loss = own_step(model, inputs, *arguments, **keywords)
         recorder.backward_done(model, loss=loss.detach())
         return loss

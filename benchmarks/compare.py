@@ -1,0 +1,237 @@
+r"""The comparison anyone can rerun: every system that can be imported here, on the same packs, weights and adapters, with a table and a picture.
+
+    python -m benchmarks.compare --workload qwen3-14b-qlora
+    python -m benchmarks.compare --workload tiny --device cpu --systems plain ours
+
+Builds what is missing, names every system that cannot run here with its error, and measures the others in the order A B C ... A' | A' ... C B A: each
+setting in two processes, half of its timed steps in each; A' is the first of ours once more, the A/A control. Judge, clock and proof that steps train
+are the ruler's (benchmarks/train_step.py). If the control's two medians differ by more than 2 %, no row is written.
+
+In OUT: raw.jsonl (every process), log.txt (what they print), clocks.csv, table.txt, rows.csv (columns of results.csv), chart.png. A run that ended
+for want of time goes on with the same --out: processes that are in raw.jsonl are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+# As in train_step: set before anything is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+
+from benchmarks.results import append_rows
+from benchmarks.ruler.cases import Case
+from benchmarks.ruler.clocks import ClockLog, read_clocks
+from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
+from benchmarks.ruler.pairs import CONTROL, comparison_rows, comparison_table, control_of, pool
+from benchmarks.ruler.report import read_records
+from benchmarks.ruler.systems import SYSTEMS, find_gap, missing_module, settings_of
+from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
+
+# What a process says that is worth another try.
+UNFINISHED = ("not started", "stopped after")
+_KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(words)
+    if not options.no_chart and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("compare: the chart needs matplotlib: pip install matplotlib, or add --no-chart")
+    # A driver that is told to stop ends its process first: SystemExit runs through the finally of run_arms.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    out: Path = options.out or Path("runs") / "compare" / f"{options.workload}-{stamp}"
+    out.mkdir(parents=True, exist_ok=True)
+    files = WorkloadFiles(options.root or default_root(options.workload), WORKLOADS[options.workload])
+    print(f"compare: {options.workload} on {options.device}; weights in {files.folder}, results in {out}", flush=True)
+    settings, gaps = find_settings(options.systems, device=options.device)
+    for name, reason in gaps.items():
+        print(f"not run: {name}: {reason}", flush=True)
+    run = ComparisonRun(options, files=files, out=out)
+    run.build()
+    with ClockLog(out / "clocks.csv"):
+        run.measure(settings)
+    return _report(run, gaps, command=" ".join(["python -m benchmarks.compare", *words]), with_chart=not options.no_chart)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", required=True, choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--root", type=Path, help="where weights are built; by default a folder in memory where they fit, else runs/weights")
+    parser.add_argument("--out", type=Path, help="folder of results; by default a new one in runs/compare")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of a setting, over both of its processes; 10 where one exceeds 3 s")
+    parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
+    parser.add_argument("--arm-s", type=float, default=400.0, help="most for one process")
+    parser.add_argument("--no-chart", action="store_true")
+    return parser
+
+
+def default_root(workload: str) -> Path:
+    """Return where a workload's weights are built: shared memory where they fit twice, a folder of runs/ otherwise."""
+    num_bytes = 2 * num_weights(WORKLOADS[workload].model_config)
+    if _SHARED_MEMORY.is_dir():
+        root = _SHARED_MEMORY / "fastft"
+        is_there = WorkloadFiles(root, WORKLOADS[workload]).is_built()
+        if is_there or shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes:
+            return root
+    return Path("runs") / "weights"
+
+
+def find_settings(systems: Iterable[str], *, device: str) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Return (arm, mode) of every setting that can run here, in the order of the first pass, and why others cannot, by their names."""
+    found, gaps = [], {}
+    for name in (name for name in SYSTEMS if name in set(systems)):
+        system = SYSTEMS[name]
+        reason = find_gap(system)
+        if reason:
+            gaps[name] = reason
+            continue
+        for setting in settings_of(system, device=device):
+            missing = missing_module(setting)
+            if missing:
+                gaps[f"{name} {setting.mode}"] = f"ModuleNotFoundError: No module named {missing!r}"
+            else:
+                found.append((system.arm, setting.mode))
+    return found, gaps
+
+
+class ComparisonRun:
+    """The processes of one comparison.
+
+    Args:
+        options: Of the command line.
+        files: The workload.
+        out: Folder of results.
+    """
+
+    def __init__(self, options: argparse.Namespace, *, files: WorkloadFiles, out: Path) -> None:
+        self.options = options
+        self.files = files
+        self.out = out
+        self.raw = out / "raw.jsonl"
+        self._template = Case(
+            options.workload, "", "", optimizer=options.optimizer, num_warmup=options.warmup, num_steps=max(1, (options.steps + 1) // 2)
+        )
+        self._deadline = time.monotonic() + options.budget_s
+        self._longest_s = LEAST_SECONDS
+        self._has_asked_for_reference = False
+
+    def build(self) -> None:
+        """Write the workload where it is missing, in a process of its own, so that nothing of it stays on the device.
+
+        Raises:
+            CalledProcessError: The build failed; it has said why.
+        """
+        if self.files.is_built():
+            return
+        words = ["build", "--workload", self.options.workload, "--root", str(self.files.folder.parent), "--device", self.options.device]
+        subprocess.run([sys.executable, "-m", "benchmarks.train_step", *words], check=True)
+
+    def measure(self, settings: Sequence[tuple[str, str]]) -> None:
+        """Run the first pass, the control, and all of it backwards.
+
+        Args:
+            settings: Arm and mode, in the order of the first pass.
+        """
+        first = [replace(self._template, system=system, mode=mode, half=1) for system, mode in settings]
+        for number, case in enumerate(first):
+            # The first case leaves the gradients that all others are judged by.
+            leaves_reference = number == 0 and case.system == "plain"
+            first[number] = case if leaves_reference else replace(case, is_judged=True)
+            self._run(first[number])
+        passed = [case for case in first if self._row_of(case)]
+        # Ours where it is there, else whoever passed.
+        repeated = next(iter([case for case in passed if case.system == "ours"] or passed), None)
+        if repeated is not None:
+            passed.append(replace(repeated, repeat=CONTROL, is_judged=True))
+            self._run(passed[-1])
+        for case in reversed(passed):
+            if self._row_of(case):
+                self._run(replace(case, half=2, is_judged=True))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return what all processes have left, oldest first."""
+        return read_records(self.raw)
+
+    def _run(self, case: Case) -> None:
+        """Run one process, unless it has been run; where the reference is gone, the plain arm leaves it first."""
+        if self._find(case) is not None:
+            return
+        if case.is_judged and not self._has_asked_for_reference and not self.files.reference(case.label_share).exists():
+            self._has_asked_for_reference = True
+            reference = replace(self._template, system="plain", mode="recompute", num_warmup=1, num_steps=0)
+            self._start(reference)
+        self._start(case)
+
+    def _start(self, case: Case) -> None:
+        left, start = self._deadline - time.monotonic(), time.monotonic()
+        run_arms(
+            [[case]],
+            root=self.files.folder.parent,
+            raw=self.raw,
+            log=self.out / "log.txt",
+            device=self.options.device,
+            # A process that would be cut off in the middle is left for the next call.
+            budget_seconds=left if left >= self._longest_s else 0.0,
+            arm_seconds=self.options.arm_s,
+        )
+        self._longest_s = max(self._longest_s, time.monotonic() - start)
+
+    def _find(self, case: Case) -> Mapping[str, Any] | None:
+        """Return the record of a process that needs no other try."""
+        own = [record for record in self.records() if all(record[name] == getattr(case, name) for name in _KEY)]
+        return own[-1] if own and not own[-1]["reason"].startswith(UNFINISHED) else None
+
+    def _row_of(self, case: Case) -> bool:
+        record = self._find(case)
+        return record is not None and not record["reason"]
+
+
+def _report(run: ComparisonRun, gaps: Mapping[str, str], *, command: str, with_chart: bool) -> int:
+    """Write table, rows and chart; return 0 where rows were written."""
+    device, workload = run.options.device, run.options.workload
+    rows = pool(run.records(), clocks=read_clocks(run.out / "clocks.csv"))
+    hardware = next((row["versions"].get("device", "cpu") for row in rows if "versions" in row), device)
+    title = f"{workload}, {WORKLOADS[workload].max_tokens:,} tokens a step, {hardware}"
+    table = f"{title}\n{comparison_table(rows, gaps, device=device)}"
+    (run.out / "table.txt").write_text(table + "\n", encoding="utf-8")
+    print(table, flush=True)
+    if any(reason in row["reason"] for row in rows for reason in UNFINISHED):
+        print(f"not finished: the same command with --out {run.out} goes on from here", flush=True)
+    figures = comparison_rows(rows, command=command)
+    path = run.out / "rows.csv"
+    # Made anew from raw.jsonl, which may have grown since.
+    path.unlink(missing_ok=True)
+    if figures:
+        append_rows(figures, path=path)
+    if with_chart:
+        from benchmarks.ruler.picture import draw_comparison
+
+        draw_comparison(rows, gaps, device=device, title=title, path=run.out / "chart.png")
+        print(f"chart: {run.out / 'chart.png'}", flush=True)
+    print(f"rows: {path}: {len(figures)}" if figures else f"rows: none; {control_of(rows).describe()}", flush=True)
+    return 0 if figures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

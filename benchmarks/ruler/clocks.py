@@ -1,0 +1,70 @@
+"""The clock of the GPU's multiprocessors while steps are timed, read by nvidia-smi beside the run."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import statistics
+import subprocess
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from pathlib import Path
+
+_INTERVAL_MS = 500
+_TIME_FORMAT = "%Y/%m/%d %H:%M:%S.%f"
+
+
+class ClockLog(AbstractContextManager):
+    """Append time and SM clock to a file while it is open; nothing happens where there is no nvidia-smi.
+
+    Args:
+        path: The file: local time and MHz as nvidia-smi writes them, one sample a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ClockLog:
+        program = shutil.which("nvidia-smi")
+        if program is not None:
+            # The first of those that the run may use.
+            device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+            command = [program, "--query-gpu=timestamp,clocks.sm", "--format=csv,noheader,nounits", "-lms", str(_INTERVAL_MS), "-i", device]
+            with self._path.open("ab") as file:
+                self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+
+def read_clocks(path: Path) -> list[tuple[float, float]]:
+    """Return the samples of a file as seconds since 1970 and MHz, oldest first; none where there is no file.
+
+    What is no sample (a last line that was cut off, a clock that the driver does not tell) is left out.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+    return [(_seconds(row[0]), float(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
+
+
+def _seconds(text: str) -> float:
+    return datetime.strptime(text, _TIME_FORMAT).astimezone().timestamp()
+
+
+def median_clock_mhz(samples: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> float | None:
+    """Return the median clock of the samples in any of these spans of seconds; None where there is none.
+
+    Example:
+        >>> median_clock_mhz([(1.0, 345.0), (2.0, 1980.0), (3.0, 1965.0), (4.0, 1980.0)], [(1.5, 4.5)])
+        1980.0
+    """
+    found = [clock for moment, clock in samples if any(begin <= moment <= end for begin, end in spans)]
+    return statistics.median(found) if found else None

@@ -1,0 +1,190 @@
+"""From the records of two processes of each case to one row: pooled samples, the A/A control, ratios, the table, rows of results.csv."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.ruler.clocks import median_clock_mhz
+from benchmarks.ruler.measure import summarise_ms
+from benchmarks.ruler.report import align, result_rows
+from benchmarks.ruler.systems import SYSTEMS, is_default, system_of
+
+# Medians of the same case, measured twice, may differ by this much.
+MAX_CONTROL_DIFFERENCE = 0.02
+CONTROL = "A/A"
+_KEY = ("workload", "system", "mode", "label_share", "optimizer", "repeat")
+_HEADER = (
+    "system mode (* default)", "ms", "first", "second", "p10", "p90", "n", "tok/s", "lab.tok/s", "GiB", "resv", "pinned", "waits", "MHz", "min cos",
+)  # fmt: skip
+
+
+class Control(NamedTuple):
+    """What came of measuring one case twice.
+
+    Args:
+        title: The case; empty where there was none to repeat.
+        difference: Of the two medians, as a share of the smaller one; None where one of them is missing.
+    """
+
+    title: str
+    difference: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether rows may be written."""
+        return self.difference is not None and self.difference <= MAX_CONTROL_DIFFERENCE
+
+    def describe(self) -> str:
+        """Return one line."""
+        if self.difference is None:
+            return f"CONTROL MISSING: {self.title or 'no case'} was not measured twice from end to end, so no row is written"
+        found = f"{self.title} twice differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
+        return f"A/A control passed: {found}" if self.passed else f"CONTROL FAILED: {found}; no row is written"
+
+
+def pool(records: Sequence[Mapping[str, Any]], *, clocks: Sequence[tuple[float, float]] = ()) -> list[dict[str, Any]]:
+    """Return one record for each case from those of its two processes, in the order of their first appearance.
+
+    The samples of both are one sample; peaks and waits are the larger ones, the lowest cosine is the lower one. A case without two halves that have
+    rows has a reason instead.
+
+    Args:
+        records: Of one comparison; of each half the last one counts.
+        clocks: Samples of the SM clock.
+    """
+    halves: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    for record in records:
+        if record.get("half"):
+            halves.setdefault(tuple(record[name] for name in _KEY), {})[record["half"]] = record
+    return [_pooled(found.get(1), found.get(2), clocks) for found in halves.values()]
+
+
+def _pooled(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None, clocks: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    given = first or second
+    assert given is not None
+    row = {**given, "reason": _reason(first, second)}
+    if row["reason"] or first is None or second is None:
+        row.pop("summary", None)
+        return row
+    pair = (first, second)
+    samples = [*first["ms"], *second["ms"]]
+    summary = summarise_ms(samples)
+    row.update(
+        ms=samples,
+        summary=summary,
+        half_medians=[statistics.median(half["ms"]) for half in pair],
+        tokens_per_s=_per_step(pair, "num_tokens") / summary["median"] * 1e3,
+        labelled_tokens_per_s=_per_step(pair, "num_labelled") / summary["median"] * 1e3,
+        peak_gib={name: max(half["peak_gib"][name] for half in pair) for name in first["peak_gib"]},
+        pinned_host_gib=max(half["pinned_host_gib"] for half in pair),
+        host_waits=max((half["host_waits"] for half in pair if "host_waits" in half), default=None),
+        verdict=min((half["verdict"] for half in pair), key=lambda verdict: verdict["worst_cosine"][1]),
+        clock_mhz=median_clock_mhz(clocks, [(half["timed_from"], half["timed_to"]) for half in pair]),
+    )
+    return row
+
+
+def _reason(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> str:
+    for name, half in (("first", first), ("second", second)):
+        if half is None or half["reason"]:
+            return f"{name} process: {'it was not run' if half is None else half['reason']}"
+    assert first is not None
+    assert second is not None
+    different = sorted(name for name in {*first["versions"], *second["versions"]} if first["versions"].get(name) != second["versions"].get(name))
+    return f"its two processes ran under different versions of {', '.join(different)}" if different else ""
+
+
+def _per_step(pair: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(half[name] for half in pair) / sum(len(half["ms"]) for half in pair)
+
+
+def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
+    """Return how far the two medians of the repeated case are apart."""
+    repeated = next((row for row in rows if row["repeat"]), None)
+    if repeated is None:
+        return Control("", None)
+    own = next((row for row in rows if not row["repeat"] and (row["system"], row["mode"]) == (repeated["system"], repeated["mode"])), None)
+    title = f"{repeated['system']} {repeated['mode']}"
+    if own is None or own["reason"] or repeated["reason"]:
+        return Control(title, None)
+    low, high = sorted(row["summary"]["median"] for row in (own, repeated))
+    return Control(title, high / low - 1)
+
+
+def ratios(rows: Sequence[Mapping[str, Any]], *, device: str) -> list[str]:
+    """Return ours against every peer in tokens/s, best against best and default against default, with memory beside."""
+    timed = [row for row in rows if not row["reason"] and not row["repeat"]]
+    lines = []
+    for name, chosen in (("best against best", timed), ("default against default", [row for row in timed if is_default(row, device=device)])):
+        ours = [row for row in chosen if system_of(row) == "ours"]
+        for system in SYSTEMS:
+            peers = [row for row in chosen if system_of(row) == system]
+            if system == "ours" or not ours or not peers:
+                continue
+            own, other = (max(found, key=lambda row: row["tokens_per_s"]) for found in (ours, peers))
+            memory = f"{own['peak_gib']['allocated']:.1f} against {other['peak_gib']['allocated']:.1f} GiB"
+            lines.append(f"{name}: {own['title']} {own['tokens_per_s'] / other['tokens_per_s']:.2f}x {other['title']} in tokens/s; {memory}")
+    return lines
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, device: str) -> str:
+    """Return the table: a line for every case that passed, fastest first, the reason of every other, the gaps, the control and the ratios.
+
+    Args:
+        rows: As pool returns them.
+        gaps: Why a system or a setting was not run, by its name.
+        device: "cuda" or "cpu".
+    """
+    timed = sorted((row for row in rows if not row["reason"]), key=lambda row: -row["tokens_per_s"])
+    lines = align([_HEADER, *(_line(row, device=device) for row in timed)])
+    lines += [f"  no row: {row['title']}: {row['reason'][:400]}" for row in rows if row["reason"]]
+    lines += [f"  not run: {name}: {reason}" for name, reason in gaps.items()]
+    return "\n".join([*lines, f"  {control_of(rows).describe()}", *(f"  {line}" for line in ratios(rows, device=device))])
+
+
+def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
+    summary, peak, clock = row["summary"], row["peak_gib"], row["clock_mhz"]
+    return (
+        f"{row['title']}{' *' if is_default(row, device=device) else ''}",
+        f"{summary['median']:.1f}",
+        *(f"{median:.1f}" for median in row["half_medians"]),
+        f"{summary['p10']:.1f}",
+        f"{summary['p90']:.1f}",
+        str(summary["n"]),
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['labelled_tokens_per_s']:.0f}",
+        f"{peak['allocated']:.1f}",
+        f"{peak['reserved']:.1f}",
+        f"{row['pinned_host_gib']:.1f}",
+        "-" if row["host_waits"] is None else str(row["host_waits"]),
+        "-" if clock is None else f"{clock:.0f}",
+        f"{row['verdict']['worst_cosine'][1]:.5f}",
+    )
+
+
+def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[dict[str, Any]]:
+    """Return rows for results.csv; none where the A/A control did not pass."""
+    control = control_of(rows)
+    if not control.passed or control.difference is None:
+        return []
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        own = [{**figure, "benchmark": "compare"} for figure in result_rows([dict(row)], command=command)]
+        if not own:
+            continue
+        shared = {name: own[0][name] for name in ("benchmark", "workload", "system", "version", "command", "device")}
+        num_first = (row["summary"]["n"] + 1) // 2
+        figures = [
+            ("step, first process", row["half_medians"][0], "ms", num_first),
+            ("step, second process", row["half_medians"][1], "ms", row["summary"]["n"] - num_first),
+            ("pinned host", row["pinned_host_gib"], "GiB", row["summary"]["n"]),
+            ("SM clock", row["clock_mhz"], "MHz", row["summary"]["n"]),
+            ("trained values", row["num_trained"], "1", row["summary"]["n"]),
+        ]
+        if row["repeat"]:
+            figures.append(("A/A difference", control.difference * 100, "%", row["summary"]["n"]))
+        own += [{**shared, "metric": metric, "value": value, "unit": unit, "n": n} for metric, value, unit, n in figures if value is not None]
+        found += own
+    return found

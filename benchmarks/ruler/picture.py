@@ -1,0 +1,52 @@
+"""A bar chart of one comparison: tokens per second, and the peak of device memory beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ruler.pairs import control_of
+from benchmarks.ruler.systems import is_default, system_of
+
+_OURS, _PEERS, _MEMORY = "#1f6f8b", "#b9c0c6", "#e0a458"
+_MARGIN = 1.18
+
+
+def draw_comparison(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, device: str, title: str, path: Path) -> None:
+    """Draw every row, fastest on top, and write a PNG.
+
+    Args:
+        rows: As ``pairs.pool`` returns them; those with a reason are named under the chart.
+        gaps: What was not run, by name.
+        device: "cuda" or "cpu".
+        title: Over the chart.
+        path: The file.
+    """
+    from matplotlib.figure import Figure
+
+    timed = sorted((row for row in rows if not row["reason"]), key=lambda row: row["tokens_per_s"])
+    figure = Figure(figsize=(9.0, 1.9 + 0.42 * max(1, len(timed))), layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    places = range(len(timed))
+    names = [f"{row['title']}{' *' if is_default(row, device=device) else ''}" for row in timed]
+    rates, peaks = [row["tokens_per_s"] for row in timed], [row["peak_gib"]["allocated"] for row in timed]
+    speed.barh(places, rates, color=[_OURS if system_of(row) == "ours" else _PEERS for row in timed])
+    memory.barh(places, peaks, color=_MEMORY)
+    speed.set_yticks(places, names)
+    for axes, values, form, label in ((speed, rates, ",.0f", "real tokens/s"), (memory, peaks, ".1f", "peak device memory, GiB")):
+        axes.set_xlabel(label)
+        axes.set_xlim(0, _MARGIN * max(values, default=0.0) or 1.0)
+        axes.spines[["top", "right"]].set_visible(False)
+        if any(values):
+            for place, value in zip(places, values):
+                axes.annotate(f"{value:{form}}", (value, place), textcoords="offset points", xytext=(4, 0), va="center", fontsize=8)
+    if timed and not any(peaks):
+        memory.set_xticks([])
+        memory.text(0.5, 0.5, "no device memory on a CPU", transform=memory.transAxes, ha="center", va="center", fontsize=9, color="0.4")
+    control = control_of(rows)
+    figure.suptitle(title if control.passed else f"{title}\n{control.describe()}", fontsize=10, color="black" if control.passed else "firebrick")
+    absent = [row["title"] for row in rows if row["reason"]] + list(gaps)
+    note = "* default setting" + (f"    not shown: {', '.join(absent)}" if absent else "")
+    figure.supxlabel(note, fontsize=7, x=0.01, ha="left", wrap=True)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,156 @@
+"""The proof that timed steps train: the tokens that entered the model, gradients in every step, and parameters that the optimizer moved.
+
+Nothing here makes the host wait while steps are timed: counts and norms stay on the device until the last one has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.ruler.judge import trainable_adapters
+from benchmarks.ruler.workloads import FIRST_WORD, IGNORED_LABEL, Pack
+
+# The backward reaches this layer last: what cuts it short anywhere shows here. All other layers are looked at in the last timed step.
+WATCHED_LAYER = "0."
+
+
+def count_batch(batch: Any) -> torch.Tensor:
+    """Count what enters a model.
+
+    Args:
+        batch: input_ids and labels of shape (B, T), unshifted labels, and where it has them attention_mask and position_ids of the same shape.
+
+    Returns:
+        Shape (4,), int64, on the device of the batch: real tokens (words of the ruler, not masked), labelled tokens, sum of the ids of real tokens,
+        sum of their positions, -1 where the batch has no positions.
+
+    Example:
+        >>> batch = {"input_ids": torch.tensor([[7, 9, 5, 0]]), "labels": torch.tensor([[-100, 9, 5, -100]])}
+        >>> count_batch(batch).tolist()
+        [3, 2, 21, -1]
+    """
+    keys, ids, labels = batch.keys(), batch["input_ids"], batch["labels"]
+    is_real = ids >= FIRST_WORD
+    mask = batch["attention_mask"] if "attention_mask" in keys else None
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        is_real = is_real & mask.bool()
+    position = batch["position_ids"] if "position_ids" in keys else None
+    if isinstance(position, torch.Tensor) and position.shape == ids.shape:
+        position_sum = torch.where(is_real, position, 0).sum()
+    else:
+        position_sum = ids.new_full((), -1)
+    # The first label of a row is no target of anything.
+    num_labelled = (labels[..., 1:] != IGNORED_LABEL).sum()
+    return torch.stack([is_real.sum(), num_labelled.to(ids.device), torch.where(is_real, ids, 0).sum(), position_sum])
+
+
+def count_problem(count: Sequence[int], pack: Pack, *, share: float) -> str:
+    """Return what a batch had that its pack has not, or the other way round; empty when they agree.
+
+    Args:
+        count: As count_batch returns it.
+        pack: What the step is credited with.
+        share: Share of labelled tokens.
+    """
+    num_real, num_labelled, id_sum, position_sum = count
+    num_credited = pack.input_id_T.size
+    if num_real != num_credited:
+        return f"{num_credited} tokens are credited, {num_real} real ones entered the model"
+    credited_labels = int((pack.label_T(share) != IGNORED_LABEL).sum())
+    if num_labelled != credited_labels:
+        return f"{credited_labels} labelled tokens are credited, {num_labelled} entered the model"
+    if id_sum != int(pack.input_id_T.sum()):
+        return "the tokens that entered the model are not those of the pack"
+    if position_sum not in (-1, int(pack.position_T().sum())):
+        return "positions do not restart with every document of the pack"
+    return ""
+
+
+class TrainingProof:
+    """Follow the adapters of one case through its timed steps.
+
+    Args:
+        share: Share of labelled tokens.
+    """
+
+    def __init__(self, *, share: float) -> None:
+        self._share = share
+        self._counts: list[torch.Tensor | None] = []
+        self._norms: list[torch.Tensor | None] = []
+        self._adapters: dict[str, torch.nn.Parameter] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def see_batch(self, batch: Any) -> None:
+        """Count a batch; None where a system shows none."""
+        self._counts.append(None if batch is None else count_batch(batch))
+
+    def see_model(self, model: torch.nn.Module, reference: Mapping[str, torch.Tensor] | None) -> str:
+        """Take the trained tensors of a model and return how they differ from those of the plain arm; empty when they do not.
+
+        Args:
+            model: After its first backward.
+            reference: Gradients of the plain arm; None where this model is the plain arm's own.
+        """
+        self._adapters = trainable_adapters(model)
+        if reference is None:
+            return ""
+        different = sorted(set(self._adapters) ^ set(reference))
+        count, expected = self.num_trained, sum(tensor.numel() for tensor in reference.values())
+        if not different and count == expected:
+            return ""
+        own, plain = f"{len(self._adapters)} tensors of {count} values", f"{len(reference)} of {expected}"
+        return f"it trains {own}, the plain arm {plain}; names that differ: {different[:3]}"
+
+    @property
+    def num_trained(self) -> int:
+        """Values that are trained."""
+        return sum(parameter.numel() for parameter in self._adapters.values())
+
+    def batch_problem(self, pack: Pack) -> str:
+        """Return what was wrong with the last batch; empty when nothing was. Waits for the device."""
+        return self._problems(self._counts[-1:], [pack])
+
+    def begin(self) -> None:
+        """Forget what was seen in the warm-up and note every parameter; copies them to the host."""
+        self._counts.clear()
+        self._norms.clear()
+        self._before = {name: parameter.detach().cpu().clone() for name, parameter in self._adapters.items()}
+
+    def see_gradients(self, *, is_last: bool) -> None:
+        """Take the norms of the first layer's gradients, of all layers' in the last timed step; no wait."""
+        watched = [parameter for name, parameter in self._adapters.items() if is_last or name.startswith(WATCHED_LAYER)]
+        gradients = [parameter.grad for parameter in watched if parameter.grad is not None]
+        is_whole = bool(watched) and len(gradients) == len(watched)
+        self._norms.append(torch.stack(torch._foreach_norm(gradients)) if is_whole else None)
+
+    def problem(self, packs: Sequence[Pack]) -> str:
+        """Return why the timed steps were no training, empty when they were; waits for the device.
+
+        Args:
+            packs: What the timed steps are credited with, in their order.
+        """
+        return self._problems(self._counts, packs) or self._dead_steps() or self._unmoved()
+
+    def release(self) -> None:
+        """Let the model go."""
+        self._adapters, self._before = {}, {}
+
+    def _problems(self, counts: Sequence[torch.Tensor | None], packs: Sequence[Pack]) -> str:
+        if len(counts) != len(packs):
+            return f"{len(counts)} batches were seen in {len(packs)} steps"
+        for number, (count, pack) in enumerate(zip(counts, packs)):
+            found = "the batch was not shown" if count is None else count_problem(count.tolist(), pack, share=self._share)
+            if found:
+                return f"step {number}: {found}" if len(packs) > 1 else found
+        return ""
+
+    def _dead_steps(self) -> str:
+        dead = [number for number, norms in enumerate(self._norms) if norms is None or not bool(((norms > 0) & norms.isfinite()).all())]
+        return f"{len(dead)} of {len(self._norms)} timed steps had gradients that are missing, zero or not finite: {dead[:5]}" if dead else ""
+
+    def _unmoved(self) -> str:
+        unmoved = [name for name, parameter in self._adapters.items() if torch.equal(parameter.detach().cpu(), self._before[name])]
+        return f"the optimizer moved {len(self._before) - len(unmoved)} of {len(self._before)} tensors, not {unmoved[:3]}" if unmoved else ""

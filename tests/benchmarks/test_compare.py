@@ -1,0 +1,404 @@
+"""The comparison: which processes run in which order, what is pooled, when rows are written, and what is said about systems that are not here."""
+
+import csv
+import json
+import sys
+import time
+
+import pytest
+
+from benchmarks import compare, results, train_step
+from benchmarks.ruler import clocks, picture, systems
+from benchmarks.ruler.cases import Case, CaseLog
+from benchmarks.ruler.pairs import CONTROL, comparison_rows, comparison_table, control_of, pool, ratios
+from benchmarks.ruler.systems import SYSTEMS, Setting, System
+from benchmarks.ruler.workloads import WORKLOADS, num_weights
+
+OURS, PLAIN, UNSLOTH = ("ours", "keep+fused"), ("plain", "recompute"), ("unsloth", "off")
+
+
+def record_of(setting, *, half, ms=100.0, n=15, repeat="", reason="", **more):
+    """Return what one process of a case leaves."""
+    case = Case("qwen3-14b-qlora", *setting, half=half, repeat=repeat, num_steps=n)
+    found = {**vars(case), "title": case.title, "reason": reason, "versions": {"torch": "2.11.0", "device": "NVIDIA H200"}}
+    if reason:
+        return {**found, **more}
+    return {
+        **found,
+        "ms": [ms] * n,
+        "summary": {"median": ms, "p10": ms, "p90": ms, "n": n},
+        "num_tokens": 8192 * n,
+        "num_labelled": 8000 * n,
+        "tokens_per_s": 8192 / ms * 1e3,
+        "peak_gib": {"allocated": 40.0 + half, "reserved": 50.0 + half},
+        "pinned_host_gib": 0.5 * half,
+        "host_waits": half,
+        "num_trained": 1000,
+        "verdict": {"passed": True, "worst_cosine": ["a", 1 - half / 1000]},
+        "timed_from": 10.0 * half,
+        "timed_to": 10.0 * half + 5,
+        **more,
+    }
+
+
+def pairs_of(setting, first_ms, second_ms, **more):
+    return [record_of(setting, half=1, ms=first_ms, **more), record_of(setting, half=2, ms=second_ms, **more)]
+
+
+@pytest.fixture
+def measured():
+    """Return the records of ours, of ours once more, of plain and of a peer."""
+    return [
+        *pairs_of(OURS, 100.0, 100.0),
+        *pairs_of(OURS, 101.0, 101.0, repeat=CONTROL),
+        *pairs_of(PLAIN, 250.0, 240.0),
+        *pairs_of(UNSLOTH, 150.0, 152.0),
+    ]
+
+
+# Pooling
+
+
+def test_both_halves_are_one_sample():
+    (row,) = pool(pairs_of(OURS, 100.0, 110.0, n=3), clocks=[(9.0, 345.0), (12.0, 1900.0), (13.0, 1980.0), (22.0, 1980.0), (16.0, 345.0)])
+    assert row["ms"] == [100.0] * 3 + [110.0] * 3
+    assert row["summary"] == {"median": 105.0, "p10": 100.0, "p90": 110.0, "n": 6}
+    assert row["half_medians"] == [100.0, 110.0]
+    assert row["tokens_per_s"] == pytest.approx(8192 / 0.105)
+    assert row["labelled_tokens_per_s"] == pytest.approx(8000 / 0.105)
+    assert row["peak_gib"] == {"allocated": 42.0, "reserved": 52.0}
+    assert (row["pinned_host_gib"], row["host_waits"], row["verdict"]["worst_cosine"][1]) == (1.0, 2, 0.998)
+    # Samples before, between and after the timed steps do not count.
+    assert row["clock_mhz"] == 1980.0
+
+
+@pytest.mark.parametrize(
+    ("halves", "reason"),
+    [
+        ([record_of(OURS, half=1)], "second process: it was not run"),
+        ([record_of(OURS, half=1, reason="OutOfMemoryError: 150 GiB")], "first process: OutOfMemoryError: 150 GiB"),
+        ([record_of(OURS, half=1), record_of(OURS, half=2, reason="not training: x")], "second process: not training: x"),
+        (
+            [record_of(OURS, half=1), record_of(OURS, half=2, versions={"torch": "2.12.0", "device": "NVIDIA H200"})],
+            "its two processes ran under different versions of torch",
+        ),
+    ],
+    ids=["missing", "failed", "refused", "versions"],
+)
+def test_half_a_row_is_none(halves, reason):
+    (row,) = pool(halves)
+    assert row["reason"] == reason
+    assert "summary" not in row
+    assert comparison_rows([*pool([*pairs_of(OURS, 1.0, 1.0, repeat=CONTROL)]), row], command="x") == []
+
+
+def test_the_last_try_of_a_half_counts():
+    records = [record_of(OURS, half=1, reason="not started: 3 s of the budget left"), *pairs_of(OURS, 100.0, 100.0)]
+    assert [row["reason"] for row in pool(records)] == [""]
+
+
+# The control
+
+
+@pytest.mark.parametrize(("ms", "is_passed"), [(100.0, True), (98.1, True), (101.9, True), (102.1, False), (97.9, False)])
+def test_rows_are_written_only_within_two_percent(ms, is_passed, measured):
+    measured[2:4] = pairs_of(OURS, ms, ms, repeat=CONTROL)
+    rows = pool(measured)
+    assert control_of(rows).passed == is_passed
+    assert bool(comparison_rows(rows, command="x")) == is_passed
+    assert ("CONTROL FAILED" in comparison_table(rows, {}, device="cuda")) == (not is_passed)
+
+
+def test_without_a_control_no_row_is_written(measured):
+    for records in (measured[:2] + measured[4:], measured[:3] + measured[4:]):
+        rows = pool(records)
+        assert comparison_rows(rows, command="x") == []
+        assert "CONTROL MISSING" in comparison_table(rows, {}, device="cuda")
+
+
+# Rows and table
+
+
+def test_rows_have_the_columns_of_results_and_every_figure(measured, tmp_path):
+    rows = comparison_rows(pool(measured, clocks=[(12.0, 1965.0)]), command="python -m benchmarks.compare --workload qwen3-14b-qlora")
+    results.append_rows(rows, path=tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        written = [row for row in csv.DictReader(file) if row["system"] == "ours keep+fused, adamw_8bit"]
+    figures = {row["metric"]: (row["value"], row["unit"], row["n"]) for row in written}
+    assert figures == {
+        "step": ("100", "ms", "30"),
+        "step, first process": ("100", "ms", "15"),
+        "step, second process": ("100", "ms", "15"),
+        "tokens": ("81920", "tokens/s", "30"),
+        "labelled tokens": ("80000", "tokens/s", "30"),
+        "peak allocated": ("42", "GiB", "30"),
+        "peak reserved": ("52", "GiB", "30"),
+        "pinned host": ("1", "GiB", "30"),
+        "host waits": ("2", "per step", "30"),
+        "SM clock": ("1965", "MHz", "30"),
+        "trained values": ("1000", "1", "30"),
+        "lowest gradient cosine": ("0.998", "1", "30"),
+    }
+    assert {(row["benchmark"], row["workload"], row["device"]) for row in written} == {
+        ("compare", "qwen3-14b-qlora, packed, labels 100%", "NVIDIA H200")
+    }
+    assert "torch 2.11.0" in written[0]["version"]
+    assert "--workload qwen3-14b-qlora" in written[0]["command"]
+    assert [row["value"] for row in rows if row["metric"] == "A/A difference"] == [pytest.approx(1.0)]
+
+
+def test_ratios_compare_best_with_best_and_default_with_default():
+    records = [
+        *pairs_of(OURS, 100.0, 100.0),
+        *pairs_of(("ours", "auto"), 120.0, 120.0),
+        *pairs_of(OURS, 50.0, 50.0, repeat=CONTROL),
+        *pairs_of(UNSLOTH, 150.0, 150.0),
+        *pairs_of(("unsloth", "unsloth"), 180.0, 180.0),
+        *pairs_of(("trl", "keep+liger"), 140.0, 140.0),
+        record_of(("plain", "keep"), half=1, reason="out of memory"),
+    ]
+    assert ratios(pool(records), device="cuda") == [
+        "best against best: ours keep+fused 1.50x unsloth off in tokens/s; 42.0 against 42.0 GiB",
+        "best against best: ours keep+fused 1.40x trl keep+liger in tokens/s; 42.0 against 42.0 GiB",
+        "default against default: ours auto 1.50x unsloth unsloth in tokens/s; 42.0 against 42.0 GiB",
+    ]
+
+
+def test_table_names_what_was_refused_and_what_was_not_run(measured):
+    measured.append(record_of(("plain", "keep"), half=1, reason="OutOfMemoryError: 150 GiB"))
+    table = comparison_table(pool(measured), {"torchtune": "ModuleNotFoundError: x; pip install torchtune"}, device="cuda")
+    assert "no row: plain keep: first process: OutOfMemoryError: 150 GiB" in table
+    assert "not run: torchtune: ModuleNotFoundError: x; pip install torchtune" in table
+    assert [line.split()[:2] for line in table.splitlines()[1:5]] == [
+        ["ours", "keep+fused"],
+        ["ours", "keep+fused"],
+        ["unsloth", "off"],
+        ["plain", "recompute"],
+    ]
+    assert "plain recompute *" in table
+    # Both medians stand in the row.
+    assert {"151.0", "150.0", "152.0"} <= set(next(line for line in table.splitlines() if "unsloth off" in line).split())
+
+
+@pytest.mark.parametrize("is_failed", [False, True])
+def test_chart_is_a_picture(is_failed, measured, tmp_path):
+    if is_failed:
+        measured[2:4] = pairs_of(OURS, 110.0, 110.0, repeat=CONTROL)
+    picture.draw_comparison(pool(measured), {"axolotl": "not here"}, device="cuda", title="qwen3-14b-qlora", path=tmp_path / "chart.png")
+    content = (tmp_path / "chart.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 10_000
+
+
+# Systems
+
+
+def test_a_system_that_is_not_installed_is_named_with_its_error_and_its_pip_line():
+    system = System(arm="trl", modules=("no_such_peer.training",), pip="pip install no-such-peer", settings=(Setting("recompute"),))
+    assert systems.find_gap(system) == "ModuleNotFoundError: No module named 'no_such_peer'; pip install no-such-peer"
+
+
+def test_a_system_that_cannot_be_imported_is_named_with_its_error(tmp_path, monkeypatch):
+    (tmp_path / "broken_peer.py").write_text("import json.no_such_part\n")
+    (tmp_path / "sound_peer.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken = System(arm="trl", modules=("broken_peer",), pip="pip install broken-peer")
+    assert systems.find_gap(broken) == "ModuleNotFoundError: No module named 'json.no_such_part'; pip install broken-peer"
+    assert systems.find_gap(System(arm="trl", modules=("sound_peer",), pip="")) == ""
+    assert "has no arm: it is young" in systems.find_gap(System(arm="", modules=("sound_peer",), pip="", why_no_arm="it is young"))
+    # Neither is left behind in this process.
+    assert not {"broken_peer", "sound_peer"} & set(sys.modules)
+
+
+def test_settings_are_found_in_order_and_those_without_their_module_are_named(monkeypatch):
+    monkeypatch.setattr(systems, "find_gap", lambda system: "")
+    monkeypatch.setattr(compare, "find_gap", lambda system: "it is broken" if system is SYSTEMS["unsloth"] else "")
+    monkeypatch.setattr(compare, "missing_module", lambda setting: setting.needs)
+    found, gaps = compare.find_settings(["unsloth", "trl+liger", "ours", "plain"], device="cuda")
+    assert found == [
+        ("plain", "recompute"), ("plain", "keep"),
+        ("ours", "keep+graphs"), ("ours", "keep+fused"), ("ours", "recompute+fused"), ("ours", "auto"),
+        ("trl", "recompute+liger"), ("trl", "keep+liger"),
+    ]  # fmt: skip
+    assert gaps == {"plain keep+liger": "ModuleNotFoundError: No module named 'liger_kernel'", "unsloth": "it is broken"}
+
+
+def test_every_system_has_one_default_and_modes_that_its_arm_knows():
+    from benchmarks.ruler.arms import plain, trl
+    from benchmarks.ruler.plans import parse_mode
+
+    for name, system in SYSTEMS.items():
+        for settings in (system.settings, system.cpu_settings):
+            assert sum(setting.is_default for setting in settings) == (1 if system.arm else 0), name
+    for setting in (*SYSTEMS["ours"].settings, *SYSTEMS["ours"].cpu_settings):
+        parse_mode(setting.mode)
+    assert {setting.mode for setting in SYSTEMS["plain"].settings} <= set(plain.MODES)
+    assert {setting.mode for name in ("trl", "trl+liger") for setting in SYSTEMS[name].settings} <= set(trl.MODES)
+
+
+def test_default_root_is_in_memory_only_where_the_weights_fit(monkeypatch, tmp_path):
+    monkeypatch.setattr(compare, "_SHARED_MEMORY", tmp_path)
+    free = tmp_path / "free"
+    for num_bytes, root in ((4.1, tmp_path / "fastft"), (3.9, compare.Path("runs/weights"))):
+        usage = type("Usage", (), {"free": num_bytes * num_weights(WORKLOADS["qwen3-14b-qlora"].model_config)})
+        monkeypatch.setattr(compare.shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert compare.default_root("qwen3-14b-qlora") == root
+    monkeypatch.setattr(compare, "_SHARED_MEMORY", free)
+    assert compare.default_root("tiny") == compare.Path("runs/weights")
+
+
+# Clocks
+
+
+def test_clocks_are_read_while_the_log_is_open(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho \"$@\" >arguments\necho '2026/11/22 04:10:19.250, 1980'\necho '2026/11/22 04:10:19.750, [N/A]'\nsleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "clocks.csv"
+    with clocks.ClockLog(path):
+        for _ in range(200):
+            if path.exists() and path.read_text().count("\n") == 2:
+                break
+            time.sleep(0.02)
+    ((moment, clock),) = clocks.read_clocks(path)
+    assert clock == 1980.0
+    assert moment % 60 == pytest.approx(19.25)
+    assert (tmp_path / "arguments").read_text().split()[-2:] == ["-i", "3"]
+
+
+def test_without_nvidia_smi_there_are_no_clocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(clocks.shutil, "which", lambda name: None)
+    with clocks.ClockLog(tmp_path / "clocks.csv"):
+        pass
+    assert clocks.read_clocks(tmp_path / "clocks.csv") == []
+    assert clocks.median_clock_mhz([], [(0.0, 1.0)]) is None
+
+
+# The run
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Stand in for the processes of a run: list (title, half, whether judged), and leave the given records."""
+    started, answers = [], {}
+
+    def run_arms(arms, *, raw, budget_seconds, **_):
+        ((case,),) = arms
+        started.append((case.title, case.half, case.is_judged, case.num_steps))
+        if case.num_steps == 0:
+            CaseLog(raw).write({**vars(case), "title": case.title, "reason": "asked for its gradients only"})
+            return
+        answer = answers.get((case.title, case.half), {})
+        reason = "not started: no time" if budget_seconds == 0 else answer.get("reason", "")
+        CaseLog(raw).write({**record_of((case.system, case.mode), half=case.half, repeat=case.repeat, reason=reason), **vars(case), **answer})
+
+    monkeypatch.setattr(compare, "run_arms", run_arms)
+    return started, answers
+
+
+@pytest.fixture
+def run(processes, tmp_path):
+    """Return a function that measures settings, as often as it is called with the same folder of results."""
+
+    def measure(*settings, has_reference=True, budget_s="1000"):
+        words = ["--workload", "tiny", "--root", str(tmp_path), "--device", "cpu", "--budget-s", budget_s]
+        files = compare.WorkloadFiles(tmp_path, WORKLOADS["tiny"])
+        files.folder.mkdir(exist_ok=True)
+        if has_reference:
+            files.reference(1.0).touch()
+        session = compare.ComparisonRun(compare._parser().parse_args(words), files=files, out=tmp_path)
+        session.measure(settings)
+        return session
+
+    return measure
+
+
+def test_settings_run_forwards_and_backwards_with_the_control_in_the_middle(run, processes):
+    run(PLAIN, OURS, ("ours", "auto"), UNSLOTH)
+    titles = ["plain recompute", "ours keep+fused", "ours auto", "unsloth off", "ours keep+fused A/A"]
+    assert [(title, half) for title, half, *_ in processes[0]] == [(title, 1) for title in titles] + [(title, 2) for title in reversed(titles)]
+    # Plain leaves the reference once, and is judged by it when it comes again; each process takes half of the steps.
+    assert [is_judged for _, _, is_judged, _ in processes[0]] == [False] + [True] * 9
+    assert {num_steps for *_, num_steps in processes[0]} == {15}
+
+
+def test_what_was_refused_is_not_run_again_and_not_the_control(run, processes):
+    processes[1]["ours keep+fused", 1] = {"reason": "OutOfMemoryError"}
+    run(PLAIN, OURS, ("ours", "auto"))
+    assert [(title, half) for title, half, *_ in processes[0]] == [
+        ("plain recompute", 1), ("ours keep+fused", 1), ("ours auto", 1), ("ours auto A/A", 1),
+        ("ours auto A/A", 2), ("ours auto", 2), ("plain recompute", 2),
+    ]  # fmt: skip
+
+
+def test_without_plain_the_reference_is_left_first_and_tried_once(run, processes):
+    run(OURS, UNSLOTH, has_reference=False)
+    assert [(title, num_steps) for title, _, _, num_steps in processes[0]][:3] == [
+        ("plain recompute", 0),
+        ("ours keep+fused", 15),
+        ("unsloth off", 15),
+    ]
+    assert [num_steps for *_, num_steps in processes[0]].count(0) == 1
+
+
+def test_a_run_that_ended_for_want_of_time_goes_on(run, processes, capsys):
+    session = run(PLAIN, OURS, budget_s="0")
+    assert {record["reason"] for record in session.records()} == {"not started: no time"}
+    assert compare._report(session, {}, command="x", with_chart=False) == 1
+    assert "not finished: the same command with --out" in capsys.readouterr().out
+    processes[0].clear()
+    session = run(PLAIN, OURS)
+    assert len(processes[0]) == 6
+    processes[0].clear()
+    assert compare._report(session, {}, command="x", with_chart=False) == 0
+    # Nothing is measured twice, and rows are those of all records.
+    session = run(PLAIN, OURS)
+    assert processes[0] == []
+    num_lines = len((session.out / "rows.csv").read_text().splitlines())
+    assert compare._report(session, {}, command="x", with_chart=False) == 0
+    assert len((session.out / "rows.csv").read_text().splitlines()) == num_lines
+
+
+def test_chart_without_matplotlib_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install matplotlib, or add --no-chart"):
+        compare.main(["--workload", "tiny", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def check_results(out, status):
+    """Check what a run of plain and ours has left, whether or not the clock of this machine was steady."""
+    records = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
+    titles = ["plain recompute", "ours keep", "ours keep A/A"]
+    assert [(record["title"], record["half"]) for record in records] == [(title, 1) for title in titles] + [(title, 2) for title in reversed(titles)]
+    assert {record["reason"] for record in records} == {""}
+    assert len({record["num_trained"] for record in records}) == 1
+    table = (out / "table.txt").read_text()
+    assert "best against best: ours keep" in table
+    assert "default against default: ours keep" in table
+    assert (out / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert (status == 0) == ("A/A control passed" in table) == (out / "rows.csv").exists()
+    assert (status == 1) == ("CONTROL FAILED" in table)
+
+
+def test_plain_and_ours_are_compared_on_a_cpu(monkeypatch, tmp_path):
+    def in_this_process(arms, *, root, raw, device, **_):
+        for cases in arms:
+            train_step.main(
+                ["arm", "--cases", json.dumps([vars(case) for case in cases]), "--root", str(root), "--raw", str(raw), "--device", device]
+            )
+
+    monkeypatch.setattr(compare, "run_arms", in_this_process)
+    monkeypatch.setattr(compare.subprocess, "run", lambda command, check: train_step.main(command[3:]))
+    words = ["--workload", "tiny", "--device", "cpu", "--systems", "plain", "ours", "--steps", "12", "--warmup", "3"]
+    check_results(tmp_path / "out", compare.main([*words, "--root", str(tmp_path), "--out", str(tmp_path / "out")]))
+
+
+@pytest.mark.fault
+def test_plain_and_ours_are_compared_in_processes_of_their_own(tmp_path):
+    words = ["--workload", "tiny", "--device", "cpu", "--systems", "plain", "ours", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+    check_results(tmp_path / "out", compare.main(words))
