@@ -1,6 +1,6 @@
-"""Write docs/support.md and docs/options.md from the package itself, and the tables of docs/numbers.md from benchmarks/results.csv.
+"""Write docs/support.md and docs/options.md from the package itself, and the tables of docs/numbers.md and docs/reliability.md from benchmarks/*.csv.
 
-Command: python docs/generate.py        (tests/docs compares the first two with what this would write)
+Command: python docs/generate.py        (tests compare all but the tables of numbers.md with what this would write)
 """
 
 from __future__ import annotations
@@ -252,15 +252,25 @@ def format_figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 200 else f"{value:.1f}" if value >= 2 else f"{value:.4f}"
 
 
+def write_faults() -> str:
+    """Return the table of faults.csv: how many trials ended badly in the default stack and in ours, the newest row of each."""
+    # Of this repository and not of the package: its root is on the path where this runs as a script or in tests.
+    from benchmarks.faults.table import read_rows, render_table
+
+    return render_table(read_rows())
+
+
 def main() -> int:
     """Write the files and return 0."""
     (DOCS / "support.md").write_text(write_support(), encoding="utf-8")
     (DOCS / "options.md").write_text(write_options(), encoding="utf-8")
-    numbers = DOCS / "numbers.md"
-    before = numbers.read_text(encoding="utf-8").partition("<!-- results -->")[0]
-    numbers.write_text(f"{before}<!-- results -->\n{write_results()}", encoding="utf-8")
+    for name, mark, text in (("numbers", "<!-- results -->", write_results()), ("reliability", "<!-- faults -->", write_faults())):
+        page = DOCS / f"{name}.md"
+        before = page.read_text(encoding="utf-8").partition(mark)[0]
+        page.write_text(f"{before}{mark}\n{text}", encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(DOCS.parent))
     sys.exit(main())

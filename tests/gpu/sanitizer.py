@@ -1,0 +1,235 @@
+"""The smallest case of every Triton kernel of the package, forward and backward, in one process: what compute-sanitizer runs.
+
+As a script: python -m tests.gpu.sanitizer [kernel folders]; it names every kernel that was launched, and fails where a case left one of its own out.
+On CUDA, or with TRITON_INTERPRET=1 on a CPU, which shows that cases and kernels still fit each other.
+
+Sizes are odd, so that every mask has something to mask; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, whose ends the
+sanitizer knows.
+"""
+
+import ast
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions, TensorTable
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
+from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.rms_norm.reference import NormForm
+
+PACKAGE = Path(__file__).parents[2] / "lightning_fastft"
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def numbers(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def whole(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def adamw_step(triton):
+    for shadow_dtype in (None, torch.bfloat16):
+        # A chunk and a bit, and a tensor that is no multiple of anything.
+        params = [numbers(5000), numbers(7)]
+        averages = [[numbers(*param.shape).abs() for param in params] for _ in range(2)]
+        shadows = None if shadow_dtype is None else [param.to(shadow_dtype) for param in params]
+        table = TensorTable(params, exp_avgs=averages[0], exp_avg_sqs=averages[1], shadows=shadows)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        flag = SkipFlag(found_inf=torch.zeros((), device=DEVICE), num_skipped=torch.zeros((), dtype=torch.float64, device=DEVICE))
+        triton.adamw_step(table, options=StepOptions(learning_rate=0.1, step=3), scale=torch.ones((), device=DEVICE), skip=flag)
+        triton.grad_norm(table)
+
+
+def block_diagonal(triton):
+    out = torch.empty(8, 12, device=DEVICE)[:, :9]
+    triton.write_block_diagonal(out, [numbers(5, 3), numbers(3, 6)])
+
+
+def cross_entropy(triton):
+    for dtype in DTYPES:
+        targets = whole([3, -100, 12], torch.int64)
+        for softcap, factor, counts in ((None, 0.5, True), (5.0, 0.5, False), (None, None, True)):
+            triton.row_losses(numbers(3, 13, dtype=dtype), targets, scale=1.5, softcap=softcap, gradient_factor=factor, count_correct=counts)
+
+
+def expert_gate(triton):
+    for form in (GateForm(), GateForm(is_interleaved=True, activation="clamped"), GateForm(activation="gelu_tanh"), GateForm(activation="gelu")):
+        for dtype in DTYPES:
+            gate_up, d_act = numbers(5, 26, dtype=dtype), numbers(5, 13, dtype=dtype)
+            triton.gate_forward(gate_up, form=form)
+            triton.gate_backward(d_act, gate_up, form=form, weight_N=numbers(5), need_act=True)
+            triton.gate_backward(d_act, gate_up, form=form, out=gate_up)
+
+
+def expert_pack(triton):
+    for dtype in DTYPES:
+        triton.exchange_ends(numbers(5, 3, 7), scale=0.5, out=torch.empty(7, 3, 5, dtype=dtype, device=DEVICE))
+
+
+def expert_rows(triton):
+    # Three tokens, two experts each; the last slot belongs to no expert.
+    slots, places, ends = whole([4, 1, 0, 3, 2, 5]), whole([[2, 1], [4, 3], [0, 5]]), whole([2, 2, 5])
+    for dtype in DTYPES:
+        rows = triton.gather_rows(numbers(3, 13, dtype=dtype), slots, num_experts_per_token=2)
+        triton.combine_rows(rows, places, ends)
+        triton.combine_rows(rows, places, ends, weight_TK=numbers(3, 2), addend_TD=numbers(3, 13, dtype=dtype))
+
+
+def expert_sort(triton):
+    for dtype in (torch.int64, torch.int32):
+        # An id that names no expert among them.
+        triton.sort_slots(whole([[0, 4], [2, 5], [4, 0]], dtype), num_experts=5)
+
+
+def grouped_mm(triton):
+    # Experts with rows, without, and a row behind the last of them.
+    ends = whole([3, 3, 6])
+    for dtype in DTYPES:
+        rows, weights, d_rows = numbers(7, 13, dtype=dtype), numbers(3, 13, 19, dtype=dtype), numbers(7, 19, dtype=dtype)
+        addend = RowAddend(bias_EO=numbers(3, 19, dtype=dtype), low_NR=numbers(7, 4, dtype=dtype), low_ERO=numbers(3, 4, 19, dtype=dtype))
+        gathered = GatheredRows(numbers(7, 13, dtype=dtype), torch.randperm(7).to(DEVICE), 1)
+        for x_NI in (rows, gathered):
+            for added in (RowAddend(), addend):
+                triton.grouped_mm(x_NI, weights, ends, addend=added, out_NO=torch.empty_like(d_rows))
+            triton.grouped_weight_grad(x_NI, d_rows, ends, dtype=torch.float32, row_weight_N=numbers(7))
+            triton.grouped_weight_grad(x_NI, d_rows, ends, dtype=dtype)
+        triton.grouped_mm(d_rows, weights.transpose(1, 2), ends, addend=RowAddend(), out_NO=torch.empty_like(rows))
+        triton.add_to_rows(d_rows, ends, addend=addend, out_NO=torch.empty_like(d_rows))
+
+
+def host_gather(triton):
+    for dtype in DTYPES:
+        table = torch.randn(5, 13).to(dtype)
+        triton.gather_rows(table if DEVICE == "cpu" else table.pin_memory(), whole([4, 0, 3, 3], torch.int64))
+
+
+def nf4_parts(num_experts, num_blocks, *, is_nested=True):
+    """Any bytes are weights: places in the tables, scales of the scales for every 256 blocks."""
+    packed = torch.randint(0, 256, (num_experts, num_blocks * 32), dtype=torch.uint8, device=DEVICE)
+    table = torch.linspace(-1, 1, 16, device=DEVICE)
+    if not is_nested:
+        return packed, numbers(num_experts, num_blocks), None, None, table, None
+    places = torch.randint(0, 256, (num_experts, num_blocks), dtype=torch.uint8, device=DEVICE)
+    num_groups = -(-num_blocks // 256)
+    return packed, places, numbers(num_experts, num_groups), numbers(num_experts), table, torch.linspace(-1, 1, 256, device=DEVICE)
+
+
+def nf4_experts(triton):
+    for dtype in DTYPES:
+        triton.dequantise_stack(NF4Stack(*nf4_parts(3, 5)), torch.empty(3, 5 * 64, dtype=dtype, device=DEVICE))
+
+
+def nf4_linear(triton):
+    for is_nested in (True, False):
+        for dtype in DTYPES:
+            parts = [nf4_parts(1, count, is_nested=is_nested) for count in (3, 10)]
+            weights = [NF4Weight(*(None if part is None else part[0] for part in of_one[:4]), *of_one[4:]) for of_one in parts]
+            shapes = ((3, 64), (2, 5 * 64))
+            triton.dequantise_many(weights, [torch.empty(shape, dtype=dtype, device=DEVICE) for shape in shapes])
+
+
+def qk_rope(triton):
+    forms = (
+        RopeForm(3, 1, 12), RopeForm(3, 1, 12, rotary_width=8, is_interleaved=True), RopeForm(2, 2, 10, has_norm=True),
+        RopeForm(2, 1, 12, rotary_width=6, has_norm=True, weight_offset=1.0, is_weight_wide=True),
+    )  # fmt: skip
+    for form in forms:
+        for dtype in DTYPES:
+            qkv, d_qkv = (numbers(5, form.num_columns, dtype=dtype) for _ in range(2))
+            cos, sin = (numbers(5, form.num_rotated, dtype=dtype) for _ in range(2))
+            weights = {f"{name}_weight_W": numbers(form.head_width, dtype=dtype) if form.has_norm else None for name in "qk"}
+            triton.qk_rope_forward(qkv, cos, sin, form=form, **weights)
+            triton.qk_rope_forward(qkv.clone(), cos, sin, form=form, out=qkv.clone(), **weights)
+            raw = qkv if form.has_norm else None
+            triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)
+            triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=False, out=d_qkv, **weights)
+
+
+def rms_norm(triton):
+    for form in (NormForm(), NormForm(weight_offset=1.0, is_weight_wide=True)):
+        for dtype in DTYPES:
+            x, residual, d_y, d_sum = (numbers(5, 13, dtype=dtype) for _ in range(4))
+            weight = numbers(13, dtype=dtype)
+            output = triton.rms_norm_forward(x, weight, form=form, residual_TD=residual)
+            triton.rms_norm_forward(x, weight, form=form)
+            for rstd in (output.rstd_T, None):
+                triton.rms_norm_backward(d_y, output.sum_TD, weight, rstd, form=form, d_sum_TD=d_sum, needs_weight=True)
+            triton.rms_norm_backward(d_y, output.sum_TD, weight, output.rstd_T, form=form, needs_weight=False, out=d_y)
+
+
+# By folder: what launches every kernel in it.
+CASES = {
+    case.__name__: case
+    for case in (
+        adamw_step, block_diagonal, cross_entropy, expert_gate, expert_pack, expert_rows, expert_sort, grouped_mm, host_gather, nf4_experts,
+        nf4_linear, qk_rope, rms_norm,
+    )
+}  # fmt: skip
+
+
+def kernels_of(path):
+    """Return the names of the kernels of a file: functions under ``triton.jit`` that are launched, each with its own ``[grid]``."""
+    tree = ast.parse(path.read_text())
+    jitted = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for mark in node.decorator_list if "jit" in ast.unparse(mark)}
+    launched = {
+        node.func.value.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+    }
+    return sorted(jitted & launched)
+
+
+def all_kernels():
+    """Return the kernels of the package by file; a file without one is left out."""
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if "triton" in path.read_text()]
+    found = {path: kernels_of(path) for path in files}
+    return {path: names for path, names in found.items() if names}
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.num_launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.num_launches += 1
+        return self.kernel[grid]
+
+
+def run_case(name):
+    """Run the case of a folder and return the launches of each of its kernels."""
+    module = importlib.import_module(f"lightning_fastft.kernels.{name}.triton")
+    counted = {kernel: Counted(getattr(module, kernel)) for kernel in kernels_of(Path(module.__file__))}
+    for kernel, counter in counted.items():
+        setattr(module, kernel, counter)
+    CASES[name](module)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return {kernel: counter.num_launches for kernel, counter in counted.items()}
+
+
+def main(names):
+    torch.manual_seed(0)
+    missing = []
+    with torch.no_grad():
+        for name in names or CASES:
+            for kernel, num_launches in run_case(name).items():
+                print(f"kernels/{name}: {kernel} launched {num_launches} times", flush=True)
+                missing += [] if num_launches else [kernel]
+    if missing:
+        sys.exit(f"no case launches {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

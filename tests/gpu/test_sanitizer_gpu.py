@@ -1,0 +1,109 @@
+"""R14: compute-sanitizer reports nothing over the smallest case of every Triton kernel; on a CPU, that every kernel has a case that launches it."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.sanitizer import CASES, PACKAGE, all_kernels, kernels_of
+
+ROOT = Path(__file__).parents[2]
+LAUNCHED = re.compile(r"^kernels/(\w+): (\w+) launched (\d+) times$", flags=re.MULTILINE)
+# What each tool looks for, and the line with which it says that there was nothing: access outside of an allocation, threads that meet in shared
+# memory, reads of device memory that nobody wrote.
+TOOLS = {
+    "memcheck": r"^========= ERROR SUMMARY: 0 errors$",
+    "racecheck": r"^========= RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)",
+    "initcheck": r"^========= ERROR SUMMARY: 0 errors$",
+}
+HOW_TO_INSTALL = (
+    "compute-sanitizer is not installed: pip install nvidia-cuda-sanitizer-api (CUDA 13) or nvidia-cuda-sanitizer-api-cu12 (CUDA 12), or the toolkit"
+)
+ERROR_CODE = 99
+
+
+def find_sanitizer():
+    """On the path, else where NVIDIA's packages for pip put it."""
+    found = shutil.which("compute-sanitizer")
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    beside = [str(path) for folder in folders for path in sorted(folder.glob("*/bin/compute-sanitizer"))]
+    return found or (beside[-1] if beside else None)
+
+
+def launched(text):
+    return {(folder, kernel) for folder, kernel, num_launches in LAUNCHED.findall(text) if int(num_launches) > 0}
+
+
+def kernels():
+    return {(path.parent.name, name) for path, names in all_kernels().items() for name in names}
+
+
+@pytest.mark.slow
+def test_every_kernel_is_launched_by_the_case_of_its_folder():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.sanitizer"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert launched(done.stdout) == kernels()
+    print(f"R14: {len(kernels())} kernels in {len(CASES)} folders")
+
+
+def test_every_folder_with_a_kernel_has_a_case():
+    assert {path.relative_to(PACKAGE).as_posix() for path in all_kernels()} == {f"kernels/{name}/triton.py" for name in CASES}
+    assert len(kernels()) >= 24
+
+
+@pytest.mark.parametrize("decorator", ["triton.jit", "jit", "triton.jit(do_not_specialize=['n'])"])
+def test_a_new_kernel_is_seen(tmp_path, decorator):
+    """Whatever its name is; a function that other kernels call is none."""
+    path = tmp_path / "triton.py"
+    path.write_text(f"@{decorator}\ndef helper(x): pass\n\n@{decorator}\ndef anew(x): helper(x)\n\ndef launch(x):\n    anew[(3,)](x, num_warps=4)\n")
+    assert kernels_of(path) == ["anew"]
+
+
+def test_a_case_that_leaves_a_kernel_out_is_seen():
+    text = "kernels/rms_norm: _rms_norm_forward_kernel launched 8 times\nkernels/rms_norm: _rms_norm_backward_kernel launched 0 times\n"
+    assert launched(text) == {("rms_norm", "_rms_norm_forward_kernel")}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_sanitizer_has_nothing_to_report(tool):
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        pytest.skip(HOW_TO_INSTALL)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Otherwise torch hands out parts of large blocks, and an access beyond a tensor lies in the next one.
+    environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(ERROR_CODE), "--target-processes", "application-only"]
+    done = subprocess.run([*command, sys.executable, "-m", "tests.gpu.sanitizer"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-8000:]
+    assert re.search(TOOLS[tool], text, flags=re.MULTILINE), text[-4000:]
+    assert launched(text) == kernels()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_write_beyond_a_tensor_is_reported(tmp_path):
+    """The same command over a kernel without its mask: what the other test would see."""
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        pytest.skip(HOW_TO_INSTALL)
+    path = tmp_path / "beyond.py"
+    path.write_text(
+        "import torch, triton\nimport triton.language as tl\n\n@triton.jit\ndef beyond(ptr, BLOCK: tl.constexpr):\n"
+        "    tl.store(ptr + tl.arange(0, BLOCK), 1.0)\n\nbeyond[(1,)](torch.empty(5, device='cuda'), BLOCK=4096)\ntorch.cuda.synchronize()\n"
+    )
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERROR_CODE), "--target-processes", "application-only"]
+    done = subprocess.run([*command, sys.executable, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "Invalid __global__ write" in done.stdout + done.stderr
