@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lightning_fastft.errors import BackendError, ShapeError, SwapError
+from lightning_fastft.kernels.attention.flash import Collect
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.models.families import FAMILIES, check_servable, decoder_layers, text_config_key
@@ -140,6 +141,7 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     context: BatchContext | None = None,
+    collect: Collect | None = None,
     **keywords: Any,  # noqa: ANN401 - everything else that the model was called with
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute one layer's attention; registered as the attention function of "fastft".
@@ -156,6 +158,7 @@ def attend(
         softcap: Soft cap of the scores.
         s_aux: Learned sinks, shape (H,).
         context: The metadata of a packed batch; None for padded batches and generation.
+        collect: As in packed_attention; under autocast, which casts heads, and without a context it is not called.
         keywords: Ignored, but for those that change attention, which are refused under a context.
 
     Returns:
@@ -178,11 +181,13 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):
         # As autocast does for scaled_dot_product_attention: normalised queries and keys arrive in float32, values do not.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+        collect = None
     session = find_session(module)
     out_THW = packed_attention(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
         context=context, scale=scale, window=sliding_window, softcap=softcap, sink_H=s_aux, backend=context.attention_backend,
         remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
+        collect=collect,
     )  # fmt: skip
     return out_THW[None], None
 

@@ -23,6 +23,7 @@ from lightning_fastft.models.activations import activation_name
 from lightning_fastft.models.attention import NAME as ATTENTION_NAME
 from lightning_fastft.models.attention import attend
 from lightning_fastft.models.decoder_functions import (
+    HeadShares,
     Norm,
     Rope,
     feed_forward_between_norms,
@@ -379,7 +380,8 @@ def _attend(
     attention, session = layer.self_attn, find_session(layer.self_attn)
     qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), parts.qkv, session=session)
     # What the output projection reads is as wide as the query heads.
-    heads = split_heads(qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=parts.out.num_inputs))
+    shares = HeadShares()
+    heads = split_heads(qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=parts.out.num_inputs), shares)
     # As attention layers hand them over: (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
@@ -389,6 +391,7 @@ def _attend(
         sliding_window=getattr(attention.config if fusion.form.has_config_window else attention, "sliding_window", None),
         softcap=attention.attn_logit_softcapping if fusion.form.has_softcap else None,
         s_aux=getattr(attention, "sinks", None),
+        collect=shares.put,
         **options,
     )  # fmt: skip
     out_TI = out.reshape(x_TD.shape[0], -1)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
-from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from lightning_fastft.models.linears import (
@@ -58,6 +58,22 @@ class Rope(NamedTuple):
     form: RopeForm
 
 
+class HeadShares:
+    """Brings gradients of keys and values from the backward of attention to that of ``split_heads`` before they are summed over query heads."""
+
+    def __init__(self) -> None:
+        self._shares: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def put(self, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> None:
+        """Hand over; what ``packed_attention`` calls as ``collect``."""
+        self._shares = d_k_THW, d_v_THW
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what was handed over, once; None where attention gave its gradients to autograd."""
+        shares, self._shares = self._shares, None
+        return shares
+
+
 def norm_rows(x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the normed rows, and the rows themselves for the residual stream.
 
@@ -84,13 +100,18 @@ def norm_project(x_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Sessi
     return out if isinstance(out, tuple) else (out, x_TD)
 
 
-def split_heads(qkv_TC: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_heads(qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries (T, H, W), keys and values (T, G, W): normed where the family does so, and rotated.
+
+    Args:
+        qkv_TC: Raw projection.
+        rope: What turns it into heads.
+        shares: Asked in the backward for the gradients of keys and values, before those that autograd brings.
 
     Cost:
         As qk_rope_forward; saves the raw projection where it is normed.
     """
-    return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form)
+    return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares)
 
 
 def project_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, joint: Joint, *, session: Session | None) -> torch.Tensor:
@@ -238,8 +259,11 @@ class _SplitHeads(torch.autograd.Function):
         q_weight_W: torch.Tensor | None,
         k_weight_W: torch.Tensor | None,
         form: RopeForm,
+        shares: HeadShares,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.form = form
+        ctx.form, ctx.shares = form, shares
+        # Keys and values have none where attention hands over shares.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
         out_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
         heads_THW = out_TC.view(out_TC.shape[0], -1, form.head_width)
@@ -247,19 +271,29 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_q_THW: torch.Tensor, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> _Grads:  # noqa: ANN401
+    def backward(ctx: Any, d_q_THW: torch.Tensor | None, d_k_TGW: torch.Tensor | None, d_v_TGW: torch.Tensor | None) -> _Grads:  # noqa: ANN401
         cos_TW, sin_TW, *others = ctx.saved_tensors
         qkv_TC, q_weight_W, k_weight_W = others if others else (None, None, None)
         needs_weight = any(ctx.needs_input_grad[3:5])
-        d_TC = torch.cat([d.reshape(d.shape[0], -1) for d in (d_q_THW, d_k_THW, d_v_THW)], dim=1)
+        d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
+        found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=len(cos_TW), form=ctx.form)
         gradients = qk_rope_backward(
-            d_TC, qkv_TC, cos_TW, sin_TW, form=ctx.form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, needs_weight=needs_weight, out=d_TC
+            found, qkv_TC, cos_TW, sin_TW, form=ctx.form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, needs_weight=needs_weight
         )
         d_weights = (
             None if d is None or weight is None or not needs else d.to(weight.dtype)
             for d, weight, needs in zip((gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5])
         )
-        return gradients.d_raw_TC, None, None, *d_weights, None
+        return gradients.d_raw_TC, None, None, *d_weights, None, None
+
+
+def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:
+    """Return the gradients of queries, keys and values as the kernel reads them, zeros where there is none."""
+    like = next(d for d in found if d is not None)
+    counts = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
+    return HeadGradients(
+        *(like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous() for d, count in zip(found, counts, strict=True))
+    )
 
 
 class _ProjectAdd(torch.autograd.Function):

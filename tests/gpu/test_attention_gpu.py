@@ -223,6 +223,32 @@ def test_another_document_changes_nothing(backend):
     assert difference.max() == 0
 
 
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+def test_shares_of_keys_and_values_add_up_to_their_gradients(width, has_sink):
+    torch.manual_seed(0)
+    context = BatchContext(lengths=list(LENGTHS), label_T=torch.full((sum(LENGTHS),), -100), num_items=1).to("cuda")
+    q, k, v = (torch.randn(sum(LENGTHS), count, width, device="cuda", dtype=torch.bfloat16).requires_grad_() for count in (6, 2, 2))
+    sink = torch.randn(6, device="cuda").requires_grad_() if has_sink else None
+    found = []
+    arguments = {"context": context, "scale": width**-0.5, "window": None, "softcap": None, "sink_H": sink, "backend": "varlen"}
+    leaves = [q, k, v, *([sink] if has_sink else [])]
+    outs, gradients = [], []
+    for collect in (None, lambda *shares: found.extend(shares)):
+        out = packed_attention(q, k, v, **arguments, collect=collect)
+        outs.append(out.detach())
+        gradients.append(torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True))
+    assert torch.equal(*outs)
+    (d_q, d_k, d_v, *d_sink), (own_q, none_k, none_v, *own_sink) = gradients
+    assert none_k is None
+    assert none_v is None
+    assert [share.shape for share in found] == [q.shape, q.shape]
+    sums = (share.float().unflatten(1, (2, 3)).sum(dim=2) for share in found)
+    for one, other in zip((own_q, *sums, *own_sink), (d_q, d_k, d_v, *d_sink), strict=True):
+        # One rounding of the sum, and the order in which the kernel adds.
+        torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=2**-7)
+
+
 def test_what_varlen_cannot_do_is_refused():
     context = make_batch(LENGTHS).context.to("cuda")
     q = torch.randn(sum(LENGTHS), 2, 64, device="cuda")

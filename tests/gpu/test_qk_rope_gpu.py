@@ -16,6 +16,7 @@ from tests.kernels.test_qk_rope import (
     check_against_truth,
     check_in_place,
     check_rows_of_nan_stay_alone,
+    check_shares,
     check_without_eps,
     make_inputs,
     run_ours,
@@ -50,6 +51,8 @@ def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, dtype):
         check_against_truth(PublicEntries, num_tokens, form, dtype, device="cuda")
     check_in_place(PublicEntries, 2053, form, dtype, device="cuda")
     check_rows_of_nan_stay_alone(PublicEntries, form, dtype, device="cuda")
+    if form.num_heads % form.num_kv_heads == 0:
+        check_shares(PublicEntries, 1031, form, dtype, device="cuda")
 
 
 @pytest.mark.parametrize("angle_dtype", [torch.bfloat16, torch.float32])

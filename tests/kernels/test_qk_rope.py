@@ -11,7 +11,7 @@ import torch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
-from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
@@ -24,6 +24,8 @@ GLM4 = RopeForm(5, 2, 24, rotary_width=12, is_interleaved=True)
 PARTIAL = RopeForm(3, 2, 24, rotary_width=10, has_norm=True, weight_offset=0.25)
 INTERLEAVED = RopeForm(5, 1, 12, rotary_width=8, has_norm=True, is_weight_wide=True, is_interleaved=True)
 FORMS = (LLAMA, QWEN3, GEMMA, GLM4, PARTIAL, INTERLEAVED)
+# Each key head with two, three, one, two, two and five query heads.
+SHARED_FORMS = (LLAMA, QWEN3, GEMMA, GLM4._replace(num_heads=4), PARTIAL._replace(num_heads=4), INTERLEAVED)
 WIDTHS = (2, 64, 80, 96, 128, 192, 256)
 # Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many tokens, of which ours are the first.
 NUM_MEASURED_TOKENS = 257
@@ -59,6 +61,7 @@ for number, form in enumerate(forms):
     both = {**rope._form_constants(form), "IN_PLACE": number % 2 == 0, "COPY_VALUES": number % 2 == 1}
     forward = {**both, **rope._block_sizes(form, rope.MAX_TILE), "IS_WEIGHT_WIDE": form.is_weight_wide}
     backward = {**both, **rope._block_sizes(form, rope.MAX_TILE_BACKWARD), "NEEDS_WEIGHT": form.has_norm}
+    backward["NUM_SHARES"] = form.num_heads // form.num_kv_heads if number % 2 else 1
     compile_for(rope._forward_kernel, dtype, capability, forward)
     compile_for(rope._backward_kernel, dtype, capability, backward)
 compile_for(rope._add_partials_kernel, "fp32", 90, {"BLOCK_ROWS": rope.BLOCK_PARTIALS, "BLOCK_COLUMNS": rope.BLOCK_SUM_COLUMNS})
@@ -119,6 +122,11 @@ def make_inputs(num_tokens, form, dtype, *, device="cpu", angle_dtype=None, weig
     if form.has_norm:
         weights = [(torch.rand(form.head_width, device=device) + 0.5).to(weight_dtype or dtype) for _ in range(2)]
     return d_qkv_TC, qkv_TC * 3, cos_TW, sin_TW, *weights
+
+
+def heads_of(num_tokens, num_kv_heads, num_heads):
+    """Gradients of so many heads of four columns."""
+    return HeadGradients(*(torch.ones(num_tokens, count, 4) for count in (num_heads, num_kv_heads, num_kv_heads)))
 
 
 def first_tokens(inputs, num_tokens):
@@ -255,6 +263,36 @@ def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
         assert_written(inner_TC, functions.qk_rope_forward(inner_TC, cos_TW, sin_TW, form=form, out=inner_TC), expected_out)
 
 
+def check_shares(functions, num_tokens, form, dtype, **kinds):
+    """Gradients in three tensors are those side by side, and shares of key and value heads are added up without a rounding in between."""
+    _, *others = make_inputs(max(num_tokens, NUM_MEASURED_TOKENS), form, dtype, **kinds)
+    shape = (len(others[0]), form.num_heads, form.head_width)
+    shares = [torch.randn(shape, device=others[0].device).to(dtype) for _ in range(3)]
+
+    def measure(wide, num_rows=None):
+        d_q_THW, *shared = (d.to(wide) for d in shares)
+        joint_TC = torch.cat([d_q_THW, *(d.unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in shared)], dim=1).flatten(1)
+        return run_formula(first_tokens((joint_TC, *others), num_rows), form, dtype=wide)[1:]
+
+    (true_d_raw, *_), (plain_d_raw, *_) = measure(torch.float64), measure(torch.float32)
+    raw_TC, cos_TW, sin_TW = (one[:num_tokens] for one in others[:3])
+    q_weight_W, k_weight_W = others[3:]
+    arguments = {"form": form, "q_weight_W": q_weight_W, "k_weight_W": k_weight_W, "needs_weight": form.has_norm}
+    given = HeadGradients(*(poisoned(d[:num_tokens].flatten(1)).unflatten(1, (-1, form.head_width)) for d in shares))
+    with fresh_memory_is_nan():
+        d_raw_TC, *d_weights = functions.qk_rope_backward(given, poisoned(raw_TC), cos_TW, sin_TW, **arguments)
+    assert_value("d_raw", d_raw_TC, plain=plain_d_raw, truth=true_d_raw, rounded_truth=true_d_raw, dtype=dtype)
+    if form.has_norm:
+        for ours_W, truth_W in zip(d_weights, measure(torch.float64, num_tokens)[1:], strict=True):
+            torch.testing.assert_close(ours_W, truth_W.float(), rtol=1e-5, atol=1e-5 * truth_W.abs().max().item())
+
+    joint_TC = torch.randn(num_tokens, form.num_columns, device=raw_TC.device).to(dtype)
+    counts = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
+    apart = HeadGradients(*joint_TC.unflatten(1, (-1, form.head_width)).split(counts, dim=1))
+    found, expected = (functions.qk_rope_backward(d, raw_TC, cos_TW, sin_TW, **arguments) for d in (apart, joint_TC))
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def check_rows_of_nan_stay_alone(functions, form, dtype, *, device="cpu"):
     inputs = make_inputs(7, form, dtype, device=device)
     expected = run_ours(functions, inputs, form)
@@ -327,6 +365,13 @@ def test_without_eps_nothing_is_divided_by_zero():
 @pytest.mark.parametrize("form", FORMS)
 def test_inputs_may_be_overwritten(form, dtype):
     check_in_place(PublicEntries, 7, form, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", SHARED_FORMS)
+def test_shares_of_key_and_value_heads_are_added_up(form, dtype):
+    for num_tokens in (1, 7):
+        check_shares(PublicEntries, num_tokens, form, dtype)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -425,12 +470,15 @@ REFERENCE_FAULTS = {
     "weights swapped": ("q_weight_W.to(wide).expand(form.num_heads", "k_weight_W.to(wide).expand(form.num_heads"),
     "not rounded before the weight": ("        if not form.is_weight_wide:\n            x_THW = x_THW.to(dtype).to(wide)\n", ""),
     "always rounded before the weight": ("if not form.is_weight_wide:", "if True:"),
-    "gradient without the norm's mean": (".mean(dim=2, keepdim=True))\n    return", ".mean(dim=2, keepdim=True) * 0)\n    return"),
+    "gradient without the norm's mean": (".mean(dim=2, keepdim=True))\n    out =", ".mean(dim=2, keepdim=True) * 0)\n    out ="),
     "gradient without the norm's scale": ("d_THW = scale_T * (d_THW -", "d_THW = (d_THW -"),
     "weight not applied to the gradient": ("d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)", "d_THW = d_THW * 1"),
     "gradient of the weight from raw values": ("(d_THW * x_THW).sum(dim=0)", "(d_THW * x_THW / scale_T).sum(dim=0)"),
     "last head's weight gradient lost": ("[: form.num_heads].sum(dim=0)", "[: form.num_heads - 1].sum(dim=0)"),
     "values not copied": (" :].copy_(source_TC[:, form.num_qk_columns :])", " :].zero_()"),
+    "first share only": (".sum(dim=2) for d in", "[:, :, 0] for d in"),
+    "shares of other heads": (".unflatten(1, (form.num_kv_heads, -1)).sum(dim=2)", ".unflatten(1, (-1, form.num_kv_heads)).sum(dim=1)"),
+    "shares rounded in between": ("(d.to(wide).unflatten", "(d.unflatten"),
     "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
 }  # fmt: skip
 
@@ -439,6 +487,8 @@ def check_every_part(functions):
     for form in FORMS:
         check_against_truth(functions, 7, form, torch.float16)
         check_in_place(functions, 7, form, torch.float16)
+    for form in SHARED_FORMS:
+        check_shares(functions, 7, form, torch.float16)
     check_against_truth(functions, 7, QWEN3, torch.float32)
     check_without_eps(functions)
 
@@ -507,17 +557,23 @@ def test_impossible_arguments_are_refused(change, error, message):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"d_qkv_TC": torch.ones(2, 16)}, ShapeError, "must be as qkv_TC"),
-        ({"d_qkv_TC": torch.ones(3, 16).double()}, ShapeError, "must be as qkv_TC"),
-        ({"d_qkv_TC": torch.ones(3, 16, device="meta")}, ShapeError, "must be as qkv_TC"),
-        ({"d_qkv_TC": torch.ones(()).expand(3, 16)}, ShapeError, "contiguous"),
+        ({"d_heads": torch.ones(2, 16)}, ShapeError, "must be as qkv_TC"),
+        ({"d_heads": torch.ones(3, 16).double()}, ShapeError, "must be as qkv_TC"),
+        ({"d_heads": torch.ones(3, 16, device="meta")}, ShapeError, "must be as qkv_TC"),
+        ({"d_heads": torch.ones(()).expand(3, 16)}, ShapeError, "contiguous"),
+        ({"d_heads": heads_of(2, 1, 2)}, ShapeError, "must be as qkv_TC"),
+        ({"d_heads": heads_of(3, 1, 3)}, ShapeError, r"d_q_THW is \(3, 3, 4\); it must be \(3 tokens, 2 heads, width 4\)"),
+        ({"d_heads": heads_of(3, 1, 2)._replace(d_k_TJW=torch.ones(3, 3, 4))}, ShapeError, "1 or 2 heads"),
+        ({"d_heads": heads_of(3, 1, 2)._replace(d_v_TJW=torch.ones(3, 2, 4))}, ShapeError, "must be alike"),
+        ({"d_heads": heads_of(3, 1, 2)._replace(d_v_TJW=torch.ones(3, 2, 4).double())}, ShapeError, "must be as d_q_THW"),
+        ({"d_heads": heads_of(3, 1, 2)._replace(d_k_TJW=torch.ones(2, 3, 4).transpose(0, 1))}, ShapeError, "must be contiguous"),
         ({"qkv_TC": None}, ShapeError, "rebuilt from the raw heads"),
         ({"needs_weight": None}, OptionError, "needs_weight"),
         ({"form": FORM._replace(has_norm=False), "q_weight_W": None, "k_weight_W": None}, OptionError, "no weights"),
     ],
 )
 def test_gradients_that_do_not_fit_are_refused(change, error, message):
-    arguments = {"d_qkv_TC": torch.ones(3, 16), "qkv_TC": torch.ones(3, 16), "cos_TW": torch.ones(3, 4), "sin_TW": torch.ones(3, 4), "form": FORM}
+    arguments = {"d_heads": torch.ones(3, 16), "qkv_TC": torch.ones(3, 16), "cos_TW": torch.ones(3, 4), "sin_TW": torch.ones(3, 4), "form": FORM}
     arguments |= {"q_weight_W": torch.ones(4), "k_weight_W": torch.ones(4), "needs_weight": True, **change}
     with pytest.raises(error, match=message):
         qk_rope_backward(**arguments)

@@ -21,10 +21,12 @@ from tests.kernels.test_qk_rope import (
     LLAMA,
     PARTIAL,
     QWEN3,
+    SHARED_FORMS,
     WIDTHS,
     check_against_truth,
     check_in_place,
     check_rows_of_nan_stay_alone,
+    check_shares,
     check_without_eps,
     fresh_memory_is_nan,
     make_inputs,
@@ -98,6 +100,13 @@ def test_inputs_may_be_overwritten(form, dtype):
     check_in_place(triton, 5, form, dtype, device=DEVICE)
 
 
+@pytest.mark.parametrize("form", SHARED_FORMS)
+def test_shares_of_key_and_value_heads_are_added_up(form):
+    check_shares(triton, 3, form, NARROW, device=DEVICE)
+    with small_tiles(triton):
+        check_shares(triton, 2, form, NARROW, device=DEVICE)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_nan_stay_alone(form):
     with small_tiles(triton, num_values=64):
@@ -157,6 +166,7 @@ EARLY_STORE = (
     "        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)\n\n        if HAS_NORM"
 )
 REST_STORE = "        tl.store(row_ptrs[:, None] + cols[None, :], rest.to(row_ptrs.dtype.element_ty), mask=inside)\n"
+COPY_LOOP = "    for start in range(0, NUM_COLUMNS, BLOCK):\n        cols = start + tl.arange(0, BLOCK)\n"
 VALUE_STORE = "tl.store(out_ptr + cols, tl.load(in_ptr + cols, mask=cols < NUM_COLUMNS), mask=cols < NUM_COLUMNS)"
 LAST_HEADS = "        out_heads = out_ptr + heads * HEAD_WIDTH\n        first, second"
 LAST_HEADS_LOST = LAST_HEADS.replace("        first", "        inside_heads = inside_heads & (start + BLOCK_H <= NUM_HEADS)\n        first")
@@ -198,7 +208,7 @@ FAULTS = {
     "offset of the weight lost": ("return first + weight_offset, second", "return first, second"),
     "offset of the weight that is not rotated lost": ("second + weight_offset, rest + weight_offset", "second + weight_offset, rest"),
     "weight of k is q's": ("k_in_ptr, k_out_ptr, k_weight_ptr, cos_first", "k_in_ptr, k_out_ptr, q_weight_ptr, cos_first"),
-    "weight of k is q's in the gradient": ("k_d_ptr, k_in_ptr, k_out_ptr, k_weight_ptr", "k_d_ptr, k_in_ptr, k_out_ptr, q_weight_ptr"),
+    "weight of k is q's in the gradient": ("k_in_ptr, k_out_ptr, k_weight_ptr, k_first", "k_in_ptr, k_out_ptr, q_weight_ptr, k_first"),
     "weight not applied to the gradient": ("d_first *= weight_first", "d_first *= 1.0"),
     "weight not applied to the gradient that is not rotated": ("d_rest *= weight_rest", "d_rest *= 1.0"),
     "gradient without the norm's mean": ("d_second = scale * (d_second - second * mean)", "d_second = scale * d_second"),
@@ -218,26 +228,40 @@ FAULTS = {
     "last partial sums only": ("terms += tl.load(", "terms = tl.load("),
     "last column of the sum lost": ("tl.sum(terms, axis=0), mask=cols < num_columns)", "tl.sum(terms, axis=0), mask=cols < num_columns - 1)"),
     "values not copied": ("COPY_VALUES=not _is_same_memory(out, qkv_TC)", "COPY_VALUES=False"),
-    "values of the gradient not copied": ("COPY_VALUES=not _is_same_memory(out, d_qkv_TC)", "COPY_VALUES=False"),
-    "last tile of values not copied": ("for start in range(0, NUM_COLUMNS, BLOCK):", "for start in range(0, NUM_COLUMNS - BLOCK, BLOCK):"),
+    "values of the gradient not copied": ("COPY_VALUES=not _is_same_memory(out, d_q)", "COPY_VALUES=False"),
+    "last tile of values not copied": (
+        f"{COPY_LOOP}        tl.store",
+        f"{COPY_LOOP.replace('NUM_COLUMNS,', 'NUM_COLUMNS - BLOCK,')}        tl.store",
+    ),
+    "last tile of values not added": (f"{COPY_LOOP}        inside", f"{COPY_LOOP.replace('NUM_COLUMNS,', 'NUM_COLUMNS - BLOCK,')}        inside"),
     "last value not copied": (VALUE_STORE, VALUE_STORE.replace(", mask=cols < NUM_COLUMNS)", ", mask=cols < NUM_COLUMNS - 1)", 2)),
     "wrong stride": ("        qkv_TC.stride(0),\n", "        form.num_columns,\n"),
     "wrong stride of cos": (
         "        out_TC,\n        qkv_TC.stride(0),\n        cos_TW.stride(0),\n",
         "        out_TC,\n        qkv_TC.stride(0),\n        form.num_rotated,\n",
     ),
-    "wrong stride of the gradient": ("            d_qkv_TC.stride(0),\n", "            form.num_columns,\n"),
+    "wrong stride of the gradient": ("            d_q.stride(0),\n", "            form.num_columns,\n"),
     "wrong stride of the raw rows": ("            raw_TC.stride(0),\n", "            form.num_columns,\n"),
     "wrong stride of the output": (
         "            out_TC.stride(0),\n            num_tokens,",
         "            form.num_columns,\n            num_tokens,",
     ),
+    "first share of the first columns only": ("            rotated_first += share_first\n", ""),
+    "first share of the second columns only": ("            rotated_second += share_second\n", ""),
+    "first share of the rest only": ("            d_rest += _load_rest", "            d_rest = d_rest + 0.0 * _load_rest"),
+    "shares of other heads": ("d_heads = d_ptr + heads * (NUM_SHARES * HEAD_WIDTH)", "d_heads = d_ptr + heads * HEAD_WIDTH"),
+    "shares of other values": ("cols // HEAD_WIDTH * (NUM_SHARES * HEAD_WIDTH) + cols % HEAD_WIDTH", "cols"),
+    "first share of the values only": ("total += tl.load(ptrs + share * HEAD_WIDTH, mask=inside)", "total += 0.0 * tl.load(ptrs, mask=inside)"),
+    "wrong stride of the keys' gradient": ("            d_k.stride(0),\n", "            d_q.stride(0) + 1,\n"),
+    "wrong stride of the values' gradient": ("            d_v.stride(0),\n", "            d_q.stride(0) + 1,\n"),
     "fp32 lost": ("return first.to(tl.float32), second.to(tl.float32)", "return first.to(tl.float32), second.to(tl.float32).to(tl.float16)"),
     "written before it is read": (BARRIER, EARLY_STORE),
 }
 
 
 def check_every_part(functions):
+    for form in (LLAMA, SHARED_FORMS[4]):
+        check_shares(functions, 2, form, NARROW, device=DEVICE)
     check_against_truth(functions, 2, QWEN3, torch.float32, device=DEVICE)
     check_without_eps(functions, device=DEVICE)
     for form in FORMS:

@@ -17,6 +17,7 @@ HEAD_WIDTH_STEP = 8
 MAX_HEAD_WIDTH = 256
 
 Tensors = tuple[torch.Tensor, ...]
+Collect = Callable[[torch.Tensor, torch.Tensor], None]
 Remember = Callable[[Callable[[], Tensors]], Tensors]
 
 
@@ -30,13 +31,15 @@ def varlen_attention(
     window: int | None,
     sink_H: torch.Tensor | None,
     remember: Remember | None = None,
+    collect: Collect | None = None,
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value), fp16 or bf16 on CUDA.
 
     Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with zeros, which changes no score.
 
     Cost:
-        Memory linear in T; a copy of what has to be padded; no host synchronisation.
+        Memory linear in T; a copy of what has to be padded; no host synchronisation. With ``collect``, keys and values of every query head in the
+        backward, 4 T H W bytes, in place of the operator's own sum over query heads, which runs at a quarter of the memory's speed.
 
     Source:
         arXiv:2307.08691 through ``aten::_flash_attention_forward`` and ``_backward``.
@@ -46,7 +49,9 @@ def varlen_attention(
     width = -(-max(q_THW.shape[-1], value_width) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
     window_left = -1 if window is None or window >= max_length else window - 1
     ready = (_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW))
-    out_THW = _FlashAttention.apply(*ready, sink_H, start_S1, max_length, scale, window_left, remember)
+    # Padded heads have a gradient that is not yet cut.
+    collect = collect if width == q_THW.shape[-1] == value_width else None
+    out_THW = _FlashAttention.apply(*ready, sink_H, start_S1, max_length, scale, window_left, remember, collect)
     return out_THW[..., :value_width]
 
 
@@ -56,6 +61,9 @@ class _FlashAttention(torch.autograd.Function):
     With lse' = log(exp(lse) + exp(sink)) and o' = o * exp(lse - lse'), the backward of plain attention called with (o', lse') computes the true dq,
     dk, dv: it reads both only through p = exp(score - lse') and delta = rowsum(do * o'). The sink's own gradient is -sum(exp(sink - lse') * delta).
     Saves q, k, v, o', lse' (fp32), the sinks and the kernel's two random-state tensors.
+
+    Where query heads share keys and values, and someone collects, he is given the shares of d_k and d_v, one for each query head, in the place of
+    autograd, which gets none.
     """
 
     @staticmethod
@@ -70,6 +78,7 @@ class _FlashAttention(torch.autograd.Function):
         scale: float,
         window_left: int,
         remember: Remember | None,
+        collect: Collect | None,
     ) -> torch.Tensor:
         def compute() -> Tensors:
             outputs: Tensors = torch.ops.aten._flash_attention_forward(
@@ -85,12 +94,15 @@ class _FlashAttention(torch.autograd.Function):
             lse_HT = total_HT
         ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused)
         ctx.max_length, ctx.scale, ctx.window_left = max_length, scale, window_left
+        ctx.collect = collect if q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2] else None
         return out_THW
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - autograd's own context
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
+        if ctx.collect is not None:
+            k_TGW, v_TGW = (_for_each_query_head(x_TGW, num_heads=q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
             d_out_THW, q_THW, k_TGW, v_TGW, out_THW, lse_HT, start_S1, start_S1, ctx.max_length, ctx.max_length, 0.0, True, rng_state, unused,
             scale=ctx.scale, window_size_left=ctx.window_left, window_size_right=0,
@@ -99,7 +111,16 @@ class _FlashAttention(torch.autograd.Function):
         if sink_H is not None and ctx.needs_input_grad[3]:
             delta_HT = (d_out_THW.float() * out_THW.float()).sum(dim=-1).t()
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
-        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None
+        if ctx.collect is not None:
+            ctx.collect(d_k_TGW, d_v_TGW)
+            d_k_TGW = d_v_TGW = None
+        return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None, None
+
+
+def _for_each_query_head(x_TGW: torch.Tensor, *, num_heads: int) -> torch.Tensor:
+    """Return keys or values repeated for the query heads that share them, shape (T, H, W)."""
+    num_tokens, num_kv_heads, width = x_TGW.shape
+    return x_TGW[:, :, None].expand(-1, -1, num_heads // num_kv_heads, -1).reshape(num_tokens, num_heads, width)
 
 
 def _kernel_ready(x_THW: torch.Tensor, *, width: int) -> torch.Tensor:

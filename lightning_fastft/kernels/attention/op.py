@@ -12,7 +12,7 @@ import torch
 from lightning_fastft.checks import check_choice, check_int, check_tensor
 from lightning_fastft.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
-from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Remember, varlen_attention
+from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
@@ -74,6 +74,7 @@ def packed_attention(
     sink_H: torch.Tensor | None,
     backend: str = "auto",
     remember: Remember | None = None,
+    collect: Collect | None = None,
 ) -> torch.Tensor:
     """Return causal attention in which every document of the pack sees only itself, and note in the context which backend ran.
 
@@ -89,6 +90,8 @@ def packed_attention(
         backend: "auto", or one of BACKENDS.
         remember: Called with a function that computes the kernel's outputs, and returns them, computed now or remembered from an earlier equal call
             (activation checkpointing); backend "varlen" asks it, the others always compute.
+        collect: Called in the backward with the gradients of keys and values before they are summed over the query heads that share them, both
+            (T, H, W), where the backend computes them so ("varlen", H > G); keys and values get no gradient through autograd then.
 
     Returns:
         Shape (T, H, width of a value), dtype of q_THW, differentiable in q_THW, k_TGW, v_TGW and sink_H.
@@ -117,7 +120,7 @@ def packed_attention(
     name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
     context.note_read(name)
     if name == "varlen":
-        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember)
+        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember, collect=collect)
     if name == "cudnn":
         return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     if name == "flex":

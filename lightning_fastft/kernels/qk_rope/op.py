@@ -23,7 +23,7 @@ from lightning_fastft.checks import (
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.qk_rope import reference
-from lightning_fastft.kernels.qk_rope.reference import RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm, RopeGradients
 
 MAX_HEAD_WIDTH = 1024
 _DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -80,16 +80,17 @@ def qk_rope_forward(
     """
     _check_form(form)
     _check_rows("qkv_TC", qkv_TC, form)
-    _check_angles(cos_TW, sin_TW, qkv_TC, form)
-    _check_weights(q_weight_W, k_weight_W, qkv_TC, form)
+    _check_angles(cos_TW, sin_TW, qkv_TC, form, device=qkv_TC.device)
+    _check_weights(q_weight_W, k_weight_W, qkv_TC, form, device=qkv_TC.device)
     if out is not None:
-        _check_out(out, qkv_TC, replaceable=() if form.has_norm else (qkv_TC,), kept=(qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
+        replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
+        _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
     with torch.no_grad():
         return _choose(backend, qkv_TC).qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out)
 
 
 def qk_rope_backward(
-    d_qkv_TC: torch.Tensor,
+    d_heads: torch.Tensor | HeadGradients,
     qkv_TC: torch.Tensor | None,
     cos_TW: torch.Tensor,
     sin_TW: torch.Tensor,
@@ -107,7 +108,8 @@ def qk_rope_backward(
     none, as in autograd. Sums have one order: two calls are bit-equal.
 
     Args:
-        d_qkv_TC: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis contiguous.
+        d_heads: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis contiguous. Or HeadGradients: three
+            tensors of one dtype, each token's heads contiguous, in which key and value heads may still stand in shares.
         qkv_TC: What ``qk_rope_forward`` was given, not its output. Read only with form.has_norm; may be None without.
         cos_TW: What ``qk_rope_forward`` was given.
         sin_TW: What ``qk_rope_forward`` was given.
@@ -115,11 +117,12 @@ def qk_rope_backward(
         q_weight_W: What ``qk_rope_forward`` was given.
         k_weight_W: What ``qk_rope_forward`` was given.
         needs_weight: Return the gradients of the weights too; only with form.has_norm.
-        out: Where d_raw_TC is written: a tensor like d_qkv_TC, or d_qkv_TC or qkv_TC itself, whose values are then lost. None for new memory.
+        out: Where d_raw_TC is written: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself, whose values are then lost.
+            None for new memory.
         backend: As in ``qk_rope_forward``.
 
     Returns:
-        d_raw_TC: Gradient of the forward's input, shape, dtype and device of d_qkv_TC; contiguous, or ``out``.
+        d_raw_TC: Gradient of the forward's input, shape (T, C), dtype and device of d_heads; contiguous, or ``out``.
         d_q_weight_W: Shape (head_width,), sum over tokens and query heads, fp32 (float64 for float64); None unless needs_weight.
         d_k_weight_W: As d_q_weight_W, for the key heads.
 
@@ -128,7 +131,7 @@ def qk_rope_backward(
         OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these tensors.
 
     Cost:
-        Reads d_qkv_TC (and the raw query and key heads) and writes d_raw_TC once, in place without the value heads; no host synchronisation.
+        Reads d_heads (and the raw query and key heads) and writes d_raw_TC once, in place without the value heads; no host synchronisation.
         needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference" makes fp32 copies.
 
     Source:
@@ -144,16 +147,25 @@ def qk_rope_backward(
     check_choice("needs_weight", needs_weight, (False, True))
     if needs_weight and not form.has_norm:
         raise OptionError("needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False.")
-    _check_rows("d_qkv_TC", d_qkv_TC, form)
-    _check_raw(qkv_TC, d_qkv_TC, form)
-    _check_angles(cos_TW, sin_TW, d_qkv_TC, form)
-    _check_weights(q_weight_W, k_weight_W, d_qkv_TC, form)
     raw_TC = qkv_TC if form.has_norm else None
+    given: tuple[torch.Tensor, ...]
+    if isinstance(d_heads, HeadGradients):
+        _check_heads(d_heads, form)
+        given, like_TC = tuple(d_heads), d_heads.d_q_THW.new_empty((len(d_heads.d_q_THW), form.num_columns), device="meta")
+    else:
+        _check_rows("d_heads", d_heads, form)
+        given, like_TC = (d_heads,), d_heads
+    device = given[0].device
+    _check_raw(qkv_TC, like_TC, form, device=device)
+    _check_angles(cos_TW, sin_TW, like_TC, form, device=device)
+    _check_weights(q_weight_W, k_weight_W, like_TC, form, device=device)
     if out is not None:
-        _check_out(out, d_qkv_TC, replaceable=(d_qkv_TC, raw_TC), kept=(d_qkv_TC, raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W))
+        replaceable = (raw_TC,) if isinstance(d_heads, HeadGradients) else (d_heads, raw_TC)
+        kept = (*given, raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
+        _check_out(out, like_TC, device=device, replaceable=replaceable, kept=kept)
     with torch.no_grad():
-        return _choose(backend, d_qkv_TC).qk_rope_backward(
-            d_qkv_TC,
+        return _choose(backend, given[0]).qk_rope_backward(
+            d_heads,
             raw_TC,
             cos_TW,
             sin_TW,
@@ -202,34 +214,55 @@ def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
     check_columns(name, x_TC)
 
 
-def _check_raw(qkv_TC: torch.Tensor | None, d_qkv_TC: torch.Tensor, form: RopeForm) -> None:
+def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
+    """Refuse gradients of other heads, and what the kernels would read wrongly."""
+    like = gradients.d_q_THW
+    for name, d_THW in gradients._asdict().items():
+        check_tensor(name, d_THW, ndim=3, dtypes=_DTYPES)
+        counts = (form.num_heads,) if d_THW is like else (form.num_kv_heads, form.num_heads)
+        if d_THW.shape[0] != like.shape[0] or d_THW.shape[1] not in counts or d_THW.shape[2] != form.head_width:
+            heads = " or ".join(map(str, counts))
+            raise ShapeError(f"{name} is {tuple(d_THW.shape)}; it must be ({like.shape[0]} tokens, {heads} heads, width {form.head_width}).")
+        if (d_THW.dtype, d_THW.device) != (like.dtype, like.device):
+            raise ShapeError(f"{name} is {d_THW.dtype} on {d_THW.device}; it must be as d_q_THW: {like.dtype} on {like.device}.")
+        if d_THW.stride()[1:] != (form.head_width, 1):
+            raise ShapeError(f"{name} has strides {d_THW.stride()}; the heads of a token must be contiguous: call .contiguous() on it.")
+    if gradients.d_k_TJW.shape != gradients.d_v_TJW.shape:
+        raise ShapeError(f"d_k_TJW is {tuple(gradients.d_k_TJW.shape)} and d_v_TJW {tuple(gradients.d_v_TJW.shape)}; both must be alike.")
+    if form.num_heads % form.num_kv_heads:
+        raise ShapeError(f"{form.num_heads} query heads cannot share {form.num_kv_heads} key heads evenly.")
+
+
+def _check_raw(qkv_TC: torch.Tensor | None, like_TC: torch.Tensor, form: RopeForm, *, device: torch.device) -> None:
     """Refuse raw heads that are not those of the gradient."""
     if qkv_TC is None:
         if form.has_norm:
             raise ShapeError("qkv_TC is None; the gradient of the norm is rebuilt from the raw heads. Pass what qk_rope_forward was given.")
         return
     _check_rows("qkv_TC", qkv_TC, form)
-    if (qkv_TC.shape, qkv_TC.dtype, qkv_TC.device) != (d_qkv_TC.shape, d_qkv_TC.dtype, d_qkv_TC.device):
+    if (qkv_TC.shape, qkv_TC.dtype, qkv_TC.device) != (like_TC.shape, like_TC.dtype, device):
         raise ShapeError(
-            f"d_qkv_TC is {tuple(d_qkv_TC.shape)}, {d_qkv_TC.dtype} on {d_qkv_TC.device}; it must be as qkv_TC: "
+            f"d_heads has the shape {tuple(like_TC.shape)}, {like_TC.dtype} on {device}; it must be as qkv_TC: "
             f"{tuple(qkv_TC.shape)}, {qkv_TC.dtype} on {qkv_TC.device}."
         )
 
 
-def _check_angles(cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor, form: RopeForm) -> None:
+def _check_angles(cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor, form: RopeForm, *, device: torch.device) -> None:
     """Refuse cos and sin of other tokens or other columns."""
     expected = (x_TC.shape[0], form.num_rotated)
     for name, angle_TW in (("cos_TW", cos_TW), ("sin_TW", sin_TW)):
         check_tensor(name, angle_TW, ndim=2, dtypes=dict.fromkeys((x_TC.dtype, torch.float32)))
-        if angle_TW.shape != expected or angle_TW.device != x_TC.device:
+        if angle_TW.shape != expected or angle_TW.device != device:
             raise ShapeError(
-                f"{name} is {tuple(angle_TW.shape)} on {angle_TW.device}; it must be {expected} on {x_TC.device}: one row per token, "
+                f"{name} is {tuple(angle_TW.shape)} on {angle_TW.device}; it must be {expected} on {device}: one row per token, "
                 f"one column per rotated column of a head."
             )
         check_columns(name, angle_TW)
 
 
-def _check_weights(q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | None, x_TC: torch.Tensor, form: RopeForm) -> None:
+def _check_weights(
+    q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | None, x_TC: torch.Tensor, form: RopeForm, *, device: torch.device
+) -> None:
     """Refuse weights without a norm, a norm without weights, and weights of another width."""
     for name, weight_W in (("q_weight_W", q_weight_W), ("k_weight_W", k_weight_W)):
         if weight_W is None:
@@ -239,9 +272,9 @@ def _check_weights(q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | N
         if not form.has_norm:
             raise OptionError(f"{name} was given, but the form has no norm and would ignore it. Pass None, or a form with has_norm=True.")
         check_tensor(name, weight_W, ndim=1, dtypes=dict.fromkeys((*TRITON_DTYPES, x_TC.dtype)))
-        if weight_W.shape[0] != form.head_width or weight_W.device != x_TC.device:
+        if weight_W.shape[0] != form.head_width or weight_W.device != device:
             raise ShapeError(
-                f"{name} has {weight_W.shape[0]} entries on {weight_W.device}; it must have head_width = {form.head_width} on {x_TC.device}: "
+                f"{name} has {weight_W.shape[0]} entries on {weight_W.device}; it must have head_width = {form.head_width} on {device}: "
                 f"a norm over all heads together is another operation."
             )
         if weight_W.stride(0) != 1:
@@ -249,12 +282,17 @@ def _check_weights(q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | N
 
 
 def _check_out(
-    out: torch.Tensor, like_TC: torch.Tensor, *, replaceable: tuple[torch.Tensor | None, ...], kept: tuple[torch.Tensor | None, ...]
+    out: torch.Tensor,
+    like_TC: torch.Tensor,
+    *,
+    device: torch.device,
+    replaceable: tuple[torch.Tensor | None, ...],
+    kept: tuple[torch.Tensor | None, ...],
 ) -> None:
     """Refuse memory in which one program would write what another one has still to read."""
     check_tensor("out", out, ndim=2, dtypes=(like_TC.dtype,))
-    if out.shape != like_TC.shape or out.device != like_TC.device:
-        raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(like_TC.shape)} on {like_TC.device}.")
+    if out.shape != like_TC.shape or out.device != device:
+        raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(like_TC.shape)} on {device}.")
     check_columns("out", out)
     check_rows_apart("out", out)
     same = [other for other in replaceable if other is not None and is_same_memory(out, other)]

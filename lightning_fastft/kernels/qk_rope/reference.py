@@ -60,6 +60,23 @@ class RopeForm(NamedTuple):
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
 
 
+class HeadGradients(NamedTuple):
+    """Gradients by what ``qk_rope_forward`` returned, in three tensors, as the backward of attention leaves them.
+
+    Where query heads share a key and value head, its gradient is the sum over them. A backward that computes each query head by itself leaves one
+    share for each: J is num_heads then, the shares of neighbours belong together, and whoever reads them adds them up.
+
+    Args:
+        d_q_THW: Shape (T, num_heads, head_width).
+        d_k_TJW: Shape (T, J, head_width) with J = num_kv_heads or num_heads.
+        d_v_TJW: As d_k_TJW.
+    """
+
+    d_q_THW: torch.Tensor
+    d_k_TJW: torch.Tensor
+    d_v_TJW: torch.Tensor
+
+
 class RopeGradients(NamedTuple):
     """Gradient of the raw projection, and of the norms' weights; None where not asked for."""
 
@@ -92,7 +109,7 @@ def qk_rope_forward(
 
 
 def qk_rope_backward(
-    d_qkv_TC: torch.Tensor,
+    d_heads: torch.Tensor | HeadGradients,
     qkv_TC: torch.Tensor | None,
     cos_TW: torch.Tensor,
     sin_TW: torch.Tensor,
@@ -103,8 +120,10 @@ def qk_rope_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
 ) -> RopeGradients:
-    """Return the gradients by the raw projection and by the weights of the norms, which are rebuilt from the raw rows."""
-    wide = wide_dtype(d_qkv_TC.dtype)
+    """Return the gradients by the raw projection and by the weights of the norms; normed heads are rebuilt from the raw rows."""
+    dtype = d_heads.dtype if isinstance(d_heads, torch.Tensor) else d_heads.d_q_THW.dtype
+    wide = wide_dtype(dtype)
+    d_qkv_TC = d_heads if isinstance(d_heads, torch.Tensor) else _join_heads(d_heads, form, wide)
     cos_first, cos_second, sin_first, sin_second = _split_angles(cos_TW, sin_TW, form, wide)
     d_THW = _mix_pairs(_split_heads(d_qkv_TC, form).to(wide), cos_first, cos_second, sin_second, -sin_first, form)
     d_q_weight_W = d_k_weight_W = None
@@ -117,12 +136,19 @@ def qk_rope_backward(
             d_q_weight_W, d_k_weight_W = d_weight_HW[: form.num_heads].sum(dim=0), d_weight_HW[form.num_heads :].sum(dim=0)
         d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)
         d_THW = scale_T * (d_THW - x_THW * (d_THW * x_THW).mean(dim=2, keepdim=True))
+    out = torch.empty(d_qkv_TC.shape, dtype=dtype, device=d_qkv_TC.device) if out is None else out
     return RopeGradients(_write(d_THW, d_qkv_TC, form, out), d_q_weight_W, d_k_weight_W)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the arithmetic."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _join_heads(gradients: HeadGradients, form: RopeForm, wide: torch.dtype) -> torch.Tensor:
+    """Return the three gradients side by side, shares added up, in the dtype of the arithmetic."""
+    shared = (d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (gradients.d_k_TJW, gradients.d_v_TJW))
+    return torch.cat([gradients.d_q_THW.to(wide), *shared], dim=1).flatten(1)
 
 
 def _split_heads(qkv_TC: torch.Tensor, form: RopeForm) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.qk_rope.reference import RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm, RopeGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 2048 values on 4 warps: one read of 16 bytes per thread, half of the pairs and matrix in bf16. Not yet measured.
@@ -143,6 +143,19 @@ def _copy_columns(in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _add_shares(in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, HEAD_WIDTH: tl.constexpr, NUM_SHARES: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the columns of some heads of one row, each the sum of neighbouring heads, in their order."""
+    for start in range(0, NUM_COLUMNS, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < NUM_COLUMNS
+        ptrs = in_ptr + cols // HEAD_WIDTH * (NUM_SHARES * HEAD_WIDTH) + cols % HEAD_WIDTH
+        total = tl.load(ptrs, mask=inside).to(tl.float32)
+        for share in tl.static_range(1, NUM_SHARES):
+            total += tl.load(ptrs + share * HEAD_WIDTH, mask=inside).to(tl.float32)
+        tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _forward_heads(
     in_ptr,
     out_ptr,
@@ -261,6 +274,7 @@ def _backward_heads(
     NUM_PAIRS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -274,11 +288,17 @@ def _backward_heads(
     for start in range(0, NUM_HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
         inside_heads = heads < NUM_HEADS
-        d_heads = d_ptr + heads * HEAD_WIDTH
+        d_heads = d_ptr + heads * (NUM_SHARES * HEAD_WIDTH)
         in_heads = in_ptr + heads * HEAD_WIDTH
         out_heads = out_ptr + heads * HEAD_WIDTH
         rotated_first, rotated_second = _load_pairs(d_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
         d_rest = _load_rest(d_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
+        for share in tl.static_range(1, NUM_SHARES):
+            d_share = d_heads + share * HEAD_WIDTH
+            share_first, share_second = _load_pairs(d_share, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
+            rotated_first += share_first
+            rotated_second += share_second
+            d_rest += _load_rest(d_share, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
         if HAS_NORM:
             first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
             rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
@@ -326,7 +346,9 @@ def _store_partial(
 
 @triton.jit
 def _backward_kernel(
-    d_ptr,
+    d_q_ptr,
+    d_k_ptr,
+    d_v_ptr,
     in_ptr,
     cos_ptr,
     sin_ptr,
@@ -334,7 +356,9 @@ def _backward_kernel(
     k_weight_ptr,
     out_ptr,
     partial_ptr,
-    d_stride,
+    d_q_stride,
+    d_k_stride,
+    d_v_stride,
     in_stride,
     cos_stride,
     sin_stride,
@@ -348,6 +372,7 @@ def _backward_kernel(
     NUM_PAIRS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     COPY_VALUES: tl.constexpr,
@@ -368,22 +393,25 @@ def _backward_kernel(
     while token < num_tokens:
         cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
         sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
-        q_d_ptr = d_ptr + token * d_stride
         q_in_ptr = in_ptr + token * in_stride
         q_out_ptr = out_ptr + token * out_stride
-        k_d_ptr = q_d_ptr + NUM_HEADS * HEAD_WIDTH
         k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
         k_out_ptr = q_out_ptr + NUM_HEADS * HEAD_WIDTH
         q_first, q_second, q_rest = _backward_heads(
-            q_d_ptr, q_in_ptr, q_out_ptr, q_weight_ptr, q_first, q_second, q_rest, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
-            NUM_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
+            d_q_ptr + token * d_q_stride, q_in_ptr, q_out_ptr, q_weight_ptr, q_first, q_second, q_rest,
+            cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+            NUM_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, 1, NEEDS_WEIGHT, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
         )  # fmt: skip
         k_first, k_second, k_rest = _backward_heads(
-            k_d_ptr, k_in_ptr, k_out_ptr, k_weight_ptr, k_first, k_second, k_rest, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
-            NUM_KV_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, NEEDS_WEIGHT, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
+            d_k_ptr + token * d_k_stride, k_in_ptr, k_out_ptr, k_weight_ptr, k_first, k_second, k_rest,
+            cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+            NUM_KV_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, NUM_SHARES, NEEDS_WEIGHT, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
         )  # fmt: skip
-        if COPY_VALUES:
-            _copy_columns(k_d_ptr + NUM_KV_HEADS * HEAD_WIDTH, k_out_ptr + NUM_KV_HEADS * HEAD_WIDTH, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
+        v_out_ptr = k_out_ptr + NUM_KV_HEADS * HEAD_WIDTH
+        if NUM_SHARES > 1:
+            _add_shares(d_v_ptr + token * d_v_stride, v_out_ptr, NUM_KV_HEADS * HEAD_WIDTH, HEAD_WIDTH, NUM_SHARES, BLOCK_V)
+        elif COPY_VALUES:
+            _copy_columns(d_v_ptr + token * d_v_stride, v_out_ptr, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
         token += tl.num_programs(0)
 
     if NEEDS_WEIGHT:
@@ -442,7 +470,7 @@ def qk_rope_forward(
 
 
 def qk_rope_backward(
-    d_qkv_TC: torch.Tensor,
+    d_heads: torch.Tensor | HeadGradients,
     qkv_TC: torch.Tensor | None,
     cos_TW: torch.Tensor,
     sin_TW: torch.Tensor,
@@ -454,22 +482,33 @@ def qk_rope_backward(
     out: torch.Tensor | None = None,
 ) -> RopeGradients:
     """Return the gradients by the raw projection and by the weights of the norms; same contract as the reference."""
-    num_tokens, device = d_qkv_TC.shape[0], d_qkv_TC.device
-    out_TC = torch.empty(d_qkv_TC.shape, dtype=d_qkv_TC.dtype, device=device) if out is None else out
+    num_qv = (form.num_heads * form.head_width, form.num_kv_heads * form.head_width)
+    if isinstance(d_heads, HeadGradients):
+        d_q, d_k, d_v = (d.flatten(1) for d in d_heads)
+        num_shares = d_heads.d_k_TJW.shape[1] // form.num_kv_heads
+    else:
+        d_q, d_k, d_v = d_heads.split((num_qv[0], num_qv[1], num_qv[1]), dim=1)
+        num_shares = 1
+    num_tokens, device = d_q.shape[0], d_q.device
+    out_TC = torch.empty((num_tokens, form.num_columns), dtype=d_q.dtype, device=device) if out is None else out
     num_programs = min(num_tokens, MAX_PARTIALS) if needs_weight else num_tokens
     partial_PW = torch.empty(num_programs, 2 * form.head_width, dtype=torch.float32, device=device) if needs_weight else None
-    raw_TC = d_qkv_TC if qkv_TC is None else qkv_TC
+    raw_TC = out_TC if qkv_TC is None else qkv_TC
     if num_programs > 0:
         _backward_kernel[(num_programs,)](
-            d_qkv_TC,
+            d_q,
+            d_k,
+            d_v,
             raw_TC,
             cos_TW,
             sin_TW,
-            d_qkv_TC if q_weight_W is None else q_weight_W,
-            d_qkv_TC if k_weight_W is None else k_weight_W,
+            d_q if q_weight_W is None else q_weight_W,
+            d_q if k_weight_W is None else k_weight_W,
             out_TC,
             out_TC if partial_PW is None else partial_PW,
-            d_qkv_TC.stride(0),
+            d_q.stride(0),
+            d_k.stride(0),
+            d_v.stride(0),
             raw_TC.stride(0),
             cos_TW.stride(0),
             sin_TW.stride(0),
@@ -479,9 +518,10 @@ def qk_rope_backward(
             float(form.weight_offset),
             **_form_constants(form),
             **_block_sizes(form, MAX_TILE_BACKWARD),
+            NUM_SHARES=num_shares,
             NEEDS_WEIGHT=needs_weight,
             IN_PLACE=out is not None,
-            COPY_VALUES=not _is_same_memory(out, d_qkv_TC),
+            COPY_VALUES=not _is_same_memory(out, d_q),
             num_warps=NUM_WARPS,
         )
     if partial_PW is None:
