@@ -20,7 +20,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
 PACKAGE = Path(__file__).parents[2] / "lightning_fastft"
@@ -152,7 +152,14 @@ def qk_rope(triton):
             triton.qk_rope_forward(qkv.clone(), cos, sin, form=form, out=qkv.clone(), **weights)
             raw = qkv if form.has_norm else None
             triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)
+            shares = HeadGradients(*(numbers(5, form.num_heads, form.head_width, dtype=dtype) for _ in range(3)))
+            triton.qk_rope_backward(shares, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)
             triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=False, out=d_qkv, **weights)
+
+
+def repeat_heads(triton):
+    for dtype in DTYPES:
+        triton.repeat_heads(numbers(5, 20, dtype=dtype)[:, 1:19].unflatten(1, (2, 9)), 6)
 
 
 def rms_norm(triton):
@@ -172,7 +179,7 @@ CASES = {
     case.__name__: case
     for case in (
         adamw_step, block_diagonal, cross_entropy, expert_gate, expert_pack, expert_rows, expert_sort, grouped_mm, host_gather, nf4_experts,
-        nf4_linear, qk_rope, rms_norm,
+        nf4_linear, qk_rope, repeat_heads, rms_norm,
     )
 }  # fmt: skip
 

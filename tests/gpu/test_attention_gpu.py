@@ -12,6 +12,7 @@ from lightning_fastft.models.attention import install_attention
 from lightning_fastft.models.families import FAMILIES, decoder_layers
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.packing.context import BatchContext
+from tests.kernels.children import run_on_device
 from tests.models.packs import make_batch
 from tests.models.tiny_models import MOE, TINY, build_tiny
 
@@ -221,6 +222,10 @@ def test_another_document_changes_nothing(backend):
     assert difference[rows].max() > 0
     difference[rows] = 0
     assert difference.max() == 0
+
+
+def test_the_kernel_that_repeats_heads_passes_its_tests_on_the_device():
+    run_on_device("triton_repeat_heads.py")
 
 
 @pytest.mark.parametrize("has_sink", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext
 
 # The flash kernels of torch read heads in steps of this many elements.
@@ -102,7 +103,7 @@ class _FlashAttention(torch.autograd.Function):
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
         if ctx.collect is not None:
-            k_TGW, v_TGW = (_for_each_query_head(x_TGW, num_heads=q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
+            k_TGW, v_TGW = (repeat_heads(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
             d_out_THW, q_THW, k_TGW, v_TGW, out_THW, lse_HT, start_S1, start_S1, ctx.max_length, ctx.max_length, 0.0, True, rng_state, unused,
             scale=ctx.scale, window_size_left=ctx.window_left, window_size_right=0,
@@ -117,10 +118,9 @@ class _FlashAttention(torch.autograd.Function):
         return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None, None
 
 
-def _for_each_query_head(x_TGW: torch.Tensor, *, num_heads: int) -> torch.Tensor:
-    """Return keys or values repeated for the query heads that share them, shape (T, H, W)."""
-    num_tokens, num_kv_heads, width = x_TGW.shape
-    return x_TGW[:, :, None].expand(-1, -1, num_heads // num_kv_heads, -1).reshape(num_tokens, num_heads, width)
+def _side_by_side(x_TGW: torch.Tensor) -> torch.Tensor:
+    """Return heads that are contiguous within each token; the tensor itself where they are."""
+    return x_TGW if x_TGW.stride()[1:] == (x_TGW.shape[2], 1) else x_TGW.contiguous()
 
 
 def _kernel_ready(x_THW: torch.Tensor, *, width: int) -> torch.Tensor:

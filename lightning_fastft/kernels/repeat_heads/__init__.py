@@ -1,0 +1,1 @@
+"""Key and value heads, once for each query head that shares them."""

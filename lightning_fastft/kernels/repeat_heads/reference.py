@@ -1,0 +1,13 @@
+"""Repeated heads in plain PyTorch.
+
+Axes: T tokens, H query heads, G key/value heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def repeat_heads(x_TGW: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return each head as often as query heads share it, side by side."""
+    return x_TGW.repeat_interleave(num_heads // x_TGW.shape[1], dim=1)
