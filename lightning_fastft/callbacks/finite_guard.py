@@ -140,6 +140,7 @@ class FiniteGuard(Callback):
         found_inf = self._flag_of(_norm_of(grads, device=trainer.strategy.root_device))
         if _takes_flag(inner):
             inner.found_inf = found_inf
+        # The host wait of unsupported="wait": an optimizer without the flag can only be kept from stepping by the host.
         elif bool(found_inf):
             inner.zero_grad(set_to_none=True)
 
@@ -212,6 +213,7 @@ class FiniteGuard(Callback):
     def _judge(self, arrived: Sequence[tuple[Sequence[_Window], torch.Tensor]]) -> None:
         """Count steps whose flags are on the host, tell of those that were skipped, and stop the run where they are too many."""
         for windows, flag_NR2 in arrived:
+            # A copy on the host that has arrived: reading it waits for nothing.
             for window, flag_R2 in zip(windows, flag_NR2.tolist()):
                 is_bad = any(any(flags) for flags in flag_R2)
                 self.num_steps += 1

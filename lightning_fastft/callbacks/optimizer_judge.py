@@ -136,6 +136,7 @@ class OptimizerJudge:
     def _read(self, arrived: Sequence[tuple[Any, torch.Tensor]]) -> None:
         for (num_judged, num_steps), seen_3P in arrived:
             self._last = seen_3P
+            # A copy on the host that has arrived: reading it waits for nothing.
             broken = [name for name, is_broken in zip(self.names, seen_3P[1].tolist()) if is_broken]
             if broken:
                 raise NotTrainingError(
@@ -148,6 +149,7 @@ class OptimizerJudge:
                 self._raise_if_still(num_judged)
 
     def _raise_if_still(self, num_judged: int) -> None:
+        # The latest copy that has arrived on the host.
         has_value, _, has_moved = self._last.tolist()
         idle = [name for name, has_rate in zip(self.names, self._has_rate) if not has_rate]
         if idle:

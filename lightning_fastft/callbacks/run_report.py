@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.callbacks.host_waits import HostWaitDetector
 from lightning_fastft.callbacks.late_copy import LateCopies
-from lightning_fastft.callbacks.token_throughput import GIB, mark_time, peak_memory_bytes
+from lightning_fastft.callbacks.token_throughput import GIB, mark_time
 from lightning_fastft.checks import check_int
 from lightning_fastft.errors import OptionError
+from lightning_fastft.offload.budgets import peak_memory_bytes
 from lightning_fastft.report.copies import StepProfile, StepTrace
 from lightning_fastft.report.facts import describe_command, describe_model, describe_options, describe_versions, without_secrets
 from lightning_fastft.report.findings import describe_plan, describe_profile, describe_rows, describe_waits
@@ -271,6 +272,7 @@ class RunReport(Callback):
 
     def _take_in(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         for (step, num_micro_batches), value in arrived:
+            # A copy on the host that has arrived: reading it waits for nothing.
             loss = float(value) * num_micro_batches
             if not math.isfinite(loss):
                 self._num_not_finite += 1
@@ -282,6 +284,7 @@ class RunReport(Callback):
 
     def _ask_ranks(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
         own = [peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0]
+        # Waits for the device and the other ranks: the run is over.
         gathered = trainer.strategy.all_gather(torch.tensor(own, device=self._device)).reshape(-1, 2).tolist()
         return [{"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None} for rank, (peak, rate) in enumerate(gathered)]
 

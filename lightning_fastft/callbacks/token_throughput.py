@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fastft.checks import check_float, check_int
 from lightning_fastft.device_peaks import peak_bf16_flops
+from lightning_fastft.offload.budgets import peak_memory_bytes
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
@@ -188,15 +188,3 @@ def _seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | fl
     assert isinstance(begin, float)
     assert isinstance(end, float)
     return end - begin
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory in use so far: of the device's allocator, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -84,4 +84,5 @@ class RankVote:
             return 0
         vote, work = pending
         work.wait()
+        # The vote lies on the host: what may wait is the line above, for the other ranks.
         return int(vote.item())

@@ -1,6 +1,8 @@
-"""How much memory "auto" may take from a device and its host."""
+"""How much memory "auto" may take from a device and its host, and how much was in use."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -34,6 +36,20 @@ def auto_host_bytes() -> int:
         return int(AUTO_HOST_SHARE * int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError):
         return UNKNOWN_BYTES
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory in use so far: of the device's allocator, or of this process on the host; 0 on Windows, which does not count it so."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    # Not on Windows, so not at the top.
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Bytes on macOS, KiB elsewhere.
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def is_unified(device: torch.device) -> bool:

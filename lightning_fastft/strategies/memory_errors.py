@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from lightning_fastft.errors import FastFTError
+from lightning_fastft.offload.budgets import peak_memory_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -40,13 +40,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe_peak(device: torch.device) -> str:
     """Return the largest use of memory so far: of the device where its allocator counts, else of this process on the host."""
     if device.type != "cuda":
-        if sys.platform == "win32":
-            return "peak of this process not counted on Windows"
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return f"peak of this process so far {peak / 2 ** (30 if sys.platform == 'darwin' else 20):.2f} GiB"
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        peak = peak_memory_bytes(device)
+        return f"peak of this process so far {peak / 2**30:.2f} GiB" if peak else "peak of this process not counted on Windows"
+    allocated, reserved = peak_memory_bytes(device), torch.cuda.max_memory_reserved(device)
     total = torch.cuda.get_device_properties(device).total_memory
     return f"peak so far {allocated / 2**30:.2f} GiB allocated and {reserved / 2**30:.2f} GiB reserved, of {total / 2**30:.2f} GiB"
 
@@ -63,17 +59,17 @@ class StepWitness:
 
     def __init__(self, optimizer: Optimizer | LightningOptimizer) -> None:
         self._optimizer: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] | None = None
+        self._values: list[Any] = []
+        self._versions: list[int | None] | None = None
         self._num_known = 0
 
     def note(self) -> None:
         """Note the state before the step, behind the backward."""
-        # Nothing is looked up by tensor: their hashes take most of the time.
-        self._tensors = [param for group in self._optimizer.param_groups for param in group["params"]]
+        # Nothing is looked up by tensor, whose hash is slow, and what is no tensor is sorted out when a step has failed: this runs in every step.
+        self._values = [param for group in self._optimizer.param_groups for param in group["params"]]
         for values in self._optimizer.state.values():
-            self._tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
-        self._versions = [tensor._version for tensor in self._tensors]
+            self._values += values.values()
+        self._versions = [getattr(value, "_version", None) for value in self._values]
         self._num_known = len(self._optimizer.state)
 
     def describe(self) -> str:
@@ -81,12 +77,13 @@ class StepWitness:
         name = type(self._optimizer).__name__
         if self._versions is None:
             return "No weight was stepped."
+        noted = [(value, version) for value, version in zip(self._values, self._versions) if isinstance(value, torch.Tensor)]
         module = f"{type(self._optimizer).__module__}."
-        if not module.startswith(_WITNESSED) or any(hasattr(tensor, "device_mesh") for tensor in self._tensors):
+        if not module.startswith(_WITNESSED) or any(hasattr(tensor, "device_mesh") for tensor, _ in noted):
             return f"What {name} had changed by then cannot be seen, so weights may be stepped in part: go on from the last checkpoint."
-        changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions))
+        changed = sum(tensor._version != version for tensor, version in noted)
         if changed:
-            return f"{name} had changed {changed} of {len(self._tensors)} tensors of weights and state by then: go on from the last checkpoint."
+            return f"{name} had changed {changed} of {len(noted)} tensors of weights and state by then: go on from the last checkpoint."
         # The state is in the order in which it was made.
         for param in list(self._optimizer.state)[self._num_known :]:
             del self._optimizer.state[param]

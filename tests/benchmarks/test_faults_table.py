@@ -52,8 +52,6 @@ def test_a_bad_end_of_ours_is_seen(tmp_path, environment, monkeypatch, capsys):
 @pytest.mark.fault
 @pytest.mark.parametrize("fault", [name for name in command.FAULTS if name not in ("R2", "R3")])
 def test_every_other_fault_runs(tmp_path, environment, fault):
-    if fault in ("R4", "R5", "R6"):
-        pytest.importorskip("torchdata", reason="the default stack of these faults is torchdata's: pip install torchdata")
     assert command.main(["run", "--quick", "--only", fault, "--out", str(tmp_path)]) == 0
     assert [(row["stack"], int(row["trials"]) > 0) for row in read_rows(tmp_path / "faults.csv")] == [(stack, True) for stack in STACKS]
 

@@ -12,8 +12,9 @@ from lightning_fastft.kernels.cross_entropy import reference, triton
 from tests.kernels.truth import load_with_fault, one_unit, poisoned
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-# One under, at and over the smallest tile border that is used, and over the largest tile.
-COLUMNS = (1, 2, 13, 127, 128, 129, triton.MAX_BLOCK - 1, triton.MAX_BLOCK, triton.MAX_BLOCK + 1, 2 * triton.MAX_BLOCK + 37)
+TILE = triton.MAX_LANES * triton.MAX_DEPTH
+# One under, at and over the smallest tile border that is used, the first lane's second column, and the largest tile.
+COLUMNS = (1, 2, 13, 127, 128, 129, triton.MAX_LANES - 1, triton.MAX_LANES, triton.MAX_LANES + 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 37)
 # On a device fp32 and float64 take the plain twin: the hardware's exp is an approximation that only narrow gradients do not see.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cpu" else (torch.bfloat16, torch.float16)
 
@@ -85,7 +86,7 @@ def test_scale_and_softcap_equal_the_truth(scale, softcap, dtype):
 
 @pytest.mark.parametrize("is_rising", [True, False])
 def test_the_highest_logit_in_the_last_and_in_the_first_tile(is_rising):
-    logits_RV, target_R = make_rows(3, triton.MAX_BLOCK + 129, DTYPES[0])
+    logits_RV, target_R = make_rows(3, TILE + 129, DTYPES[0])
     check_against_truth(triton.row_losses, logits_RV.sort(dim=1, descending=not is_rising).values, target_R, scale=1.0, softcap=None)
 
 
@@ -118,7 +119,7 @@ def test_without_gradient_the_logits_stay():
 
 
 def test_two_runs_are_bit_equal():
-    logits_RV, target_R = make_rows(4, triton.MAX_BLOCK + 3, torch.bfloat16)
+    logits_RV, target_R = make_rows(4, TILE + 3, torch.bfloat16)
     first_RV, second_RV = logits_RV.clone(), logits_RV.clone()
     first = triton.row_losses(first_RV, target_R, scale=0.7, softcap=6.0, gradient_factor=1.0, count_correct=True)
     second = triton.row_losses(second_RV, target_R, scale=0.7, softcap=6.0, gradient_factor=1.0, count_correct=True)
@@ -134,11 +135,58 @@ def test_extreme_logits_stay_finite():
 
 
 def test_equal_logits_count_the_lowest_token():
-    num_columns = triton.MAX_BLOCK + 5
-    logits_RV = torch.zeros(3, num_columns, device=DEVICE)
-    target_R = torch.tensor([0, 1, num_columns - 1], device=DEVICE)
-    losses = triton.row_losses(logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=None, count_correct=True)
-    assert losses.correct_R.tolist() == [True, False, False]
+    check_ties(triton.row_losses)
+
+
+def check_ties(launch):
+    """The first of two equal logits counts: neighbours, in one lane of one tile and of two, in two lanes, the lower column in the higher lane."""
+    lanes, num_columns = triton.MAX_LANES, TILE + 5
+    pairs = [(0, 1), (3, 3 + lanes), (3, 3 + TILE), (4, lanes + 3), (lanes - 1, lanes), (2, TILE + 4), (0, num_columns - 1)]
+    logits_RV = torch.zeros(2 * len(pairs) + 1, num_columns, device=DEVICE)
+    for row, pair in enumerate(pairs):
+        logits_RV[row, list(pair)] = logits_RV[row + len(pairs), list(pair)] = 1.0
+    target_R = torch.tensor([*(low for low, _ in pairs), *(high for _, high in pairs), 0], device=DEVICE)
+    losses = launch(logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=None, count_correct=True)
+    # All columns of the last row are equal.
+    assert losses.correct_R.tolist() == [*[True] * len(pairs), *[False] * len(pairs), True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_minus_infinity_add_nothing(dtype):
+    check_infinite(triton.row_losses, dtype)
+
+
+def check_infinite(launch, dtype):
+    """Tokens that a model rules out: none, some, a whole tile, every lane but one, all but one, the target."""
+    logits_RV, target_R = make_rows(6, TILE + 129, dtype)
+    target_R[:] = TILE + 7
+    logits_RV[1, ::2] = logits_RV[2, :TILE] = logits_RV[3, TILE + 8 :] = float("-inf")
+    logits_RV[3, torch.arange(TILE + 129, device=DEVICE) % triton.MAX_LANES != 7] = float("-inf")
+    logits_RV[4, torch.arange(TILE + 129, device=DEVICE) != TILE + 7] = float("-inf")
+    logits_RV[5, TILE + 7] = float("-inf")
+    logits_RV[1, TILE + 7] = 1.0
+    ours_RV, plain_RV = logits_RV.clone(), logits_RV.clone()
+    options = {"scale": 0.5, "softcap": None, "gradient_factor": 1.75, "count_correct": True}
+    losses, plain = (function(rows_RV, target_R, **options) for function, rows_RV in ((launch, ours_RV), (reference.row_losses, plain_RV)))
+    assert losses.nll_R[5] == plain.nll_R[5] == float("inf")
+    # Sums of 8,192 exponentials in two orders.
+    torch.testing.assert_close(losses.nll_R[:5], plain.nll_R[:5], rtol=1e-5, atol=1e-6)
+    assert (losses.correct_R == plain.correct_R).all()
+    assert ((ours_RV.double() - plain_RV.double()).abs() <= one_unit(plain_RV.double(), dtype)).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_has_no_loss_is_not_a_number_and_the_next_is_not_touched(bad):
+    logits_RV, target_R = make_rows(3, 131, DTYPES[0])
+    target_R[:] = 5
+    logits_RV[0, 76] = 100.0
+    logits_RV[0, 77] = bad
+    logits_RV[1] = float("-inf")
+    losses = triton.row_losses(logits_RV, target_R, scale=1.0, softcap=None, gradient_factor=1.0, count_correct=True)
+    assert losses.nll_R.isnan().tolist() == [True, True, False]
+    assert not losses.correct_R[:2].any()
+    assert logits_RV[1].isnan().all()
+    assert torch.isfinite(logits_RV[2]).all()
 
 
 def test_an_impossible_target_gives_an_infinite_loss():
@@ -147,15 +195,26 @@ def test_an_impossible_target_gives_an_infinite_loss():
     assert losses.nll_R.tolist() == [float("inf")] * 2
 
 
-FIRST_WALK = "total = 0.0\n    best_column = target * 0 - 1\n    for start in range(0, num_columns, BLOCK):"
+FIRST_WALK = "for start in range(0, num_columns, DEPTH * LANES):\n        cols"
+TILE_SUM = "tl.sum(tl.exp(value - new_highest[None, :]), axis=0)"
+TILE_COLUMN = "tl.min(tl.where(value == tile_highest[None, :], cols, num_columns), axis=0)"
+BEST = "tl.min(tl.where(lane_highest == highest, lane_column, num_columns), axis=0)"
 FAULTS = {
     "lost mask in the first walk": ('value = tl.where(inside, value, -float("inf"))', "value = value"),
-    "last columns lost": (FIRST_WALK, FIRST_WALK.replace("num_columns, BLOCK", "num_columns - BLOCK, BLOCK")),
+    "last columns lost": (FIRST_WALK, FIRST_WALK.replace("num_columns, DEPTH", "num_columns - DEPTH * LANES, DEPTH")),
     "wrong stride": ("logits_RV.stride(0),", "num_columns,"),
     "missing backward factor": ("* (scale * gradient_factor)", "* gradient_factor"),
     "missing factor": ("* (scale * gradient_factor)", "* scale"),
     "missing slope of the cap": ("gradient *= _slope_of_cap(raw, scale, softcap)", "gradient *= 1.0"),
-    "no correction of the running sum": ("total = total * tl.exp(highest - new_highest) +", "total = total +"),
+    "no correction of the running sum": ("lane_total * tl.exp(lane_highest - new_highest) +", "lane_total +"),
+    "no correction of the lanes' sums": ("lane_total * tl.exp(lane_highest - highest)", "lane_total"),
+    "a maximum of the tile, not of the lane": (TILE_SUM, TILE_SUM.replace("new_", "tile_")),
+    "one column of a lane lost": ("tile_cols = tl.arange(0, DEPTH)[:, None] * LANES", "tile_cols = tl.arange(0, DEPTH)[:, None] * (LANES - 1)"),
+    "a lane without a logit is not a number": ("tl.full((LANES,), _LOWEST, tl.float32)", 'tl.full((LANES,), -float("inf"), tl.float32)'),
+    "the last of equal lanes": (BEST, "tl.max(tl.where(lane_highest == highest, lane_column, -1), axis=0)"),
+    "the column of a lane that is not highest": (BEST, "tl.min(lane_column, axis=0)"),
+    "the last of equal tiles": ("tl.where(tile_highest > lane_highest,", "tl.where(tile_highest >= lane_highest,"),
+    "the last of equal columns of a lane": (TILE_COLUMN, "tl.max(tl.where(value == tile_highest[None, :], cols, -1), axis=0)"),
     "target not subtracted": ("- tl.where(cols == target, 1.0, 0.0)", "- tl.where(cols == target, 0.0, 0.0)"),
     "ignored rows trained": ("gradient = tl.where(is_trained, gradient, 0.0)", "gradient = gradient"),
     "ignored rows counted": ("tl.where(is_trained, nll, 0.0)", "nll"),
@@ -168,7 +227,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault, tmp_path):
     faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    rising_RV, target_R = make_rows(5, triton.MAX_BLOCK + 129, torch.float32)
+    rising_RV, target_R = make_rows(5, TILE + 129, torch.float32)
     with pytest.raises(AssertionError):
         check_every_part(faulty.row_losses, rising_RV.sort(dim=1).values, target_R)
 
@@ -176,9 +235,11 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
 def check_every_part(launch, logits_RV, target_R):
     check_against_truth(launch, logits_RV, target_R, scale=0.5, softcap=4.0)
     check_against_truth(launch, logits_RV, target_R, scale=1.5, softcap=None)
+    check_ties(launch)
+    check_infinite(launch, logits_RV.dtype)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults belong into the interpreter")
 def test_without_a_fault_the_same_check_passes():
-    rising_RV, target_R = make_rows(5, triton.MAX_BLOCK + 129, torch.float32)
+    rising_RV, target_R = make_rows(5, TILE + 129, torch.float32)
     check_every_part(triton.row_losses, rising_RV.sort(dim=1).values, target_R)

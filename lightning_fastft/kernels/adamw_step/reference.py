@@ -15,7 +15,8 @@ import torch
 from lightning_fastft.checks import check_tensor
 from lightning_fastft.errors import OptionError, ShapeError
 
-# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once. Not yet measured.
+# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once. Not yet measured; candidates:
+# python -m benchmarks.row_kernels --only adamw_step --tiles.
 CHUNK = 4096
 # What a vector access of a thread takes, in bytes; as many elements fill it in any dtype.
 ALIGNMENT = 16

@@ -26,7 +26,8 @@ from lightning_fastft.kernels.adamw_step.reference import (
 )
 
 NUM_WARPS = 8
-# 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not yet measured.
+# 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not yet measured;
+# candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 NUM_PARTIALS = 1024
 
 # Rows of the table of addresses.

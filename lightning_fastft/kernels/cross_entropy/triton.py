@@ -1,7 +1,8 @@
 """Cross-entropy of rows of logits on a GPU: online softmax, loss and gradient in one kernel.
 
-Axes: R rows that have a label (one program each), V vocabulary (walked in tiles). Each row is read twice and written once; without the gradient it is
-read once.
+Axes: R rows that have a label (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns). Each row is read twice and written
+once; without the gradient it is read once. Columns that are a multiple of LANES apart meet in one lane, which keeps a maximum, a sum of exponentials
+and a best column of its own: threads meet once per row, behind the last tile, and not at every tile.
 """
 
 # A jit body has no types that Python could check.
@@ -15,11 +16,16 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET, RowLosses
-from lightning_fastft.kernels.sizes import next_power_of_2
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Tile of 4096 columns and 8 warps: enough bytes in flight per program, few barriers per row.
-MAX_BLOCK = 4096
+# 8 lanes for each thread of 8 warps, so that a bf16 read is of 16 bytes, and 4 such reads on their way at once. Candidates, and the form with two
+# reductions over all threads a tile: python -m benchmarks.row_kernels --only cross_entropy --tiles --forms.
+MAX_LANES = 2048
+MAX_DEPTH = 4
 NUM_WARPS = 8
+
+# Below every logit but -inf: a lane that has seen none but that keeps a difference of 0 and -inf, never one of -inf and -inf.
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
@@ -57,7 +63,8 @@ def _row_loss_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
     COUNT_CORRECT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """One program per row: losses in the first walk over the vocabulary, the gradient in the second."""
     row = tl.program_id(0).to(tl.int64)
@@ -70,40 +77,46 @@ def _row_loss_kernel(
     target_value = _scale_and_cap(target_raw, scale, softcap, HAS_SOFTCAP)
     target_value = tl.where(is_known, target_value, -float("inf"))
 
-    highest = -float("inf")
-    total = 0.0
-    best_column = target * 0 - 1
-    for start in range(0, num_columns, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+    # What is read again is to stay in the cache, what is not is to leave it first.
+    FIRST_WALK: tl.constexpr = "evict_last" if WRITE_GRADIENT else "evict_first"
+    tile_cols = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    lane_highest = tl.full((LANES,), _LOWEST, tl.float32)
+    lane_total = tl.zeros((LANES,), tl.float32)
+    lane_column = tl.full((LANES,), -1, tl.int32)
+    for start in range(0, num_columns, DEPTH * LANES):
+        cols = start + tile_cols
         inside = cols < num_columns
-        raw = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        raw = tl.load(row_ptr + cols, mask=inside, other=0.0, eviction_policy=FIRST_WALK).to(tl.float32)
         value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
         value = tl.where(inside, value, -float("inf"))
         tile_highest = tl.max(value, axis=0)
         if COUNT_CORRECT:
             # Lowest column among equals, as torch.argmax has it.
-            tile_column = tl.min(tl.where(value == tile_highest, cols, num_columns), axis=0)
-            best_column = tl.where(tile_highest > highest, tile_column, best_column)
-        new_highest = tl.maximum(highest, tile_highest)
-        total = total * tl.exp(highest - new_highest) + tl.sum(tl.exp(value - new_highest), axis=0)
-        highest = new_highest
+            tile_column = tl.min(tl.where(value == tile_highest[None, :], cols, num_columns), axis=0)
+            lane_column = tl.where(tile_highest > lane_highest, tile_column, lane_column)
+        new_highest = tl.maximum(lane_highest, tile_highest)
+        lane_total = lane_total * tl.exp(lane_highest - new_highest) + tl.sum(tl.exp(value - new_highest[None, :]), axis=0)
+        lane_highest = new_highest
+    highest = tl.max(lane_highest, axis=0)
+    total = tl.sum(lane_total * tl.exp(lane_highest - highest), axis=0)
     # Differences of logits first: highest + log(total) alone would round at the size of the logits.
     nll = (highest - target_value) + tl.log(total)
     tl.store(nll_ptr + row, tl.where(is_trained, nll, 0.0))
     if COUNT_CORRECT:
+        best_column = tl.min(tl.where(lane_highest == highest, lane_column, num_columns), axis=0)
         tl.store(correct_ptr + row, best_column == target)
 
     if WRITE_GRADIENT:
-        for start in range(0, num_columns, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
+        for start in range(0, num_columns, DEPTH * LANES):
+            cols = start + tile_cols
             inside = cols < num_columns
-            raw = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+            raw = tl.load(row_ptr + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
             gradient = (tl.exp(value - highest) / total - tl.where(cols == target, 1.0, 0.0)) * (scale * gradient_factor)
             if HAS_SOFTCAP:
                 gradient *= _slope_of_cap(raw, scale, softcap)
             gradient = tl.where(is_trained, gradient, 0.0)
-            tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+            tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
 
 def row_losses(
@@ -115,6 +128,7 @@ def row_losses(
     correct_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device) if count_correct else None
     if num_rows == 0:
         return RowLosses(nll_R, correct_R)
+    lanes = min(next_power_of_2(num_columns), MAX_LANES)
     _row_loss_kernel[(num_rows,)](
         logits_RV,
         target_R,
@@ -129,7 +143,8 @@ def row_losses(
         HAS_SOFTCAP=softcap is not None,
         WRITE_GRADIENT=gradient_factor is not None,
         COUNT_CORRECT=count_correct,
-        BLOCK=min(next_power_of_2(num_columns), MAX_BLOCK),
+        DEPTH=min(next_power_of_2(ceil_div(num_columns, lanes)), MAX_DEPTH),
+        LANES=lanes,
         num_warps=NUM_WARPS,
     )
     return RowLosses(nll_R, correct_R)

@@ -2,7 +2,8 @@
 
 Axes: N routed slots, sorted by expert (walked in blocks of rows); F expert width (walked in tiles of columns); P = 2 F columns that hold gate and up.
 Forward P is read and F written. Backward F + P are read and P written, and F more where the activation is wanted again. Rows do not mix.
-Programs that walk over all columns take 0.56 ms for 8,192 x 17,408 on an H200: where no sum is made over a row, columns are spread over programs.
+Programs that walk over all columns take 0.56 ms for 8,192 x 17,408 on an H200: where no sum is made over a row, columns are spread over programs
+(python -m benchmarks.row_kernels --only expert_gate: "sums of rows" is the form that walks).
 """
 
 # A jit body has no types that Python could check.
@@ -18,7 +19,8 @@ import triton.language as tl
 from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of 768 or 1536. Not yet measured.
+# 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of 768 or 1536. Not
+# yet measured at those widths; candidates: python -m benchmarks.row_kernels --only expert_gate --tiles.
 BLOCK_ROWS = 8
 MAX_BLOCK_COLUMNS = 256
 NUM_WARPS = 4

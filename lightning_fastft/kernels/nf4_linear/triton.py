@@ -25,7 +25,7 @@ MAX_WEIGHTS = 4
 # Four bytes, which a thread reads at once and writes as 16 bytes of bf16 next to its neighbours'. Tables, scales and words then have one layout, and
 # nothing moves between threads.
 WORD_WEIGHTS = 8
-# Four words a thread, so that four reads are under way at once. Not yet measured.
+# Four words a thread, so that four reads are under way at once. Not yet measured; candidates: python -m benchmarks.row_kernels --only nf4 --tiles.
 TILE_WORDS = 512
 NUM_WARPS = 4
 

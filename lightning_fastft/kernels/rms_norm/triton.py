@@ -19,12 +19,14 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients,
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # Short rows share a program, 16 at most, until it has 2048 values. On an H200, 8,192 rows of 5,120 columns: 8 warps take 58 us forward and 102 us
-# backward, 16 warps 72 and 101, 32 warps 79 and 156; of 1,024 columns 4 warps take 42 and 80 us, 8 warps 41 and 70.
+# backward, 16 warps 72 and 101, 32 warps 79 and 156; of 1,024 columns 4 warps take 42 and 80 us, 8 warps 41 and 70. Once more:
+# python -m benchmarks.row_kernels --only rms_norm --tiles (--width 1024).
 TILE_SIZE = 2048
 MAX_BLOCK_ROWS = 16
 VALUES_PER_THREAD = 32
 MIN_WARPS, MAX_WARPS = 8, 16
-# About four programs for each of an H200's 132 multiprocessors; fixed, so that the order of the sums does not hang on the device. Not yet measured.
+# About four programs for each of an H200's 132 multiprocessors; fixed, so that the order of the sums does not hang on the device. Not yet measured:
+# the same command has candidates.
 MAX_PROGRAMS = 512
 
 
@@ -136,7 +138,7 @@ def _rms_norm_backward_kernel(
             weight_terms += d_y * normed
         d_normed = d_y * weight[None, :]
         # The root mean square is itself a function of the row: what lies along the row is taken away. By the raw row, so that this sum need not wait
-        # for the one in the root: 102 instead of 158 us on an H200 for 8,192 x 5,120.
+        # for the one in the root: 102 instead of 158 us on an H200 for 8,192 x 5,120 (python -m benchmarks.row_kernels --only rms_norm --forms).
         along = tl.sum(d_normed * row, axis=1) * (mean_scale * rstd)
         d_x = (d_normed - normed * along[:, None]) * rstd[:, None]
         if HAS_D_SUM:

@@ -1,0 +1,557 @@
+"""The kernels that move rows and multiply nothing: the time of each beside the bytes that it must move.
+
+    python -m benchmarks.row_kernels
+    python -m benchmarks.row_kernels --only cross_entropy --tiles --forms
+    python -m benchmarks.row_kernels --only rms_norm expert_gate --tiles
+    python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
+
+RMSNorm, expert gate, losses of rows of logits, norm and rotation of heads, block-diagonal matrix, NF4 made dense and the AdamW step, in bf16 at the
+sizes of Qwen3-14B (8,192 tokens; 5,120 and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss). Before a kernel is
+timed its results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and behind a write of 256
+MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The table has the median, the bytes that inputs and outputs
+hold, each counted once, and what part of 4.2 TB/s they would be moved at; rows.csv has p10 and p90 too.
+
+With --tiles the candidates for the constants of each kernel are timed beside those in use, or those given as KERNEL=V,V (order in CONSTANTS). With
+--forms earlier forms of a kernel, made by a change of its text, are timed beside it: of cross_entropy "two reductions a tile", in which all threads
+of a program agree on maximum and sum at every tile, and "no cache hints"; of rms_norm a backward whose sum waits for the one in the root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.results import append_rows
+from benchmarks.ruler.cases import versions
+from benchmarks.ruler.measure import StepClock, summarise_ms
+
+NUM_WARMUP, NUM_RUNS = 5, 30
+# What copies of this size reach on an H200, whose data sheet says 4.8 TB/s.
+REACHABLE_BYTES_PER_S = 4.2e12
+# More than the L2 cache of any GPU so far.
+FLUSH_BYTES = 256 * 2**20
+# Cycles for which the device sleeps before each run, about a millisecond: longer than the host needs for a launch.
+SLEEP_CYCLES = 2_000_000
+HEAD_WIDTH, NUM_KV_HEADS, RANK = 128, 8, 16
+
+# The constants of each kernel that --tiles sets, and what may be better than what is in use.
+CONSTANTS = {
+    "rms_norm": ("TILE_SIZE", "VALUES_PER_THREAD", "MIN_WARPS", "MAX_WARPS", "MAX_PROGRAMS"),
+    "expert_gate": ("BLOCK_ROWS", "MAX_BLOCK_COLUMNS", "NUM_WARPS"),
+    "cross_entropy": ("MAX_LANES", "MAX_DEPTH", "NUM_WARPS"),
+    "qk_rope": ("MAX_TILE", "NUM_WARPS"),
+    "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
+    "nf4_linear": ("TILE_WORDS", "NUM_WARPS"),
+    "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS"),
+}
+CANDIDATES = {
+    "rms_norm": ("2048,32,4,4,512", "2048,32,8,8,512", "2048,32,16,16,512", "2048,32,32,32,512", "2048,32,8,16,256", "2048,32,8,16,1024"),
+    "expert_gate": ("4,512,4", "2,1024,4", "4,256,4", "8,512,8", "4,1024,8"),
+    "cross_entropy": ("1024,4,4", "2048,2,8", "2048,8,8", "4096,2,16", "4096,4,16", "8192,2,32", "8192,4,32"),
+    "qk_rope": ("1024,4", "4096,4", "2048,8"),
+    "block_diagonal": ("512,4", "1024,4", "4096,4", "8192,4", "8192,8"),
+    "nf4_linear": ("256,4", "1024,4", "512,8", "1024,8"),
+    "adamw_step": ("2048,4,1024", "2048,8,1024", "4096,4,1024", "8192,8,1024", "4096,8,512", "4096,8,2048"),
+}
+
+# Earlier forms: from where to where the text of triton.py is replaced, by what; and the constants that they had.
+_TWO_REDUCTIONS = """\
+    tile_cols = tl.arange(0, DEPTH * LANES)
+    highest = -float("inf")
+    total = 0.0
+    best_column = target * 0 - 1
+    for start in range(0, num_columns, DEPTH * LANES):
+        cols = start + tile_cols
+        inside = cols < num_columns
+        raw = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
+        value = tl.where(inside, value, -float("inf"))
+        tile_highest = tl.max(value, axis=0)
+        if COUNT_CORRECT:
+            tile_column = tl.min(tl.where(value == tile_highest, cols, num_columns), axis=0)
+            best_column = tl.where(tile_highest > highest, tile_column, best_column)
+        new_highest = tl.maximum(highest, tile_highest)
+        total = total * tl.exp(highest - new_highest) + tl.sum(tl.exp(value - new_highest), axis=0)
+        highest = new_highest
+"""
+_NO_HINTS = (
+    (', eviction_policy="evict_first"', "", ""),
+    (', cache_modifier=".cs"', "", ""),
+)
+
+
+class Form(NamedTuple):
+    """An earlier form of a kernel: pieces of text by their beginning and the text behind their end, what stands there instead, and its constants."""
+
+    pieces: Sequence[tuple[str, str, str]]
+    constants: str | None = None
+
+
+FORMS = {
+    "cross_entropy": {
+        "two reductions a tile": Form(
+            [
+                ("    # What is read again", "    # Differences of logits first", _TWO_REDUCTIONS),
+                ("        best_column = tl.min(tl.where(lane", "        tl.store(correct_ptr", ""),
+                *_NO_HINTS,
+            ],
+            constants="4096,1,8",
+        ),
+        "no cache hints": Form([(", eviction_policy=FIRST_WALK", "", ""), *_NO_HINTS]),
+    },
+    "rms_norm": {
+        "sum behind the root": Form([("tl.sum(d_normed * row, axis=1) * (mean_scale * rstd)", "", "tl.sum(d_normed * normed, axis=1) * mean_scale")]),
+    },
+}
+
+
+class Sizes(NamedTuple):
+    """Rows and columns of the cases: tokens, model width, expert width, rows of logits, vocabularies."""
+
+    num_rows: int
+    width: int
+    expert_width: int
+    num_loss_rows: int
+    vocabularies: tuple[int, ...]
+
+
+SIZES = Sizes(8192, 5120, 17408, 2048, (151936, 201088))
+# More columns of logits than two tiles of any form have.
+TINY_SIZES = Sizes(6, 192, 24, 3, (8300,))
+# Runs a kernel, or its twin, which has the same names; returns what is compared.
+Run = Callable[[Any], Sequence[torch.Tensor | None]]
+
+
+class Case(NamedTuple):
+    """One kernel at one size: its folder, what it does, the bytes it must move, and how its inputs are made."""
+
+    kernel: str
+    name: str
+    workload: str
+    num_bytes: int
+    make: Callable[[str], Run]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    is_cuda = options.device == "cuda"
+    if not is_cuda:
+        # Read when triton is imported, which nothing has done so far.
+        os.environ["TRITON_INTERPRET"] = "1"
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = versions()
+    shared = {
+        "benchmark": "row_kernels", "version": f"torch {found['torch']}; triton {found.get('triton', 'none')}", "n": options.runs,
+        "command": "python -m benchmarks.row_kernels " + " ".join(sys.argv[1:]), "device": found.get("device", "cpu"),
+    }  # fmt: skip
+    print(f"{'kernel':<46} {'size':<18} {'arm':<30} {'p50 us':>9} {'MB':>9} {'of 4.2 TB/s':>11}")
+    has_failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for case in all_cases(_sizes(options)):
+            if options.only and not any(part in case.name for part in options.only):
+                continue
+            for arm, module, constants in all_arms(case.kernel, tiles=options.tiles, wants_forms=options.forms, folder=Path(folder)):
+                with constants_set(case.kernel, module, constants):
+                    wrong, times_us = measure(case, module, device=options.device, num_runs=options.runs)
+                head = f"{case.name:<46} {case.workload:<18} {arm:<30}"
+                if wrong:
+                    has_failed = True
+                    print(f"{head} {wrong}", flush=True)
+                    continue
+                told = summarise_ms(times_us)
+                share = case.num_bytes / REACHABLE_BYTES_PER_S / (told["median"] / 1e6)
+                print(f"{head} {told['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
+                row = {**shared, "workload": f"{case.name}, {case.workload}", "system": arm}
+                rows = [
+                    {**row, "metric": "time", "value": told["median"], "p10": told["p10"], "p90": told["p90"], "unit": "us"},
+                    {**row, "metric": "rate", "value": case.num_bytes / told["median"] / 1e6, "unit": "TB/s"},
+                ]
+                append_rows(rows, path=options.out / "rows.csv")
+    return int(has_failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/row_kernels"))
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the cases to run; all without")
+    parser.add_argument("--tiles", nargs="*", metavar="KERNEL=V,V", help="time other constants too: those given, or all candidates")
+    parser.add_argument("--forms", action="store_true", help="time earlier forms too")
+    parser.add_argument("--rows", type=int, help="tokens")
+    parser.add_argument("--width", type=int, help="columns of norms, rotation and AdamW")
+    parser.add_argument("--expert-width", type=int, help="columns of the gate")
+    parser.add_argument("--loss-rows", type=int, help="rows of logits")
+    parser.add_argument("--vocabularies", type=int, nargs="+", help="columns of logits")
+    parser.add_argument("--runs", type=int, default=NUM_RUNS)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes in Triton's interpreter, to see that it runs")
+    return parser
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    usual = SIZES if options.device == "cuda" else TINY_SIZES
+    return Sizes(
+        options.rows or usual.num_rows,
+        options.width or usual.width,
+        options.expert_width or usual.expert_width,
+        options.loss_rows or usual.num_loss_rows,
+        tuple(options.vocabularies or usual.vocabularies),
+    )
+
+
+# Arms: the module that runs, and the constants that it has.
+
+
+def all_arms(kernel: str, *, tiles: list[str] | None, wants_forms: bool, folder: Path) -> Iterator[tuple[str, ModuleType, str | None]]:
+    """Yield name, module and constants (None for those in use) of everything that is timed for one kernel."""
+    module = importlib.import_module(f"lightning_fastft.kernels.{kernel}.triton")
+    in_use = ",".join(str(getattr(module, name)) for name in CONSTANTS[kernel])
+    yield f"in use {in_use}", module, None
+    if tiles is not None:
+        given = [text.partition("=") for text in tiles]
+        candidates = [values for name, _, values in given if name == kernel] if given else CANDIDATES[kernel]
+        for text in candidates:
+            if text != in_use:
+                yield text, module, text
+    if wants_forms:
+        for name, form in FORMS.get(kernel, {}).items():
+            yield name, load_form(module, form, path=folder / f"{kernel}_{name.replace(' ', '_')}.py"), form.constants
+
+
+def load_form(module: ModuleType, form: Form, *, path: Path) -> ModuleType:
+    """Return a module with pieces of its text replaced.
+
+    Raises:
+        ValueError: The text has changed, so that a piece is not there once.
+    """
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    for begin, end, new in form.pieces:
+        if text.count(begin) != 1 or end not in text:
+            raise ValueError(f"{begin!r} stands {text.count(begin)} times in {module.__file__}: FORMS in benchmarks/row_kernels.py needs an update.")
+        start = text.index(begin)
+        stop = text.index(end, start) if end else start + len(begin)
+        text = text[:start] + new + text[stop:]
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@contextmanager
+def constants_set(kernel: str, module: ModuleType, text: str | None) -> Iterator[None]:
+    """Give a kernel other constants for a while; what its tables are cut by stands beside its twin."""
+    twin = importlib.import_module(f"lightning_fastft.kernels.{kernel}.reference")
+    values = {} if text is None else dict(zip(CONSTANTS[kernel], map(int, text.split(",")), strict=True))
+    changed = [(place, name, getattr(place, name), value) for name, value in values.items() for place in (module, twin) if hasattr(place, name)]
+    for place, name, _, value in changed:
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for place, name, old, _ in changed:
+            setattr(place, name, old)
+
+
+# Time.
+
+
+def measure(case: Case, module: ModuleType, *, device: str, num_runs: int) -> tuple[str | None, list[float]]:
+    """Return why the results are wrong, or None, and the microseconds of each run."""
+    twin = importlib.import_module(f"lightning_fastft.kernels.{case.kernel}.reference")
+    # Some kernels write over what they read: each has inputs of its own, made alike.
+    torch.manual_seed(0)
+    truth = case.make(device)(twin)
+    torch.manual_seed(0)
+    run = case.make(device)
+    wrong = compare(run(module), truth)
+    del truth
+    if wrong is not None:
+        return wrong, []
+    is_cuda = device == "cuda"
+    for _ in range(NUM_WARMUP if is_cuda else 0):
+        run(module)
+    flush = torch.empty(FLUSH_BYTES if is_cuda else 0, dtype=torch.uint8, device=device)
+    clocks = []
+    for _ in range(num_runs):
+        if is_cuda:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        flush.zero_()
+        clock = StepClock(is_cuda=is_cuda)
+        clock.mark()
+        run(module)
+        clock.mark()
+        clocks.append(clock)
+    return None, [clock.read_ms()[0] * 1e3 for clock in clocks]
+
+
+def compare(ours: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> str | None:
+    """Return what differs by more than two roundings of a narrow dtype, or than sums and exponentials of fp32 may; None for nothing."""
+    for place, (one, other) in enumerate(zip(ours, truth, strict=True)):
+        if one is None or other is None:
+            if one is not other:
+                return f"WRONG: result {place} is missing in one of the two"
+            continue
+        if not one.is_floating_point():
+            if not torch.equal(one, other):
+                return f"WRONG: result {place} differs"
+            continue
+        largest = other.abs().max().float()
+        bound = largest * (2**-16 if one.dtype is torch.float32 else 2 * torch.finfo(one.dtype).eps)
+        error = (one.float() - other.float()).abs().max()
+        # Not NaN either.
+        if not bool(error <= bound):
+            return f"WRONG: result {place} has error {float(error):.3g} above {float(bound):.3g}"
+    return None
+
+
+# Cases.
+
+
+def all_cases(sizes: Sizes) -> list[Case]:
+    """Return every kernel at every size, in the order of the table."""
+    return [*row_cases(sizes), *loss_cases(sizes), *weight_cases(sizes)]
+
+
+def row_cases(sizes: Sizes) -> list[Case]:
+    """Return what is done to the rows of tokens."""
+    rows, width, expert_width = sizes[:3]
+    states, roots, gates, weight = 2 * rows * width, 4 * rows, 2 * rows * expert_width, 2 * width
+    norms: dict[str, tuple[int, Callable[[str], Run]]] = {
+        "forward": (2 * states + roots + weight, norm_forward(rows, width, has_residual=False)),
+        "forward, residual": (4 * states + roots + weight, norm_forward(rows, width, has_residual=True)),
+        "backward": (4 * states + weight, norm_backward(rows, width)),
+        "backward, roots kept": (4 * states + roots + weight, norm_backward(rows, width, has_roots=True)),
+        "backward, weight trained": (4 * states + 3 * weight, norm_backward(rows, width, needs_weight=True)),
+    }
+    products: dict[str, tuple[int, Callable[[str], Run]]] = {
+        "forward": (3 * gates, gate_forward(rows, expert_width)),
+        "backward, activation": (6 * gates, gate_backward(rows, expert_width, has_weights=False)),
+        "backward, sums of rows": (6 * gates + 8 * rows, gate_backward(rows, expert_width, has_weights=True)),
+    }
+    head_width, num_heads, num_kv_heads = head_sizes(width)
+    columns = (num_heads + 2 * num_kv_heads) * head_width
+    angles, head_weights = 4 * rows * head_width, 4 * head_width
+    return [
+        *(Case("rms_norm", f"rms_norm {name}", f"{rows} x {width}", *rest) for name, rest in norms.items()),
+        *(Case("expert_gate", f"expert_gate {name}", f"{rows} x {expert_width}", *rest) for name, rest in products.items()),
+        Case("qk_rope", "qk_rope forward", f"{rows} x {columns}", 4 * rows * columns + angles + head_weights, rope_forward(rows, width)),
+    ]
+
+
+def loss_cases(sizes: Sizes) -> list[Case]:
+    """Return what is done to rows of logits: read once, or read and written once."""
+    rows, cases = sizes.num_loss_rows, []
+    for vocabulary in sizes.vocabularies:
+        logits, workload = 2 * rows * vocabulary, f"{rows} x {vocabulary}"
+        loss, gradient = row_losses(rows, vocabulary, gradient_factor=None), row_losses(rows, vocabulary, gradient_factor=0.75)
+        cases += [
+            Case("cross_entropy", "cross_entropy loss", workload, logits + 13 * rows, loss),
+            Case("cross_entropy", "cross_entropy loss and gradient", workload, 2 * logits + 12 * rows, gradient),
+        ]
+    return cases
+
+
+def weight_cases(sizes: Sizes) -> list[Case]:
+    """Return what is done to weights: of the joint projection to gate and up, and of an optimizer."""
+    rows, width, outputs = sizes.num_rows, sizes.width, 2 * sizes.expert_width
+    return [
+        Case("block_diagonal", "block_diagonal", f"{outputs} x {2 * RANK}", 6 * outputs * RANK, block_diagonal(outputs, width)),
+        Case("nf4_linear", "nf4_linear to dense", f"{outputs} x {width}", nf4_bytes(outputs * width), nf4_to_dense(outputs, width)),
+        Case("adamw_step", "adamw_step, fp32 with bf16 shadow", f"{rows} x {width}", 30 * rows * width, adamw_step(rows, width, is_norm=False)),
+        Case("adamw_step", "adamw_step gradient norm", f"{rows} x {width}", 4 * rows * width + 4, adamw_step(rows, width, is_norm=True)),
+    ]
+
+
+def narrow(device: str) -> torch.dtype:
+    """Return the dtype of the cases: fp16 on a CPU, as Triton's interpreter rounds to bf16 by cutting."""
+    return torch.float16 if device == "cpu" else torch.bfloat16
+
+
+def _randn(*shape: int, device: str) -> torch.Tensor:
+    return torch.randn(*shape, dtype=narrow(device), device=device)
+
+
+def norm_forward(num_rows: int, width: int, *, has_residual: bool) -> Callable[[str], Run]:
+    """Norm of rows, or of their sum with a residual."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.rms_norm.reference import NormForm
+
+        x_TD, weight_D = _randn(num_rows, width, device=device), _randn(width, device=device)
+        residual_TD = _randn(num_rows, width, device=device) if has_residual else None
+        return lambda module: module.rms_norm_forward(x_TD, weight_D, form=NormForm(), residual_TD=residual_TD)
+
+    return make
+
+
+def norm_backward(num_rows: int, width: int, *, has_roots: bool = False, needs_weight: bool = False) -> Callable[[str], Run]:
+    """Gradient of rows added to that of the sum, and of the weight; roots computed again or kept."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.rms_norm import reference
+        from lightning_fastft.kernels.rms_norm.reference import NormForm
+
+        d_y_TD, sum_TD, d_sum_TD = (_randn(num_rows, width, device=device) for _ in range(3))
+        weight_D = _randn(width, device=device)
+        rstd_T = reference.rms_norm_forward(sum_TD, weight_D, form=NormForm()).rstd_T if has_roots else None
+        return lambda module: module.rms_norm_backward(
+            d_y_TD, sum_TD, weight_D, rstd_T, form=NormForm(), d_sum_TD=d_sum_TD, needs_weight=needs_weight
+        )
+
+    return make
+
+
+def gate_forward(num_rows: int, width: int) -> Callable[[str], Run]:
+    """SwiGLU of gate and up side by side."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.expert_gate.reference import GateForm
+
+        gate_up_NP = _randn(num_rows, 2 * width, device=device)
+        return lambda module: [module.gate_forward(gate_up_NP, form=GateForm())]
+
+    return make
+
+
+def gate_backward(num_rows: int, width: int, *, has_weights: bool) -> Callable[[str], Run]:
+    """Gradients and the activation again; with routing weights a program walks over all columns of its rows."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.expert_gate.reference import GateForm
+
+        gate_up_NP, d_act_NF = _randn(num_rows, 2 * width, device=device), _randn(num_rows, width, device=device)
+        weight_N = torch.rand(num_rows, device=device) if has_weights else None
+        return lambda module: module.gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, need_act=True)
+
+    return make
+
+
+def row_losses(num_rows: int, vocabulary: int, *, gradient_factor: float | None) -> Callable[[str], Run]:
+    """Losses of rows of logits: with hits and no gradient, as in validation, or with the gradient in place of the logits, as in training."""
+
+    def make(device: str) -> Run:
+        logits_RV = 4.0 * _randn(num_rows, vocabulary, device=device)
+        target_R = torch.randint(0, vocabulary, (num_rows,), device=device)
+        # Hits, so that the comparison with the twin sees those too.
+        target_R[::2] = logits_RV[::2].argmax(dim=1)
+        options = {"scale": 1.0, "softcap": None, "gradient_factor": gradient_factor, "count_correct": gradient_factor is None}
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            losses = module.row_losses(logits_RV, target_R, **options)
+            return *losses, logits_RV
+
+        return run
+
+    return make
+
+
+def head_sizes(width: int) -> tuple[int, int, int]:
+    """Return width and number of query heads, and the number of key heads."""
+    head_width = min(HEAD_WIDTH, width)
+    num_heads = width // head_width
+    return head_width, num_heads, min(NUM_KV_HEADS, num_heads)
+
+
+def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
+    """Norm and rotation of q and k beside a copy of v."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.qk_rope.reference import RopeForm
+
+        head_width, num_heads, num_kv_heads = head_sizes(width)
+        form = RopeForm(num_heads=num_heads, num_kv_heads=num_kv_heads, head_width=head_width, has_norm=True)
+        qkv_TC = _randn(num_rows, form.num_columns, device=device)
+        angle_TW = torch.rand(num_rows, head_width, device=device)
+        cos_TW, sin_TW = angle_TW.cos().to(narrow(device)), angle_TW.sin().to(narrow(device))
+        q_weight_W, k_weight_W = _randn(head_width, device=device), _randn(head_width, device=device)
+        return lambda module: [module.qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)]
+
+    return make
+
+
+def block_diagonal(num_outputs: int, width: int) -> Callable[[str], Run]:
+    """The factors of two adapters written beside the columns of a dense matrix."""
+
+    def make(device: str) -> Run:
+        dense = torch.zeros(num_outputs, width + 2 * RANK, dtype=narrow(device), device=device)
+        blocks = [_randn(num_outputs // 2, RANK, device=device) for _ in range(2)]
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            module.write_block_diagonal(dense[:, width:], blocks)
+            return [dense]
+
+        return run
+
+    return make
+
+
+def nf4_bytes(num_weights: int) -> int:
+    """Return the bytes of NF4 weights with double quantisation, of their two tables and offset, and of the bf16 that they become."""
+    num_blocks = num_weights // 64
+    return num_weights // 2 + num_blocks + 4 * -(-num_blocks // 256) + 4 * (16 + 256 + 1) + 2 * num_weights
+
+
+def nf4_to_dense(num_outputs: int, width: int) -> Callable[[str], Run]:
+    """One weight with scales of scales."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+
+        num_blocks = num_outputs * width // 64
+        weight = NF4Weight(
+            torch.randint(0, 256, (32 * num_blocks,), dtype=torch.uint8, device=device),
+            torch.randint(0, 256, (num_blocks,), dtype=torch.uint8, device=device),
+            torch.rand(-(-num_blocks // 256), device=device),
+            torch.rand((), device=device),
+            torch.linspace(-1.0, 1.0, 16, device=device),
+            torch.linspace(-1.0, 1.0, 256, device=device),
+        )
+        out_OI = torch.empty(num_outputs, width, dtype=narrow(device), device=device)
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            module.dequantise_many([weight], [out_OI])
+            return [out_OI]
+
+        return run
+
+    return make
+
+
+def adamw_step(num_rows: int, width: int, *, is_norm: bool) -> Callable[[str], Run]:
+    """Step of one fp32 master with fp32 gradient and the bf16 copy that compute reads, or the norm of its gradient."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+
+        param, exp_avg, grad = (torch.randn(num_rows, width, device=device) for _ in range(3))
+        exp_avg_sq, shadow = torch.rand(num_rows, width, device=device), param.to(narrow(device))
+        param.grad = grad
+        table = TensorTable([param], exp_avgs=[exp_avg], exp_avg_sqs=[exp_avg_sq], shadows=[shadow])
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            if is_norm:
+                return [module.grad_norm(table)]
+            with torch.no_grad():
+                module.adamw_step(table, options=StepOptions(learning_rate=1e-3, step=3))
+            return param, exp_avg, exp_avg_sq, shadow
+
+        return run
+
+    return make
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
