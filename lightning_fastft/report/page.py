@@ -68,7 +68,7 @@ _BODY = """<!doctype html>
 <div class="tiles">
 <div class="tile"><b>{{ head.tokens_per_s | number(",.0f") }}</b><span>tokens/s{% if head.num_ranks > 1 %}, all ranks{% endif %}</span></div>
 <div class="tile"><b>{{ head.peak_memory_gib | number(",.2f") }} GiB</b><span>peak memory ({{ head.memory_of }})</span></div>
-<div class="tile"><b>{{ head.final_loss | number(".4g") }}</b><span>final loss{% if head.first_loss is not none %}, first
+<div class="tile"><b>{{ head.final_loss | number(".4g") }}</b><span>loss, mean of the last steps{% if head.first_loss is not none %}; of the first
 {{ head.first_loss | number(".4g") }}{% endif %}</span></div>
 <div class="tile"><b>{{ head.num_steps | number(",d") }}</b><span>optimizer steps in {{ head.seconds | number(",.0f") }} s</span></div>
 </div>

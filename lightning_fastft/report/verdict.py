@@ -30,7 +30,9 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
         bad.append(f"The loss was not finite in {_count(num_not_finite, 'micro-batch')}.")
     first, final = head["first_loss"], head["final_loss"]
     if first is not None and final is not None and head["num_steps"] > 1:
-        (good if final < first else warn).append(f"The loss {'fell' if final < first else 'did not fall: it went'} from {first:.4g} to {final:.4g}.")
+        has_fallen = final < first
+        how = "fell" if has_fallen else "did not fall: it went"
+        (good if has_fallen else warn).append(f"The loss {how} from {first:.4g} to {final:.4g} (means of the first and the last steps).")
     refused = [status["name"] for status in data["statuses"] if status["state"] == "refused"]
     if refused:
         warn.append(f"Refused: {', '.join(refused)}; the table says why and what to do.")
