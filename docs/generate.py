@@ -1,6 +1,6 @@
 """Write docs/support.md and docs/options.md from the package itself, and the tables of docs/numbers.md and docs/reliability.md from benchmarks/*.csv.
 
-Command: python docs/generate.py        (tests compare all but the tables of numbers.md with what this would write)
+Command: python docs/generate.py        (tests compare all but the timed steps of numbers.md with what this would write)
 """
 
 from __future__ import annotations
@@ -252,22 +252,47 @@ def format_figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 200 else f"{value:.1f}" if value >= 2 else f"{value:.4f}"
 
 
+def write_published() -> str:
+    """Return the table of published figures beside the rows of results.csv, as `python -m benchmarks.published table` prints it."""
+    # Of this repository and not of the package: its root is on the path where this runs as a script or in tests.
+    from benchmarks.published_table import read_rows, render
+
+    return render(read_rows([RESULTS])) + "\n"
+
+
 def write_faults() -> str:
     """Return the table of faults.csv: how many trials ended badly in the default stack and in ours, the newest row of each."""
-    # Of this repository and not of the package: its root is on the path where this runs as a script or in tests.
+    # As above.
     from benchmarks.faults.table import read_rows, render_table
 
     return render_table(read_rows())
+
+
+def replace_part(page: str, name: str, text: str) -> str:
+    r"""Return a page with another text behind the mark of a name: up to its mark of the end, or to the end of the page where it has none.
+
+    Raises:
+        ValueError: The page has no such mark.
+
+    Example:
+        >>> replace_part("a <!-- x -->old<!-- end of x --> b", "x", "new")
+        'a <!-- x -->\nnew<!-- end of x --> b'
+    """
+    before, mark, rest = page.partition(f"<!-- {name} -->")
+    if not mark:
+        raise ValueError(f"no mark {name!r}: the table has no place")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    return f"{before}{mark}\n{text}{end}{after}"
 
 
 def main() -> int:
     """Write the files and return 0."""
     (DOCS / "support.md").write_text(write_support(), encoding="utf-8")
     (DOCS / "options.md").write_text(write_options(), encoding="utf-8")
-    for name, mark, text in (("numbers", "<!-- results -->", write_results()), ("reliability", "<!-- faults -->", write_faults())):
-        page = DOCS / f"{name}.md"
-        before = page.read_text(encoding="utf-8").partition(mark)[0]
-        page.write_text(f"{before}{mark}\n{text}", encoding="utf-8")
+    tables = (("numbers", "published", write_published()), ("numbers", "results", write_results()), ("reliability", "faults", write_faults()))
+    for page, name, text in tables:
+        file = DOCS / f"{page}.md"
+        file.write_text(replace_part(file.read_text(encoding="utf-8"), name, text), encoding="utf-8")
     return 0
 
 

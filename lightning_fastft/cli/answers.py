@@ -6,11 +6,15 @@ import difflib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Collection
+from pathlib import Path
 
 PARTLY_ALLOWED = ("lightning", "torch", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
 _UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
+# Functions of transformers that everything read from a folder or the hub goes through.
+_READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
     r"^(Given value|Subtypes:|Errors:|Does not validate against|- Does not validate|- Expected a path but|- Expected a <class 'NoneType'>)"
 )
@@ -55,6 +59,26 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
 
     kept = [line.removeprefix("- ") for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
     return f"error: {where}{' '.join(kept) or message.strip()}\n{last_line}"
+
+
+def explain_missing_files(error: OSError | ValueError) -> str:
+    """Return what to do where transformers could not read the files of a model; "" where the error is of another origin.
+
+    Args:
+        error: As it was raised, with its traceback.
+
+    Example:
+        >>> explain_missing_files(OSError("no space left on device"))
+        ''
+    """
+    calls = {(frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_name) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if not calls & {("transformers", name) for name in _READERS}:
+        return ""
+    return (
+        f"error: the model's files could not be read: {' '.join(str(error).split()) or type(error).__name__}\n"
+        f"hint: --model.model takes a name on huggingface.co or a folder (looked from {Path.cwd()}); gated models need `hf auth login`\n"
+        "hint: without a network set HF_HUB_OFFLINE=1 and take a folder that is here: fastft demo leaves a small model in runs/demo/trained\n"
+    )
 
 
 def _owner_of(lines: list[str], option: str) -> str | None:

@@ -84,7 +84,10 @@ def choose_workload() -> tuple[str, str]:
         OptionError: The GPU is smaller than every workload.
     """
     if not torch.cuda.is_available():
-        return _CPU_WORKLOAD, "there is no GPU here; a model of two layers shows that everything runs, not how fast it is"
+        return _CPU_WORKLOAD, (
+            "there is no GPU here; a model of two layers shows that everything runs, not how fast it is (minutes; on a busy machine two runs of the "
+            "same differ, and no row is written)"
+        )
     name, memory_gib = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / _GIB
     for fit in _FITS:
         if memory_gib >= fit.least_gib:

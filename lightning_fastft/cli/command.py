@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.lightning_cli import FastFTCLI, config_names
 from lightning_fastft.errors import FastFTError, OptionError
 
@@ -42,6 +43,13 @@ def main(args: Sequence[str] | None = None) -> int:
         return _run(words[0], words[1:])
     except FastFTError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        return 1
+    # What is wrong with a folder shows as either.
+    except (OSError, ValueError) as error:
+        answer = explain_missing_files(error)
+        if not answer:
+            raise
+        sys.stderr.write(answer)
         return 1
 
 

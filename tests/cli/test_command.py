@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lightning_fastft
+import lightning_fastft.cli.command as command_module
 from lightning_fastft.cli import main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names, find_configs, take_option
@@ -44,6 +45,29 @@ def test_refused_value_answers_with_the_reason(folder, answer):
     assert status == 2
     assert text.startswith("error: max_tokens must be between 2 and 2147483647, got -1.")
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("command", ["fit", "data"])
+def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answer):
+    (folder / "empty").mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    words = ["--model.model", "empty", "--data.paths", "train.jsonl", "--data.cache_dir", "null", "--trainer.accelerator", "cpu"]
+    status, text = answer([command, *words, "--trainer.logger", "false"])
+    assert status == 1
+    assert "Traceback" not in text
+    lines = [line for line in text.splitlines() if line.startswith(("error", "hint"))]
+    assert lines[0].startswith("error: the model's files could not be read: ")
+    assert "--model.model" in lines[1]
+    assert "runs/demo/trained" in lines[2]
+
+
+def test_an_error_of_another_origin_keeps_its_traceback(monkeypatch):
+    def run(command, words):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command_module, "_run", run)
+    with pytest.raises(OSError, match="No space left on device"):
+        main(["fit"])
 
 
 def test_help_names_every_command_and_config(capsys, answer):

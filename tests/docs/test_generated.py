@@ -79,6 +79,21 @@ def test_figures_of_the_page_are_rows_of_results(generate):
     assert num_figures > 100
 
 
+def test_published_figures_stand_beside_the_stored_rows(generate):
+    part = (ROOT / "docs/numbers.md").read_text().partition("<!-- published -->\n")[2].partition("<!-- end of published -->")[0]
+    assert part == generate.write_published(), "results.csv or benchmarks/published_table.py has changed: python docs/generate.py"
+    # A table that ends where its heading ends would pass for one without rows.
+    assert part.count("\n| ") > 10
+
+
+def test_a_part_of_a_page_is_replaced_and_nothing_around_it(generate):
+    page = "before <!-- x -->\nold\n<!-- end of x -->\nafter <!-- y -->\nold"
+    assert generate.replace_part(page, "x", "new\n") == "before <!-- x -->\nnew\n<!-- end of x -->\nafter <!-- y -->\nold"
+    assert generate.replace_part(page, "y", "new\n") == "before <!-- x -->\nold\n<!-- end of x -->\nafter <!-- y -->\nnew\n"
+    with pytest.raises(ValueError, match="no mark 'z'"):
+        generate.replace_part(page, "z", "new")
+
+
 def test_a_wrong_figure_is_seen(generate):
     assert generate.format_figure(2293.28) == "2,293"
     assert generate.format_figure(14.94) == "14.9"

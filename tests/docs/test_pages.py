@@ -1,20 +1,28 @@
-"""README, docs and CONTRIBUTING: links lead somewhere, commands are taken by the command line, code names what exists, messages are ours."""
+"""READMEs, docs and CONTRIBUTING: links lead somewhere, commands are taken by the command line, code names what exists, messages are ours."""
 
 import ast
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from lightning_fastft.cli.command import USAGE
+from lightning_fastft.cli.command import USAGE, main
 from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
+from lightning_fastft.demo.files import write_demo_files
+from lightning_fastft.demo.generator import generate_rows
+from lightning_fastft.module import FineTuner
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")])
 # Options of our own commands, which the Trainer's parser does not know.
 OWN_OPTIONS = {"plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens"), "data": ("--out",)}
+
+
+def page_name(page):
+    return str(page.relative_to(ROOT))
 
 
 def blocks(page, language):
@@ -37,7 +45,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if target.startswith("http"):
@@ -49,13 +57,13 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_commands_are_taken_by_the_command_line(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").touch()
     for command, *words in commands(page):
         assert f"fastft {command}" in USAGE, command
-        if command in ("export", "demo"):
+        if command in ("export", "demo", "bench"):
             continue
         assert "--config" in words or words == ["--help"], words
         if words == ["--help"]:
@@ -72,14 +80,57 @@ def test_readme_commands_are_found():
     assert found >= {"fit", "data", "doctor", "export"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("command", ["make demo", "fastft bench", "python -m benchmarks.compare", "python -m benchmarks.published table"])
+def test_readme_has_one_command_for(command):
+    assert re.search(rf"^{re.escape(command)}( |$)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_benchmarks_that_are_run_exist(page):
+    text = page.read_text()
+    for module in re.findall(r"python -m (benchmarks[\w.]*)", text):
+        place = ROOT / Path(*module.split("."))
+        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
+    for script in re.findall(r"bash (benchmarks/[\w.]+)", text):
+        assert (ROOT / script).is_file(), script
+
+
+def test_every_benchmark_has_its_row():
+    """Scripts that are run by themselves, and folders of them; what only helps them has no command."""
+    rows = (ROOT / "benchmarks/README.md").read_text().partition("## One command")[0]
+    runnable = [path for path in (ROOT / "benchmarks").glob("*.py") if "\ndef main(" in path.read_text() and path.name != "results.py"]
+    folders = [f"{path.parent.name}/" for path in (ROOT / "benchmarks").glob("*/__main__.py")]
+    names = [*(path.name for path in (*runnable, *(ROOT / "benchmarks").glob("gpu_*.sh"))), *folders]
+    assert len(names) > 15
+    assert [name for name in names if f"| `{name}` |" not in rows] == []
+
+
+@pytest.mark.slow
+def test_readme_command_without_gpu_or_network_trains_and_reports(tmp_path, monkeypatch):
+    """The first thing that a newcomer runs on rows of their own: NF4, adapters, the report and the checkpoint, on the model that the demo leaves."""
+    (words,) = [found for found in commands(ROOT / "README.md") if "runs/demo/trained" in found]
+    # What it needs is here: the package's parts, once more in a folder of the test.
+    monkeypatch.chdir(tmp_path)
+    files = write_demo_files(generate_rows(num_train=40, num_validation=4), tmp_path / "runs/demo", vocab_size=320)
+    tuner = FineTuner(str(files.model), init="random", dtype="float32")
+    tuner.configure_model()
+    tuner.save_pretrained("runs/demo/trained")
+    rows = [{"prompt": f"How many are {number} and {number}?", "completion": f"{2 * number}"} for number in range(200)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*words, "--data.num_proc", "1", "--trainer.accelerator", "cpu", "--trainer.max_steps", "3"]) == 0
+    assert (tmp_path / "runs/small/last.ckpt").is_file()
+    (report,) = tmp_path.glob("lightning_logs/*/run_report.html")
+    assert "NF4 base" in report.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_make_targets_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:`|^)make ([a-z\-]+)", page.read_text(), flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_python_blocks_name_what_exists(page):
     """Imports are run; every call of an imported class or function has arguments that it takes."""
     for block in blocks(page, "python"):
@@ -92,7 +143,7 @@ def test_python_blocks_name_what_exists(page):
                 inspect.signature(names[call.func.id]).bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_files_that_are_named_exist(page):
     for name in re.findall(r"`((?:lightning_fastft|tests|benchmarks|docs)/[\w./]+\.\w+)", page.read_text()):
         assert (ROOT / name).is_file(), name
