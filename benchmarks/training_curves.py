@@ -1,13 +1,15 @@
 r"""Training curves on real text: fused layers beside plain transformers + PEFT, on the same weights, adapters, packs and schedule.
 
-    python -m benchmarks.training_curves --data train.jsonl --tokenizer gpt2_bpe --out runs/curves
+    python -m benchmarks.training_curves --data train.jsonl --tokenizer gpt2_bpe --out runs/curves [--fp8]
 
 A small model of each family, drawn at random, is trained with LoRA for 300 steps by four arms: plain twice, with two seeds (adapters and order of the
 rows), and ours with the first of them, through FineTuner, FastFTStrategy, FusedKernels and Trainer (on a GPU once more from CUDA graphs). A step is
 one pack, its loss the mean over the tokens of the answers. Plain runs transformers' own attention with positions that restart at every document,
 torch's AdamW and PEFT's layers. Bars: at every step ours differs from plain by less than the two seeds do, and the means of the last 20 losses differ
 by at most 0.5 %. The learning rate is one at which training is stable: at 3e-3, in a model twice as wide, runs that differ in the last bit of fp32
-are 0.02 apart after 100 steps. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
+are 0.02 apart after 100 steps. With --fp8 ours runs once more with frozen base products in fp8 (without a GPU emulated in plain PyTorch), under the
+same bars: an approximation has to matter less than the seed. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with
+vocab.json and merges.txt.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ def train_plain(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str,
     return [float(loss) for loss in losses]
 
 
-def train_ours(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str, torch.Tensor], *, cuda_graphs: bool) -> list[float]:
+def train_ours(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str, torch.Tensor], *, fused: FusedKernels) -> list[float]:
     """Return the losses of FineTuner with FusedKernels, as a user trains."""
     tuner = FineTuner(
         str(recipe.folder), lora=LORA, dtype=str(recipe.dtype).removeprefix("torch."), learning_rate=recipe.learning_rate, weight_decay=0.0,
@@ -142,10 +144,13 @@ def train_ours(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str, 
     record = _Losses(adapter)
     trainer = Trainer(
         accelerator="gpu" if recipe.is_cuda else "cpu", devices=1, strategy=FastFTStrategy(activations=OffloadCheckpointing("keep")),
-        callbacks=[FusedKernels(cuda_graphs=cuda_graphs), record], max_steps=len(packs), logger=False, enable_checkpointing=False,
+        callbacks=[fused, record], max_steps=len(packs), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(tuner, train_dataloaders=torch.utils.data.DataLoader(packs, batch_size=None))  # type: ignore[arg-type]
+    inactive = [status for status in fused.status() if status.state != "active"]
+    if inactive:
+        raise ValueError(f"What was asked for did not run: {inactive}")
     return [float(loss) for loss in record.losses]
 
 
@@ -202,9 +207,12 @@ def run_family(name: str, documents: Sequence[Document], tokenizer: Any, options
             adapter = read_adapter(recipe, seed=seed)
             curves[f"plain, seed {seed}"] = train_plain(recipe, packs, adapter)
             if seed == 0:
-                curves["ours, fused"] = train_ours(recipe, packs, adapter, cuda_graphs=False)
+                curves["ours, fused"] = train_ours(recipe, packs, adapter, fused=FusedKernels())
                 if is_cuda:
-                    curves["ours, fused, CUDA graphs"] = train_ours(recipe, packs, adapter, cuda_graphs=True)
+                    curves["ours, fused, CUDA graphs"] = train_ours(recipe, packs, adapter, fused=FusedKernels(cuda_graphs=True))
+                if options.fp8:
+                    fused = FusedKernels(base_compute="fp8" if is_cuda else "fp8_reference")
+                    curves[f"ours, fused, fp8{'' if is_cuda else ' emulated'}"] = train_ours(recipe, packs, adapter, fused=fused)
     return curves
 
 
@@ -226,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--fp8", action="store_true", help="add an arm with frozen base products in fp8")
     parser.add_argument("--model-seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     options = parser.parse_args(arguments)

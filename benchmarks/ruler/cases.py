@@ -183,7 +183,7 @@ class CaseRecorder:
             verdict = judging.first_reference(gradients)
         elif path.exists():
             reference = judging.load_gradients(path)
-            verdict = judging.judge(gradients, reference, device="cuda" if self._is_cuda else "cpu")
+            verdict = judging.judge(gradients, reference, device="cuda" if self._is_cuda else "cpu", limits=judging.limits_of(self.case.mode))
         else:
             verdict = judging.Verdict(False, "the plain arm left no gradients to compare with")
         reasons = [verdict.reason, self._proof.see_model(model, reference), self._proof.batch_problem(self.pack_at(0))]

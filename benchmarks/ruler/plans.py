@@ -39,22 +39,25 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Mode(NamedTuple):
-    """What a mode asks for: an activation policy, Liger's layers, our fused layers, and those from CUDA graphs."""
+    """What a mode asks for: an activation policy, Liger's layers, our fused layers, those from CUDA graphs, and those with an fp8 base."""
 
     checkpointing: OffloadCheckpointing
     wants_liger: bool
     wants_fused: bool
     wants_graphs: bool = False
+    wants_fp8: bool = False
 
-    def callbacks(self) -> list[FusedKernels]:
-        """Return the callbacks that the Trainer is given beside the router."""
-        return [FusedKernels(cuda_graphs=self.wants_graphs)] if self.wants_fused else []
+    def callbacks(self, *, is_cuda: bool = True) -> list[FusedKernels]:
+        """Return the callbacks that the Trainer is given beside the router; without a GPU fp8 is emulated."""
+        base = ("fp8" if is_cuda else "fp8_reference") if self.wants_fp8 else "model_dtype"
+        return [FusedKernels(cuda_graphs=self.wants_graphs, base_compute=base)] if self.wants_fused else []
 
 
 def parse_mode(mode: str) -> Mode:
-    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+stream][+tilesN].
+    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+fp8][+stream][+tilesN].
 
-    "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N
+    "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "fp8" with frozen base products in fp8 (rows of their own: what they compute is an
+    approximation, which the judge allows for), "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N
     tiles.
 
     Raises:
@@ -68,8 +71,10 @@ def parse_mode(mode: str) -> Mode:
     rest, _, host = rest.partition(":")
     name, _, vram = rest.partition("=")
     tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
-    if name not in POLICIES or len(tiles) + sum(part in ("liger", "fused", "graphs", "stream") for part in added) != len(added):
-        raise ValueError(f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}.")
+    if name not in POLICIES or len(tiles) + sum(part in ("liger", "fused", "graphs", "fp8", "stream") for part in added) != len(added):
+        raise ValueError(
+            f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+fp8][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}."
+        )
     options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
     if "stream" in added:
         options["weights"] = "stream"
@@ -77,7 +82,8 @@ def parse_mode(mode: str) -> Mode:
         options["host_budget"] = float(host or DEFAULT_HOST_GIB)
     if vram:
         options["vram_budget"] = float(vram)
-    return Mode(OffloadCheckpointing(**options), "liger" in added, "fused" in added or "graphs" in added, "graphs" in added)
+    wants_fused = bool({"fused", "graphs", "fp8"} & {*added})
+    return Mode(OffloadCheckpointing(**options), "liger" in added, wants_fused, "graphs" in added, "fp8" in added)
 
 
 def least_warmup(mode: str) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ruler.cases import REFERENCE_ONLY
+from benchmarks.ruler.judge import Limits
 
 _PACKAGES = {
     "plain": ("torch", "transformers", "peft", "bitsandbytes"),
@@ -67,7 +69,7 @@ def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict
             ("peak allocated", record["peak_gib"]["allocated"], "GiB"),
             ("peak reserved", record["peak_gib"]["reserved"], "GiB"),
             ("host waits", record.get("host_waits", ""), "per step"),
-            ("lowest gradient cosine", record["verdict"]["worst_cosine"][1], "1"),
+            (f"lowest gradient cosine{_limits_text(record)}", record["verdict"]["worst_cosine"][1], "1"),
         ]
         rows += [{**shared, "metric": metric, "value": value, "unit": unit, "n": summary["n"]} for metric, value, unit in figures]
     return rows
@@ -77,6 +79,12 @@ def version_text(record: dict[str, Any]) -> str:
     """Return the versions that matter for this system."""
     versions = record.get("versions", {})
     return "; ".join(f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions)
+
+
+def _limits_text(record: dict[str, Any]) -> str:
+    """Return what a row was judged by where that is not what all others are."""
+    limits = record["verdict"].get("limits", asdict(Limits()))
+    return "" if limits == asdict(Limits()) else f", judged by cosine {limits['min_cosine']} and norm within {limits['max_norm_error']:.0%}"
 
 
 def _name(record: dict[str, Any]) -> str:

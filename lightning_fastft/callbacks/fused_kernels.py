@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
-from lightning_fastft.checks import check_bool
+from lightning_fastft.checks import check_bool, check_choice
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from lightning_fastft.models.fp8_base import Fp8Base
     from lightning_fastft.models.layer_graphs import LayerGraphs
     from lightning_fastft.models.swap import SwapLedger
     from lightning_fastft.status import Status
+
+BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
 
 
 class FusedKernels(ModelSwaps):
@@ -31,9 +34,15 @@ class FusedKernels(ModelSwaps):
             launches per layer. For one device, LoRA without dropout or full fine-tuning, packs of one length or two
             (``PackedDataModule(pad_to_max=True)``), and plans that send nothing to the host; anything else runs as ever, and the table says why.
             Memory that the graphs need stays reserved between steps, in validation too.
+        base_compute: How the products with frozen weights compute, forward and by the input. "model_dtype": in the dtype of the model. "fp8": in e4m3
+            with a scale for each row, each output column and each row of gradients; an approximation (about 3.7 % of a product's norm), so the loss
+            follows that of bf16 nearly but not exactly. Adapters, norms, attention, embeddings, the head and whatever is trained stay as ever. For
+            bf16 models on Ada, Hopper and Blackwell; elsewhere the layers run in the dtype of the model, and the table says so. NF4 weights are
+            converted as they are used, dense ones once: two bytes of memory for each of them, beside the weights that files, merging and generation
+            read. "fp8_reference": the same numbers in plain PyTorch, on any device and slowly, to look at curves.
 
     Raises:
-        OptionError: cuda_graphs is neither True nor False.
+        OptionError: cuda_graphs is neither True nor False, or base_compute is another.
 
     Example:
         >>> FusedKernels().status()
@@ -42,20 +51,24 @@ class FusedKernels(ModelSwaps):
 
     status_name = "fused layers"
 
-    def __init__(self, *, cuda_graphs: bool = False) -> None:
+    def __init__(self, *, cuda_graphs: bool = False, base_compute: str = "model_dtype") -> None:
         super().__init__()
         self.cuda_graphs = check_bool("cuda_graphs", cuda_graphs)
+        self.base_compute = check_choice("base_compute", base_compute, BASE_COMPUTES)
         self._graphs: list[LayerGraphs] = []
+        self._fp8: list[Fp8Base] = []
 
     def status(self) -> list[Status]:
         """Return what is active, for the table of the run; after the run, what was."""
-        return [*super().status(), *(graphs.status() for graphs in self._graphs)]
+        return [*super().status(), *(base.status() for base in self._fp8), *(graphs.status() for graphs in self._graphs)]
 
     def install(self, root: nn.Module, ledger: SwapLedger) -> list[Status]:
         """Swap the decoder layers of every model inside root."""
-        from lightning_fastft.models.decoder import install_fused_layers, install_layer_graphs
+        from lightning_fastft.models.decoder import install_fp8_base, install_fused_layers, install_layer_graphs
 
         # A FineTuner hands over its model alone, and makes the narrow copies of fp32 adapters after that.
         statuses = install_fused_layers(root, ledger, awaits_copies=not isinstance(root, LightningModule))
+        is_emulated = self.base_compute == "fp8_reference"
+        self._fp8 = install_fp8_base(root, ledger, is_emulated=is_emulated) if self.base_compute != "model_dtype" else []
         self._graphs = install_layer_graphs(root, ledger) if self.cuda_graphs else []
         return statuses

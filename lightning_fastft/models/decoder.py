@@ -35,6 +35,7 @@ from lightning_fastft.models.decoder_functions import (
     split_heads,
 )
 from lightning_fastft.models.families import decoder_layers, find_causal_models
+from lightning_fastft.models.fp8_base import FP8_ATTRIBUTE, Fp8Base, in_fp8
 from lightning_fastft.models.layer_graphs import GRAPH_ATTRIBUTE, LayerGraphs
 from lightning_fastft.models.linears import DenseWeights, Joint, join, read_part
 from lightning_fastft.models.swap import SwapLedger, share_state
@@ -220,6 +221,32 @@ def install_fused_layers(root: nn.Module, ledger: SwapLedger, *, awaits_copies: 
     return statuses
 
 
+def install_fp8_base(root: nn.Module, ledger: SwapLedger, *, is_emulated: bool = False) -> list[Fp8Base]:
+    """Let the frozen base products of the fused layers of every model inside root compute in fp8 (``models/fp8_base.py``).
+
+    Args:
+        root: What install_fused_layers was given.
+        ledger: Where the changes are written down.
+        is_emulated: Compute in plain PyTorch, on any device.
+
+    Returns:
+        One per model with fused layers.
+    """
+    found = []
+    for _, model in find_causal_models(root):
+        layers = decoder_layers(model)
+        if all(isinstance(layer, _FusedLayer) for layer in layers):
+            found.append(Fp8Base(layers, read=_read_as_it_stands, is_emulated=is_emulated))
+            found[-1].install(ledger)
+    return found
+
+
+def _read_as_it_stands(layer: nn.Module) -> _Parts | str:
+    """Return the products of a layer for rows in the dtype of its norms, or what stands in their way."""
+    norm: Any = layer.input_layernorm
+    return _read_parts(layer, dtype=norm.weight.dtype, awaits_copies=True)
+
+
 def install_layer_graphs(root: nn.Module, ledger: SwapLedger) -> list[LayerGraphs]:
     """Let the fused layers of every model inside root run from CUDA graphs (``models/layer_graphs.py``).
 
@@ -241,7 +268,9 @@ def install_layer_graphs(root: nn.Module, ledger: SwapLedger) -> list[LayerGraph
 
 def _shared_memory(layer: nn.Module) -> list[torch.Tensor]:
     fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
-    return fusion.dense.memory()
+    weights = vars(layer).get(FP8_ATTRIBUTE, ())
+    held = [tensor for weight in weights for tensor in weight.memory()]
+    return [*fusion.dense.memory(), *(weights[0].owner.memory() if weights else ()), *held]
 
 
 def _install(model: PreTrainedModel, ledger: SwapLedger, *, awaits_copies: bool) -> Status:
@@ -329,14 +358,15 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     drawing = next((name for name in form.dropouts if not _draws_nothing(layer._modules[name])), None)
     if drawing is not None:
         return f"{drawing} drops out in training"
-    joints = []
+    joints: list[Joint] = []
     for module, names in [(attention, form.projections), (attention, ("o_proj",)), (layer.mlp, form.gate_up), (layer.mlp, ("down_proj",))]:
         if module is layer.mlp and not is_known_block:
             continue
-        joint = join([read_part(module._modules[name], dtype=dtype, awaits_copies=awaits_copies) for name in names], dense)
+        linears: Any = [module._modules[name] for name in names]
+        joint = join([read_part(linear, dtype=dtype, awaits_copies=awaits_copies) for linear in linears], dense)
         if isinstance(joint, str):
             return joint
-        joints.append(joint)
+        joints.append(in_fp8(joint, linears, layer=layer, place=len(joints), dtype=dtype))
     return _Parts(*joints, *((None, None) if not is_known_block else ()))  # type: ignore[arg-type]
 
 

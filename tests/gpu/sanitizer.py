@@ -138,6 +138,20 @@ def nf4_linear(triton):
             triton.dequantise_many(weights, [torch.empty(shape, dtype=dtype, device=DEVICE) for shape in shapes])
 
 
+def fp8_linear(triton):
+    for dtype in DTYPES:
+        for factor in (numbers(37), None):
+            triton.quantise_rows(numbers(5, 41, dtype=dtype)[:, 1:38], factor_I=factor)
+    for is_nested in (True, False):
+        for is_transposed in (False, True):
+            parts = [nf4_parts(1, count, is_nested=is_nested) for count in (6, 10)]
+            weights = [NF4Weight(*(None if part is None else part[0] for part in of_one[:4]), *of_one[4:]) for of_one in parts]
+            shapes = ((3, 128), (5, 128))
+            values = [torch.empty(shape[::-1] if is_transposed else shape, dtype=torch.float8_e4m3fn, device=DEVICE) for shape in shapes]
+            scales = [torch.empty(shape[0], device=DEVICE) for shape in shapes]
+            triton.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
+
+
 def qk_rope(triton):
     forms = (
         RopeForm(3, 1, 12), RopeForm(3, 1, 12, rotary_width=8, is_interleaved=True), RopeForm(2, 2, 10, has_norm=True),
@@ -178,8 +192,8 @@ def rms_norm(triton):
 CASES = {
     case.__name__: case
     for case in (
-        adamw_step, block_diagonal, cross_entropy, expert_gate, expert_pack, expert_rows, expert_sort, grouped_mm, host_gather, nf4_experts,
-        nf4_linear, qk_rope, repeat_heads, rms_norm,
+        adamw_step, block_diagonal, cross_entropy, expert_gate, expert_pack, expert_rows, expert_sort, fp8_linear, grouped_mm, host_gather,
+        nf4_experts, nf4_linear, qk_rope, repeat_heads, rms_norm,
     )
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in GiB; ":32" behind it is the
-host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+stream" (frozen weights on the host), "+tiles8" (feed-forward
+host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+fp8" (the same with
+frozen base products in fp8, judged by limits of its own: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward
 blocks in 8 tiles) and "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Gradients of recorded layers are
 compared with those of layers that run as ever. Under "auto" the judge's step is one that is measured, so gradients are
 compared again when the plan stands: with those of recompute on the same weights.
@@ -34,6 +35,7 @@ from benchmarks.ruler.plans import (
 )
 from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.models.fp8_base import STATUS_NAME as FP8_STATUS
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.module import FineTuner
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
@@ -110,7 +112,7 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch
     measure = MeasuringCallback(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
     strategy = FastFTStrategy(activations=mode.checkpointing)
     trainer = make_trainer(strategy, measure, max_steps=recorder.num_total + measure.num_extra_steps, is_cuda=is_cuda)
-    fused = mode.callbacks()
+    fused = mode.callbacks(is_cuda=is_cuda)
     trainer.callbacks.extend(fused)
     rows = [recorder.pack_at(step) for step in range(recorder.num_total + measure.num_extra_steps)]
     loader = torch.utils.data.DataLoader(
@@ -124,6 +126,8 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch
     recorder.record["fused"] = [
         status._asdict() for callback in trainer.callbacks if isinstance(callback, FusedKernels) for status in callback.status()
     ]
+    if mode.wants_fp8 and not any(status["name"] == FP8_STATUS and status["state"] == "active" for status in recorder.record["fused"]):
+        raise ValueError(f"fp8 was asked for, and nothing computed in it: {recorder.record['fused']}")
     recorder.record["backends"] = dict(strategy.packed_steps.backends_used)
 
 

@@ -6,11 +6,10 @@ Axes: T tokens of the pack, S1 document borders, H query heads, G key/value head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext
 
 # The flash kernels of torch read heads in steps of this many elements.
@@ -19,6 +18,21 @@ MAX_HEAD_WIDTH = 256
 
 Tensors = tuple[torch.Tensor, ...]
 Collect = Callable[[torch.Tensor, torch.Tensor], None]
+Repeat = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Shares(NamedTuple):
+    """What the backward does where query heads share keys and values: it computes each query head by itself and adds nothing up.
+
+    Args:
+        repeat: Returns keys or values once for each of so many query heads.
+        collect: Called with the shares of d_k and d_v, both (T, H, W), in the place of autograd, which gets none.
+    """
+
+    repeat: Repeat
+    collect: Collect
+
+
 Remember = Callable[[Callable[[], Tensors]], Tensors]
 
 
@@ -32,14 +46,14 @@ def varlen_attention(
     window: int | None,
     sink_H: torch.Tensor | None,
     remember: Remember | None = None,
-    collect: Collect | None = None,
+    shares: Shares | None = None,
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value), fp16 or bf16 on CUDA.
 
     Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with zeros, which changes no score.
 
     Cost:
-        Memory linear in T; a copy of what has to be padded; no host synchronisation. With ``collect``, keys and values of every query head in the
+        Memory linear in T; a copy of what has to be padded; no host synchronisation. With ``shares``, keys and values of every query head in the
         backward, 4 T H W bytes, in place of the operator's own sum over query heads, which runs at a quarter of the memory's speed.
 
     Source:
@@ -51,8 +65,8 @@ def varlen_attention(
     window_left = -1 if window is None or window >= max_length else window - 1
     ready = (_kernel_ready(x, width=width) for x in (q_THW, k_TGW, v_TGW))
     # Padded heads have a gradient that is not yet cut.
-    collect = collect if width == q_THW.shape[-1] == value_width else None
-    out_THW = _FlashAttention.apply(*ready, sink_H, start_S1, max_length, scale, window_left, remember, collect)
+    shares = shares if width == q_THW.shape[-1] == value_width else None
+    out_THW = _FlashAttention.apply(*ready, sink_H, start_S1, max_length, scale, window_left, remember, shares)
     return out_THW[..., :value_width]
 
 
@@ -63,8 +77,7 @@ class _FlashAttention(torch.autograd.Function):
     dk, dv: it reads both only through p = exp(score - lse') and delta = rowsum(do * o'). The sink's own gradient is -sum(exp(sink - lse') * delta).
     Saves q, k, v, o', lse' (fp32), the sinks and the kernel's two random-state tensors.
 
-    Where query heads share keys and values, and someone collects, he is given the shares of d_k and d_v, one for each query head, in the place of
-    autograd, which gets none.
+    Keys and values may be asked for in shares (``Shares``).
     """
 
     @staticmethod
@@ -79,7 +92,7 @@ class _FlashAttention(torch.autograd.Function):
         scale: float,
         window_left: int,
         remember: Remember | None,
-        collect: Collect | None,
+        shares: Shares | None,
     ) -> torch.Tensor:
         def compute() -> Tensors:
             outputs: Tensors = torch.ops.aten._flash_attention_forward(
@@ -95,15 +108,15 @@ class _FlashAttention(torch.autograd.Function):
             lse_HT = total_HT
         ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused)
         ctx.max_length, ctx.scale, ctx.window_left = max_length, scale, window_left
-        ctx.collect = collect if q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2] else None
+        ctx.shares = shares if q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2] else None
         return out_THW
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - autograd's own context
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
-        if ctx.collect is not None:
-            k_TGW, v_TGW = (repeat_heads(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
+        if ctx.shares is not None:
+            k_TGW, v_TGW = (ctx.shares.repeat(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
             d_out_THW, q_THW, k_TGW, v_TGW, out_THW, lse_HT, start_S1, start_S1, ctx.max_length, ctx.max_length, 0.0, True, rng_state, unused,
             scale=ctx.scale, window_size_left=ctx.window_left, window_size_right=0,
@@ -112,8 +125,8 @@ class _FlashAttention(torch.autograd.Function):
         if sink_H is not None and ctx.needs_input_grad[3]:
             delta_HT = (d_out_THW.float() * out_THW.float()).sum(dim=-1).t()
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
-        if ctx.collect is not None:
-            ctx.collect(d_k_TGW, d_v_TGW)
+        if ctx.shares is not None:
+            ctx.shares.collect(d_k_TGW, d_v_TGW)
             d_k_TGW = d_v_TGW = None
         return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None, None
 

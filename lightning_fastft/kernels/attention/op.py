@@ -12,10 +12,11 @@ import torch
 from lightning_fastft.checks import check_choice, check_int, check_tensor
 from lightning_fastft.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
-from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, varlen_attention
+from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, Shares, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
+from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "reference")
@@ -120,7 +121,8 @@ def packed_attention(
     name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
     context.note_read(name)
     if name == "varlen":
-        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember, collect=collect)
+        shares = None if collect is None else Shares(repeat_heads, collect)
+        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember, shares=shares)
     if name == "cudnn":
         return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     if name == "flex":

@@ -1,0 +1,220 @@
+"""Products of frozen linear layers in fp8 (e4m3 x e4m3): rows scaled one by one as they come, weights by their output columns.
+
+Forward, ``y = x @ W^T``, the sum runs over input columns: the scales of rows and of output columns stand outside of it. Backward, ``d_x = d_y @ W``,
+it runs over output columns, so their scales are multiplied into d_y before its rows are quantised; the numbers of the weight are the same, which
+makes the gradient that of the forward. Gradients are e4m3 too: with a scale of its own each row uses the range (its largest number is 448, and
+numbers 29,000 times smaller are still normal), and e5m2 has half the digits. On Gaussian rows the relative error of a product with e4m3 weights is
+3.7 % with e4m3 gradients and 5.7 % with e5m2 ones, 2.6 % of it from the weights (tests/kernels/test_fp8_linear.py).
+
+Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight. Nothing here builds a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.checks import check_bool, check_choice, check_columns, check_rows_apart, check_tensor
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.fp8_linear import reference
+from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
+from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS
+from lightning_fastft.kernels.nf4_linear.op import _check_parts, _check_weight
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+
+# torch's scaled GEMM takes operands whose rows and columns are multiples of 16.
+ALIGNED_COLUMNS = 16
+# Ada, Hopper and Blackwell.
+LEAST_CAPABILITY = (8, 9)
+
+
+def find_obstacle(device: torch.device) -> str:
+    """Return why a device has no fp8 products; empty where it has.
+
+    Cost:
+        A look at the properties of the device; no host synchronisation.
+
+    Source:
+        torch's ``_scaled_mm``: compute capability 8.9 or higher.
+
+    Example:
+        >>> find_obstacle(torch.device("cpu"))
+        'fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu'
+    """
+    needs = f"fp8 products need a CUDA device of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or higher, and"
+    if device.type != "cuda":
+        return f"{needs} the weights are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    return "" if capability >= LEAST_CAPABILITY else f"{needs} {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+
+
+def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None = None, backend: str = "auto") -> Fp8Rows:
+    """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes 448.
+
+    The arithmetic is fp32, each number is rounded to e4m3 once. Rows do not mix: a row with NaN or infinity gives NaN in its products, others stay.
+
+    Args:
+        x_TI: Rows. Shape (T, I), I > 0; bf16, fp16 or fp32; last axis contiguous, any distance between rows.
+        factor_I: Multiplied into the columns. Shape (I,), fp32, contiguous; None for 1.
+        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+
+    Returns:
+        The rows, and the scale of each: its largest number over 448, at least 2^-100 / 448.
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another.
+        OptionError: The backend is unknown or cannot serve these tensors.
+
+    Cost:
+        Reads x_TI (again from the cache) and writes a byte per number; one launch, no host synchronisation. "reference" makes fp32 copies.
+
+    Source:
+        e4m3: arXiv 2209.05433; scales by row: torchao's row-wise recipe.
+
+    Example:
+        >>> rows = quantise_rows(torch.tensor([[1.0, -2.0], [0.25, 0.0]]))
+        >>> rows.values_TI.float() * rows.scale_T[:, None]
+        tensor([[ 1.0000, -2.0000],
+                [ 0.2500,  0.0000]])
+    """
+    check_tensor("x_TI", x_TI, ndim=2, dtypes=TRITON_DTYPES)
+    check_columns("x_TI", x_TI)
+    num_columns = x_TI.shape[1]
+    if num_columns == 0:
+        raise ShapeError("x_TI has no columns; a row without numbers has no largest one.")
+    if factor_I is not None:
+        check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32,))
+        if len(factor_I) != num_columns or factor_I.device != x_TI.device or not factor_I.is_contiguous():
+            raise ShapeError(
+                f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI asks for {num_columns} on "
+                f"{x_TI.device}, contiguous."
+            )
+    with torch.no_grad():
+        return _choose(backend, x_TI.device).quantise_rows(x_TI, factor_I=factor_I)
+
+
+def quantise_nf4(
+    weights: Sequence[NF4Weight],
+    *,
+    values: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    is_transposed: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Write NF4 weights in e4m3, without a dense copy on the way, and a scale for each of their rows.
+
+    A row is scaled by the largest scale among its blocks of 64, which bounds it, since the NF4 table ends at 1. Each number is rounded to e4m3 once,
+    from fp32.
+
+    Args:
+        weights: From ``read_params4bit``, any number, all of I input columns.
+        values: Where they go, one for each. Shape (O, I), or (I, O) where transposed; e4m3; last axis contiguous, rows any distance apart, so they
+            may be pieces of one buffer; overwritten whole, and nothing beside them.
+        scales: Where the scales of the rows go, one for each. Shape (O,), fp32, contiguous.
+        is_transposed: Write (I, O), as a product over output columns reads it.
+        backend: As in ``quantise_rows``.
+
+    Raises:
+        OptionError: I is no multiple of 64, numbers of weights and outputs differ, or the backend is unknown or cannot serve this device.
+        ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
+
+    Cost:
+        Reads 0.52 bytes and writes 1 byte per weight, in one launch for every four weights; no memory besides and no host synchronisation.
+        "reference" makes copies of about 20 bytes per weight.
+
+    Source:
+        own; NF4: arXiv 2305.14314.
+
+    Example:
+        >>> weight = NF4Weight(torch.full((32,), 0xF0, dtype=torch.uint8), torch.tensor([3.0]), None, None, torch.linspace(-1.0, 1.0, 16), None)
+        >>> values, scale = torch.empty(1, 64, dtype=torch.float8_e4m3fn), torch.empty(1)
+        >>> quantise_nf4([weight], values=[values], scales=[scale])
+        >>> (values.float() * scale)[0, :3]
+        tensor([ 3., -3.,  3.])
+    """
+    check_choice("backend", backend, BACKENDS)
+    check_bool("is_transposed", is_transposed)
+    if not len(weights) == len(values) == len(scales):
+        raise OptionError(f"There are {len(weights)} weights, {len(values)} values and {len(scales)} scales; give one of each for each weight.")
+    axis = 0 if is_transposed else 1
+    for place, (weight, value, scale_O) in enumerate(zip(weights, values, scales)):
+        check_tensor(f"values[{place}]", value, ndim=2, dtypes=(FP8,))
+        check_columns(f"values[{place}]", value)
+        check_rows_apart(f"values[{place}]", value)
+        check_tensor(f"scales[{place}]", scale_O, ndim=1, dtypes=(torch.float32,))
+        num_inputs, num_outputs = value.shape[axis], value.shape[1 - axis]
+        if num_inputs % BLOCK_WEIGHTS or num_inputs != values[0].shape[axis]:
+            raise OptionError(
+                f"values[{place}] has {num_inputs} input columns, values[0] {values[0].shape[axis]}; give all the same multiple of {BLOCK_WEIGHTS}."
+            )
+        if value.device != values[0].device or scale_O.device != value.device or len(scale_O) != num_outputs or not scale_O.is_contiguous():
+            raise ShapeError(
+                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device}, values[{place}] is {tuple(value.shape)} on {value.device}; give a "
+                f"contiguous scale for each of {num_outputs} output columns, all on one device."
+            )
+        _check_weight(weight)
+        _check_parts(weight, value)
+    if values:
+        with torch.no_grad():
+            _choose(backend, values[0].device).quantise_nf4(weights, values, scales, is_transposed=is_transposed)
+
+
+def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
+    """Return ``rows @ weight^T`` with all scales applied.
+
+    Args:
+        rows: From ``quantise_rows``.
+        weight_OI: Shape (O, I), e4m3, contiguous; O and I multiples of 16 on CUDA.
+        scale_O: Scales of its rows. Shape (O,), fp32, contiguous; None for 1.
+        dtype: Of the result: bf16, with "reference" fp16 and fp32 too.
+        backend: "triton" (torch's scaled GEMM, on CUDA), "reference", or "auto".
+
+    Returns:
+        Shape (T, O), contiguous.
+
+    Raises:
+        ShapeError: Shapes, dtypes, devices or layouts do not fit.
+        OptionError: The backend is unknown, or cannot serve these sizes, this dtype or this device.
+
+    Cost:
+        2 T I O FLOP in fp8; no host synchronisation. "reference" makes fp32 copies of both and multiplies those.
+
+    Source:
+        ``torch._scaled_mm`` with scales by row.
+
+    Example:
+        >>> rows, weight = quantise_rows(torch.eye(2)), quantise_rows(torch.tensor([[1.0, 2.0], [4.0, 2.0]]))
+        >>> multiply(rows, weight.values_TI, weight.scale_T, dtype=torch.bfloat16)
+        tensor([[1., 4.],
+                [2., 2.]], dtype=torch.bfloat16)
+    """
+    check_choice("dtype", dtype, TRITON_DTYPES)
+    for name, tensor in (("rows.values_TI", rows.values_TI), ("weight_OI", weight_OI)):
+        check_tensor(name, tensor, ndim=2, dtypes=(FP8,))
+    if rows.values_TI.shape[1] != weight_OI.shape[1] or not (rows.values_TI.is_contiguous() and weight_OI.is_contiguous()):
+        raise ShapeError(f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both need as many columns, contiguous.")
+    if scale_O is not None and (scale_O.shape != weight_OI.shape[:1] or scale_O.dtype is not torch.float32 or not scale_O.is_contiguous()):
+        raise ShapeError(f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI asks for {tuple(weight_OI.shape[:1])} in fp32, contiguous.")
+    module = _choose(backend, weight_OI.device)
+    if module is not reference:
+        if dtype is not torch.bfloat16 or any(size % ALIGNED_COLUMNS for size in weight_OI.shape):
+            raise OptionError(
+                f"torch's scaled GEMM gives bf16 for weights whose sizes are multiples of {ALIGNED_COLUMNS}, got {dtype} for "
+                f"{tuple(weight_OI.shape)}; use 'reference' for others."
+            )
+        if rows.values_TI.shape[0] == 0:
+            return rows.values_TI.new_empty(0, weight_OI.shape[0], dtype=dtype)
+    with torch.no_grad():
+        return module.multiply(rows, weight_OI, scale_O, dtype=dtype)
+
+
+def _choose(backend: str, device: torch.device) -> ModuleType:
+    """Return the module that does the work."""
+    if not uses_triton(backend, device):
+        return reference
+    from lightning_fastft.kernels.fp8_linear import triton
+
+    return triton

@@ -1,0 +1,218 @@
+"""Rows and NF4 weights in e4m3 on a GPU, one launch each; products of them are torch's.
+
+Axes: T rows of I columns, a program per row; O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks
+of blocks of 64 columns; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales.
+Rows are read twice, the second time from the cache. A program of a weight reads the scales of its whole rows, about a tenth of what it converts, so
+that the scale of a row needs no launch of its own.
+"""
+
+# A jit body has no types that Python could check.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_fastft.kernels.fp8_linear.reference import FP8, LARGEST, LEAST_PEAK, Fp8Rows
+from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
+
+# 32 values a thread on 8 warps. Not yet measured.
+MAX_BLOCK_COLUMNS = 8192
+NUM_WARPS = 8
+# q, k and v, with one to spare, as in the kernel that makes NF4 dense.
+MAX_WEIGHTS = 4
+# 64 rows x 2,048 columns a program: 64 bytes in a row wherever it writes, in both layouts. Not yet measured.
+BLOCK_ROWS = 64
+CHUNK_BLOCKS = 32
+NUM_WEIGHT_WARPS = 4
+
+
+@triton.jit
+def _quantise_rows_kernel(
+    x_ptr,
+    factor_ptr,
+    values_ptr,
+    scale_ptr,
+    x_stride,
+    num_columns,
+    HAS_FACTOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: its largest number, then the cast."""
+    row = tl.program_id(0).to(tl.int64)
+    peaks = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        value = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
+        if HAS_FACTOR:
+            value *= tl.load(factor_ptr + cols, mask=cols < num_columns, other=0.0)
+        peaks = tl.maximum(peaks, tl.abs(value))
+    peak = tl.maximum(tl.max(peaks, axis=0), LEAST_PEAK)
+    tl.store(scale_ptr + row, tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)))
+    inverse = tl.div_rn(tl.full(peak.shape, LARGEST, tl.float32), peak)
+
+    for start in range(0, num_columns, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        value = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
+        if HAS_FACTOR:
+            value *= tl.load(factor_ptr + cols, mask=cols < num_columns, other=0.0)
+        # NaN stays NaN, and infinity times the 0 that is then the inverse becomes it.
+        tl.store(values_ptr + row * num_columns + cols, (value * inverse).to(values_ptr.dtype.element_ty), mask=cols < num_columns)
+
+
+@triton.jit
+def _block_scale(weight, block, inside, GROUP: tl.constexpr):
+    """Return the scales of blocks; 0 outside."""
+    absmax_ptr, nested_absmax_ptr, offset_ptr, nested_quant_map_ptr = weight[1], weight[2], weight[3], weight[5]
+    scale = tl.load(absmax_ptr + block, mask=inside, other=0)
+    # Scales of one byte are places in a table.
+    if absmax_ptr.dtype.element_ty == tl.uint8:
+        nested = tl.load(nested_absmax_ptr + block // GROUP, mask=inside, other=0.0)
+        scale = tl.load(nested_quant_map_ptr + scale.to(tl.int32)) * nested + tl.load(offset_ptr)
+        scale = tl.where(inside, scale, 0.0)
+    return scale
+
+
+@triton.jit
+def _write_tile(
+    weight,
+    values_ptr,
+    scale_ptr,
+    num_rows,
+    values_stride,
+    tile,
+    chunk,
+    NUM_BLOCKS: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write one chunk of blocks of one tile of rows; a block is 32 bytes, 64 weights of one row."""
+    packed_ptr, quant_map_ptr = weight[0], weight[4]
+    rows = tile.to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
+    inside = rows < num_rows
+    peak = tl.zeros((BLOCK_O,), dtype=tl.float32)
+    for start in range(0, NUM_BLOCKS, CHUNK):
+        places = start + tl.arange(0, CHUNK)
+        scale = _block_scale(weight, rows[:, None] * NUM_BLOCKS + places[None, :], inside[:, None] & (places < NUM_BLOCKS)[None, :], GROUP)
+        peak = tl.maximum(peak, tl.max(tl.abs(scale), axis=1))
+    peak = tl.maximum(peak, LEAST_PEAK)
+    inverse = tl.div_rn(tl.full(peak.shape, LARGEST, tl.float32), peak)
+    if chunk == 0:
+        tl.store(scale_ptr + rows, tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)), mask=inside)
+
+    for place in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, NUM_BLOCKS)):
+        block = rows * NUM_BLOCKS + place
+        scale = _block_scale(weight, block, inside, GROUP)
+        pair = tl.load(packed_ptr + (block * 32)[:, None] + tl.arange(0, 32)[None, :], mask=inside[:, None], other=0).to(tl.int32)
+        # The earlier weight is in the high half.
+        first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
+        second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
+        value = tl.interleave(first, second) * inverse[:, None]
+        cols = place * 64 + tl.arange(0, 64).to(tl.int64)
+        cell = cols[None, :] * values_stride + rows[:, None] if IS_TRANSPOSED else rows[:, None] * values_stride + cols[None, :]
+        tl.store(values_ptr + cell, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _quantise_nf4_kernel(
+    weights,
+    values,
+    scales,
+    num_rows,
+    values_strides,
+    NUM_BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per weight, tile of rows and chunk of columns; the tiles of a weight follow those of the one before."""
+    tile = tl.program_id(0)
+    for index in tl.static_range(COUNT):
+        num_tiles = tl.cdiv(num_rows[index], BLOCK_O)
+        if (tile >= 0) & (tile < num_tiles):
+            _write_tile(
+                weights[index], values[index], scales[index], num_rows[index], values_strides[index], tile, tl.program_id(1),
+                NUM_BLOCKS, IS_TRANSPOSED, GROUP, LARGEST, LEAST_PEAK, BLOCK_O, CHUNK,
+            )  # fmt: skip
+        tile -= num_tiles
+
+
+def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None) -> Fp8Rows:
+    """Return rows in e4m3; same contract as the reference."""
+    num_rows, num_columns = x_TI.shape
+    values_TI = torch.empty(num_rows, num_columns, dtype=FP8, device=x_TI.device)
+    scale_T = torch.empty(num_rows, dtype=torch.float32, device=x_TI.device)
+    if num_rows:
+        _quantise_rows_kernel[(num_rows,)](
+            x_TI,
+            x_TI if factor_I is None else factor_I,
+            values_TI,
+            scale_T,
+            x_TI.stride(0),
+            num_columns,
+            HAS_FACTOR=factor_I is not None,
+            LARGEST=LARGEST,
+            LEAST_PEAK=LEAST_PEAK,
+            BLOCK=min(next_power_of_2(num_columns), MAX_BLOCK_COLUMNS),
+            num_warps=NUM_WARPS,
+        )
+    return Fp8Rows(values_TI, scale_T)
+
+
+def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool) -> None:
+    """Write each weight and the scales of its rows; same contract as the reference."""
+    filled = [each for each in zip(weights, values, scales) if each[1].numel()]
+    for start in range(0, len(filled), MAX_WEIGHTS):
+        _launch(filled[start : start + MAX_WEIGHTS], is_transposed=is_transposed)
+
+
+def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, is_transposed: bool) -> None:
+    """Write up to MAX_WEIGHTS weights of as many columns, none of them empty."""
+    num_rows = tuple(len(scale_O) for _, _, scale_O in filled)
+    num_blocks = filled[0][1].shape[0 if is_transposed else 1] // BLOCK_WEIGHTS
+    _quantise_nf4_kernel[(sum(ceil_div(count, BLOCK_ROWS) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS))](
+        # Scales that are not nested stand in for the parts they do without.
+        tuple(tuple(weight.absmax_Q if part is None else part for part in weight) for weight, _, _ in filled),
+        tuple(value for _, value, _ in filled),
+        tuple(scale_O for _, _, scale_O in filled),
+        num_rows,
+        tuple(value.stride(0) for _, value, _ in filled),
+        NUM_BLOCKS=num_blocks,
+        COUNT=len(filled),
+        IS_TRANSPOSED=is_transposed,
+        GROUP=GROUP_BLOCKS,
+        LARGEST=LARGEST,
+        LEAST_PEAK=LEAST_PEAK,
+        BLOCK_O=BLOCK_ROWS,
+        CHUNK=CHUNK_BLOCKS,
+        num_warps=NUM_WEIGHT_WARPS,
+        # A fused product and sum would round once where the reference rounds twice.
+        enable_fp_fusion=False,
+    )
+
+
+def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product by torch's row-wise scaled GEMM, in bf16."""
+    if scale_O is None:
+        scale_O = rows.scale_T.new_ones(weight_OI.shape[0])
+    # Sums of the tensor cores are not carried over to fp32 on the way: torchao's choice for row-wise scales too, forward and backward.
+    return torch._scaled_mm(
+        rows.values_TI, weight_OI.T, scale_a=rows.scale_T[:, None], scale_b=scale_O[None, :], out_dtype=dtype, use_fast_accum=True
+    )

@@ -1,0 +1,88 @@
+"""FusedKernels(base_compute=...): what the table says, that plans change no bit, and that a run leaves nothing behind."""
+
+import pytest
+import torch
+
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.errors import OptionError
+from lightning_fastft.models.fp8_base import FP8_ATTRIBUTE
+from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.callbacks.test_fused_kernels import CONFIG, MODES, count_own, fit, is_plain, movement, tuner
+
+ACTIVE = ("fp8 base", "active", "8 products of 2 layers in e4m3, in plain PyTorch", "")
+
+
+def has_fp8(module):
+    return any(FP8_ATTRIBUTE in vars(part) for part in module.modules())
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_a_fit_in_fp8_moves_the_adapters_nearly_as_one_without_it(tmp_path, mode):
+    moves = {}
+    for base in ("model_dtype", "fp8_reference"):
+        callback, module = FusedKernels(base_compute=base), tuner({**CONFIG, "initializer_range": 0.05}, **MODES[mode])
+        with count_own() as own:
+            before, after, table = fit(module, tmp_path, callback)
+        assert not own
+        assert (ACTIVE in table) is (base == "fp8_reference")
+        assert (ACTIVE in callback.status()) is (base == "fp8_reference")
+        moves[base] = movement(before, after)
+        assert is_plain(module)
+        assert not has_fp8(module)
+    found, expected = (torch.cat([value.flatten() for _, value in sorted(moves[base].items())]) for base in ("fp8_reference", "model_dtype"))
+    # The limits of the ruler's judge for such rows.
+    assert 0.98 < torch.cosine_similarity(found, expected, dim=0) < 0.9999
+    assert abs(found.norm() / expected.norm() - 1) < 0.1
+
+
+def test_without_a_device_that_has_fp8_it_is_inactive_and_changes_no_bit(tmp_path):
+    found = {}
+    for base in ("model_dtype", "fp8"):
+        _, found[base], table = fit(tuner(**MODES["lora in bf16"]), tmp_path, FusedKernels(base_compute=base))
+    reason = "fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu"
+    assert ("fp8 base", "inactive", f"{reason}; products run in the dtype of the model", "") in table
+    assert all(torch.equal(value, found["fp8"][name]) for name, value in found["model_dtype"].items())
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_activation_policies_change_no_bit_in_fp8(tmp_path, mode):
+    found = {}
+    for policy in ("keep", "recompute", "offload"):
+        activations = OffloadCheckpointing(policy, **({"host_budget": 1.0} if policy == "offload" else {}))
+        callback = FusedKernels(base_compute="fp8_reference")
+        _, found[policy], table = fit(tuner(**MODES[mode]), tmp_path, callback, strategy=FastFTStrategy(activations=activations), accelerator="auto")
+        assert ACTIVE in table
+    assert all(torch.equal(value, found[policy][name]) for policy in found for name, value in found["keep"].items())
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_streamed_weights_compute_in_fp8_with_the_same_bits(tmp_path, mode):
+    found = {}
+    for weights in ("resident", "stream"):
+        options = {"weights": "stream", "host_budget": 1.0} if weights == "stream" else {}
+        strategy = FastFTStrategy(activations=OffloadCheckpointing("recompute", **options))
+        callback = FusedKernels(base_compute="fp8_reference")
+        _, found[weights], table = fit(tuner(**MODES[mode]), tmp_path, callback, strategy=strategy, accelerator="auto")
+        assert ACTIVE in table
+    assert all(torch.equal(value, found["stream"][name]) for name, value in found["resident"].items())
+
+
+def test_everything_is_undone_after_an_exception(tmp_path):
+    callback, module = FusedKernels(base_compute="fp8_reference"), tuner(**MODES["lora"])
+
+    def fail(*_, **__):
+        raise RuntimeError("planted")
+
+    module.on_train_batch_end = fail
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(module, tmp_path, callback)
+    assert is_plain(module)
+    assert not has_fp8(module)
+    assert ACTIVE in callback.status()
+
+
+@pytest.mark.parametrize("value", ["bf16", "FP8", None, True])
+def test_other_values_are_refused(value):
+    with pytest.raises(OptionError, match="base_compute must be one of 'model_dtype', 'fp8', 'fp8_reference'"):
+        FusedKernels(base_compute=value)

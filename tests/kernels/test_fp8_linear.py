@@ -1,0 +1,354 @@
+"""Rows, weights and products in e4m3: the plain twin against float64, what is refused, and the kernels in the interpreter and by the compiler."""
+
+import json
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.fp8_linear import op, reference
+from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, quantise_nf4, quantise_rows
+from lightning_fastft.kernels.fp8_linear.reference import FP8
+from lightning_fastft.kernels.nf4_linear.op import dequantise, read_params4bit
+from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.kernels.nf4_stacks import guarded
+from tests.kernels.test_nf4_linear import make_truth
+from tests.kernels.truth import Watch, load_with_fault, poisoned
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+# Half a step of e4m3: normal numbers have three bits behind the point, and below 2^-6 of 448 / 2^15 steps are equal.
+HALF_STEP, LEAST_STEP = 2.0**-4, 2.0**-10
+
+COMPILE_SCRIPT = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.fp8_linear import triton as fp8
+
+DIVISIBLE = [["tt.divisibility", 16]]
+for capability, dtype, has_factor, is_transposed, is_nested in json.loads(sys.argv[1]):
+    constants = {"HAS_FACTOR": has_factor, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100, "BLOCK": fp8.MAX_BLOCK_COLUMNS}
+    signature = {
+        "x_ptr": "*" + dtype, "factor_ptr": "*fp32", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_stride": "i32", "num_columns": "i32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    source = ASTSource(fp8._quantise_rows_kernel, signature, constexprs=constants, attrs={(place,): DIVISIBLE for place in range(6)})
+    rows = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": fp8.NUM_WARPS})
+    constants = {
+        "NUM_BLOCKS": 80, "COUNT": 3, "IS_TRANSPOSED": is_transposed, "GROUP": 256, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100,
+        "BLOCK_O": fp8.BLOCK_ROWS, "CHUNK": fp8.CHUNK_BLOCKS,
+    }
+    weight = ("*u8", "*u8" if is_nested else "*fp32", *["*fp32"] * 4)
+    signature = {
+        "weights": (weight,) * 3, "values": ("*fp8e4nv",) * 3, "scales": ("*fp32",) * 3, "num_rows": ("i32",) * 3, "values_strides": ("i32",) * 3,
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    aligned = {(0, place, part): DIVISIBLE for place in range(3) for part in range(6)}
+    aligned |= {(argument, place): DIVISIBLE for argument in (1, 2, 3, 4) for place in range(3)}
+    source = ASTSource(fp8._quantise_nf4_kernel, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": fp8.NUM_WEIGHT_WARPS, "enable_fp_fusion": False}
+    nf4 = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    for compiled in (rows, nf4):
+        ptx = compiled.asm["ptx"]
+        print(json.dumps({
+            "shared": compiled.metadata.shared, "casts": ptx.count("cvt.rn.satfinite.e4m3x2.f32"), "fused": ptx.count("fma.rn.f32"),
+            "wide": ptx.count("st.global.v4.b32") + ptx.count("st.global.v2.b32"), "local": "local" in ptx,
+        }))
+"""
+# Capability, dtype of rows, factor, transposed, nested scales: Ada (99 KiB of shared memory), Hopper, Blackwell of data centres and of desks.
+COMPILED = [
+    (89, "bf16", True, True, True),
+    pytest.param((90, "bf16", False, False, True), marks=pytest.mark.fault),
+    pytest.param((90, "fp32", True, True, False), marks=pytest.mark.fault),
+    pytest.param((100, "fp16", True, True, True), marks=pytest.mark.fault),
+]
+SMALLEST_SHARED_BYTES = 99 * 1024
+
+
+def make_rows(num_rows, num_columns, dtype, *, device="cpu", seed=0):
+    """Rows of very different sizes, with outliers, a row of zeros and one of numbers too small to be scaled."""
+    generator = torch.Generator().manual_seed(seed)
+    x_TI = torch.randn(num_rows, num_columns, generator=generator) * torch.exp(2 * torch.randn(num_rows, 1, generator=generator))
+    x_TI[:, num_columns // 2] *= 30
+    if num_rows > 2:
+        x_TI[1], x_TI[2] = 0.0, 1e-38
+    factor_I = torch.exp(torch.randn(num_columns, generator=generator))
+    return poisoned(x_TI.to(dtype)).to(device) if device == "cpu" else poisoned(x_TI.to(dtype).to(device)), factor_I.to(device)
+
+
+def check_rows(run, x_TI, factor_I):
+    """Twice, bit-equal: scales are the largest number over 448, and each number is one of the two neighbours in e4m3 that is nearer."""
+    first, second = run(x_TI, factor_I=factor_I), run(x_TI, factor_I=factor_I)
+    assert all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in zip(first, second))
+    values_TI, scale_T = (each.cpu() for each in first)
+    assert values_TI.dtype is FP8
+    assert values_TI.is_contiguous()
+    true_TI = x_TI.cpu().double() * (1.0 if factor_I is None else factor_I.cpu().double())
+    peak_T = true_TI.abs().amax(1).clamp(min=reference.LEAST_PEAK)
+    assert torch.allclose(scale_T.double(), peak_T / 448, rtol=1e-6, atol=0.0)
+    # The true number on the grid of its row, and half a step there.
+    on_grid = true_TI / scale_T.double()[:, None]
+    half_step = on_grid.abs().clamp(min=1e-30).log2().floor().exp2() * HALF_STEP
+    error = (values_TI.double() - on_grid).abs()
+    assert (error <= half_step.clamp(min=LEAST_STEP) * (1 + 1e-5)).all(), error.max()
+    assert ((values_TI.float().abs().amax(1) == 448) | (peak_T <= reference.LEAST_PEAK)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_factor", [False, True])
+@pytest.mark.parametrize("size", [(0, 16), (1, 1), (3, 7), (5, 64), (17, 129)])
+def test_rows_are_rounded_to_the_nearest_number_of_their_grid(size, has_factor, dtype):
+    x_TI, factor_I = make_rows(*size, dtype)
+    check_rows(quantise_rows, x_TI, factor_I if has_factor else None)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_stays_alone_and_is_seen(bad):
+    x_TI, _ = make_rows(4, 64, torch.bfloat16)
+    weight = quantise_rows(torch.randn(32, 64))
+    expected = multiply(quantise_rows(x_TI), weight.values_TI, weight.scale_T, dtype=torch.bfloat16)
+    x_TI[3, 5] = bad
+    found = multiply(quantise_rows(x_TI), weight.values_TI, weight.scale_T, dtype=torch.bfloat16)
+    assert torch.equal(found[:3], expected[:3])
+    assert found[3].isnan().all()
+
+
+def test_gradients_in_e4m3_are_nearer_than_in_e5m2():
+    """What the choice of the format of gradients rests on; the figures of op.py."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(512, 256, generator=generator) * torch.exp(0.5 * torch.randn(512, 1, generator=generator))
+    d_TO = torch.randn(300, 512, generator=generator)
+    weight = quantise_rows(weight_OI)
+    turned_IO = weight.values_TI.T.contiguous()
+    truth = d_TO.double() @ weight_OI.double()
+    scaled_TO = d_TO * weight.scale_T
+    peak_T1 = scaled_TO.abs().amax(1, keepdim=True)
+    wide = (scaled_TO / peak_T1 * 57344).to(torch.float8_e5m2).double() * peak_T1 / 57344 @ turned_IO.double().T
+    found = multiply(quantise_rows(d_TO, factor_I=weight.scale_T), turned_IO, None, dtype=torch.float32)
+    unrounded = scaled_TO.double() @ turned_IO.double().T
+    errors = [((each.double() - truth).norm() / truth.norm()).item() for each in (found, wide, unrounded)]
+    assert errors == pytest.approx([0.037, 0.057, 0.026], abs=0.001)
+
+
+def test_a_product_is_that_of_the_numbers_that_operands_stand_for():
+    x_TI, _ = make_rows(9, 64, torch.float32)
+    weight = quantise_rows(torch.randn(32, 64))
+    rows = quantise_rows(x_TI)
+    truth = (rows.values_TI.double() * rows.scale_T.double()[:, None]) @ (weight.values_TI.double() * weight.scale_T.double()[:, None]).T
+    found = multiply(rows, weight.values_TI, weight.scale_T, dtype=torch.float32)
+    assert torch.allclose(found.double(), truth, rtol=1e-5, atol=1e-6 * truth.abs().max().item())
+    assert multiply(rows, weight.values_TI, None, dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
+# NF4.
+
+# One row and block; a tile and one row over; rows that are no whole group of scales; more blocks than a chunk.
+SIZES = ((1, 64), (65, 128), (13, 3 * 64), (7, 33 * 64))
+
+
+def make_cases(sizes, *, is_nested, device="cpu"):
+    """NF4 weights inside larger buffers, with their dense numbers."""
+    cases = []
+    for seed, size in enumerate(sizes):
+        weight, _ = make_truth(size, torch.float32, is_nested=is_nested, device=device, seed=seed)
+        read = read_params4bit(weight)
+        cases.append((NF4Weight(*(None if part is None else guarded(part) for part in read)), dequantise(read, shape=size, dtype=torch.float32)))
+    return cases
+
+
+def check_nf4(run, cases, *, is_transposed, num_extra=16, margin=256):
+    """Bit-equal to the formula, twice, as pieces of one buffer of NaN; nothing is written beside them."""
+    weights, truths = zip(*cases)
+    device = truths[0].device
+    seen = []
+    for _ in range(2):
+        sizes = [truth.shape[0] for truth in truths]
+        num_inputs = truths[0].shape[1]
+        shape = (num_inputs + num_extra, sum(sizes) + num_extra) if is_transposed else (sum(sizes) + num_extra, num_inputs + num_extra)
+        # 127 is NaN.
+        memory = torch.full((shape[0] * shape[1] + 2 * margin,), 127, dtype=torch.uint8, device=device)
+        buffer = memory[margin : len(memory) - margin].view(FP8).view(shape)
+        inner = buffer[:num_inputs] if is_transposed else buffer[:, :num_inputs]
+        *values, _ = inner.split([*sizes, num_extra], dim=1 if is_transposed else 0)
+        # Behind the scales of a weight there are some that must stay.
+        scales = [torch.full((size + 64,), float("nan"), device=device) for size in sizes]
+        run(weights, values=values, scales=[scale[:-64] for scale in scales], is_transposed=is_transposed)
+        assert all(scale[-64:].isnan().all() for scale in scales)
+        scales = [scale[:-64] for scale in scales]
+        found = [value.float().cpu() for value in values]
+        for value in values:
+            value.view(torch.uint8).fill_(127)
+        assert (memory == 127).all()
+        seen.append([*found, *(scale.cpu() for scale in scales)])
+    for first, second in zip(*seen):
+        assert torch.equal(first, second)
+    for value, scale_O, weight, truth_OI in zip(seen[0][: len(truths)], seen[0][len(truths) :], weights, truths):
+        # The largest number that a row could hold: every place of the NF4 table is its last one, which is 1.
+        full = weight._replace(packed_C=torch.full_like(weight.packed_C, 255))
+        peak_O = dequantise(full, shape=tuple(truth_OI.shape), dtype=torch.float32).abs().amax(1).cpu().clamp(min=reference.LEAST_PEAK)
+        assert torch.allclose(scale_O, peak_O / 448, rtol=1e-6, atol=0.0)
+        truth_OI = truth_OI.cpu()
+        on_grid = truth_OI.double() / scale_O.double()[:, None]
+        error = ((value.T if is_transposed else value).double() - on_grid).abs()
+        half_step = on_grid.abs().clamp(min=1e-30).log2().floor().exp2() * HALF_STEP
+        assert (error <= half_step.clamp(min=LEAST_STEP) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_nf4_goes_straight_to_e4m3(size, is_transposed, is_nested):
+    check_nf4(quantise_nf4, make_cases([size], is_nested=is_nested), is_transposed=is_transposed)
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_several_weights_stand_side_by_side(is_transposed):
+    check_nf4(quantise_nf4, make_cases([(70, 192), (3, 192), (1, 192), (5, 192), (66, 192)], is_nested=True), is_transposed=is_transposed)
+
+
+def test_both_layouts_hold_the_same_numbers():
+    ((weight, _),) = make_cases([(48, 128)], is_nested=True)
+    found = []
+    for shape in ((48, 128), (128, 48)):
+        values, scale_O = torch.empty(shape, dtype=FP8), torch.empty(48)
+        quantise_nf4([weight], values=[values], scales=[scale_O], is_transposed=shape[0] == 128)
+        found.append((values.float(), scale_O))
+    assert torch.equal(found[0][0], found[1][0].T)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_nothing_waits_and_nothing_is_needed_for_nothing():
+    x_TI, factor_I = make_rows(4, 32, torch.bfloat16)
+    ((weight, _),) = make_cases([(16, 64)], is_nested=True)
+    values, scale_O = torch.empty(16, 64, dtype=FP8), torch.empty(16)
+    with Watch() as watch:
+        rows = quantise_rows(x_TI, factor_I=factor_I)
+        quantise_nf4([weight], values=[values], scales=[scale_O])
+        multiply(rows, quantise_rows(torch.randn(16, 32)).values_TI, scale_O, dtype=torch.bfloat16)
+    assert watch.waits == []
+    quantise_nf4([], values=[], scales=[])
+    assert multiply(quantise_rows(x_TI[:0]), torch.empty(16, 32, dtype=FP8), scale_O, dtype=torch.float32).shape == (0, 16)
+
+
+REFERENCE_FAULTS = {
+    "peak of the first row for all": ("_scales(wide_TI.abs().amax(1))", "_scales(wide_TI.abs().amax(1)[:1].expand(len(wide_TI)))"),
+    "largest number of e5m2": ("LARGEST = 448.0", "LARGEST = 57344.0"),
+    "factor lost": ("x_TI.float() * factor_I", "x_TI.float()"),
+    "half of the range": ("(wide_TI * inverse_T[:, None])", "(wide_TI * inverse_T[:, None] / 2)"),
+}
+
+
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_rows(faulty.quantise_rows, *make_rows(17, 64, torch.float32))
+
+
+NF4_FAULTS = {
+    "not transposed": ("narrow_OI.T if is_transposed else narrow_OI", "narrow_OI.view(value.shape)"),
+    "first scale for all": ("scale_Q.abs().view(", "scale_Q.abs()[:1].expand(len(scale_Q)).reshape("),
+    "largest scale of all rows": ("BLOCK_WEIGHTS).amax(1))", "BLOCK_WEIGHTS).amax().expand(len(scale_O)))"),
+}
+
+
+@pytest.mark.parametrize("fault", NF4_FAULTS)
+def test_a_fault_in_the_plain_twin_of_nf4_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *NF4_FAULTS[fault], tmp_path)
+
+    def run(weights, *, values, scales, is_transposed):
+        faulty.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
+
+    with pytest.raises(AssertionError):
+        check_nf4(run, make_cases([(70, 192)], is_nested=True), is_transposed=True)
+
+
+# What is refused.
+
+
+def test_devices_without_fp8_are_named(monkeypatch):
+    assert "on cpu" in find_obstacle(CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    for capability, is_able in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert (find_obstacle(torch.device("cuda", 0)) == "") is is_able
+    assert op.LEAST_CAPABILITY == (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("x_TI", "options", "error", "message"),
+    [
+        (torch.zeros(3), {}, ShapeError, "2 axes"),
+        (torch.zeros(3, 4).double(), {}, ShapeError, "dtype"),
+        (torch.zeros(4, 3).T, {}, ShapeError, "contiguous"),
+        (torch.zeros(4, 0), {}, ShapeError, "no columns"),
+        (torch.zeros(4, 3), {"factor_I": torch.zeros(4)}, ShapeError, "asks for 3"),
+        (torch.zeros(4, 3), {"factor_I": torch.zeros(3).double()}, ShapeError, "dtype"),
+        (torch.zeros(4, 3), {"factor_I": torch.zeros(6)[::2]}, ShapeError, "contiguous"),
+        (torch.zeros(4, 3), {"backend": "triton"}, OptionError, "on CUDA"),
+        (torch.zeros(4, 3), {"backend": "cuda"}, OptionError, "backend"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(x_TI, options, error, message):
+    with pytest.raises(error, match=message):
+        quantise_rows(x_TI, **options)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale_O", "error", "message"),
+    [
+        (torch.zeros(3, 128), torch.zeros(3), ShapeError, "dtype"),
+        (torch.zeros(3, 96).to(FP8), torch.zeros(3), OptionError, "multiple of 64"),
+        (torch.zeros(3, 128).to(FP8), torch.zeros(4), ShapeError, "each of 3"),
+        (torch.zeros(3, 128).to(FP8), torch.zeros(6)[::2], ShapeError, "contiguous"),
+        (torch.zeros(128, 3).to(FP8).T, torch.zeros(3), ShapeError, "contiguous"),
+        (torch.zeros(1, 128).to(FP8).expand(3, 128), torch.zeros(3), ShapeError, "overlap"),
+        (torch.zeros(2, 128).to(FP8), torch.zeros(2), ShapeError, "packed_C"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(values, scale_O, error, message):
+    ((weight, _),) = make_cases([(3, 128)], is_nested=True)
+    with pytest.raises(error, match=message):
+        quantise_nf4([weight], values=[values], scales=[scale_O])
+    with pytest.raises(OptionError, match="1 weights, 0 values"):
+        quantise_nf4([weight], values=[], scales=[])
+
+
+def test_products_that_do_not_fit_are_refused():
+    rows, weight = quantise_rows(torch.zeros(3, 32)), torch.zeros(16, 32).to(FP8)
+    for other in (weight[:, :16], torch.zeros(32, 16).to(FP8).T):
+        with pytest.raises(ShapeError, match="as many columns, contiguous"):
+            multiply(rows, other, None, dtype=torch.float32)
+    for scale_O in (torch.zeros(3), torch.zeros(16).double(), torch.zeros(32)[::2]):
+        with pytest.raises(ShapeError, match="scale_O is"):
+            multiply(rows, weight, scale_O, dtype=torch.float32)
+    with pytest.raises(ShapeError, match="dtype"):
+        multiply(rows, weight.float(), None, dtype=torch.float32)
+    with pytest.raises(OptionError, match="dtype"):
+        multiply(rows, weight, None, dtype=torch.float64)
+
+
+# The kernels.
+
+
+@pytest.mark.slow
+@in_both_lanes
+def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_fp8_linear.py", lane=lane)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_the_triton_kernels_compile_with_casts_of_the_hardware_and_fit_consumer_cards(case):
+    lines = [json.loads(line) for line in compile_kernels(COMPILE_SCRIPT, json.dumps([case])).splitlines()]
+    assert len(lines) == 2
+    for found in lines:
+        assert found["shared"] <= SMALLEST_SHARED_BYTES
+        assert found["casts"] > 0
+        assert found["wide"] > 0
+        assert not found["local"], "registers are spilled"
+    # The scales of blocks are a product and a sum, each rounded.
+    assert lines[1]["fused"] == 0

@@ -1,0 +1,164 @@
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+
+``test_fp8_linear.py`` runs them in the interpreter, ``tests/gpu/test_fp8_gpu.py`` on the device.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from lightning_fastft.kernels.fp8_linear import reference, triton
+from lightning_fastft.kernels.fp8_linear.reference import FP8
+from tests.kernels.test_fp8_linear import check_nf4, check_rows, make_cases, make_rows
+from tests.kernels.truth import load_with_fault
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def casts_that_carry(monkeypatch):
+    """The interpreter loses the carry where a number is rounded up to the next power of two, and NaN; GPUs and torch do not."""
+    convert = interpreter._convert_float
+
+    def cast(input, input_dtype, output_dtype, rounding_mode):
+        if output_dtype != tl.float8e4nv:
+            return convert(input, input_dtype, output_dtype, rounding_mode)
+        return torch.from_numpy(np.ascontiguousarray(input)).to(FP8).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", cast)
+
+
+def run_nf4(weights, *, values, scales, is_transposed, module=triton):
+    module.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
+
+
+def assert_twin(x_TI, factor_I):
+    for ours, plain in zip(triton.quantise_rows(x_TI, factor_I=factor_I), reference.quantise_rows(x_TI, factor_I=factor_I)):
+        assert torch.equal(ours.view(torch.uint8), plain.view(torch.uint8))
+
+
+# One column, a prime, around a tile, more than one tile.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_factor", [False, True])
+@pytest.mark.parametrize("num_columns", [1, 7, 128, triton.MAX_BLOCK_COLUMNS, 2 * triton.MAX_BLOCK_COLUMNS + 5])
+def test_rows(num_columns, has_factor, dtype):
+    x_TI, factor_I = make_rows(5, num_columns, dtype, device=DEVICE)
+    check_rows(triton.quantise_rows, x_TI, factor_I if has_factor else None)
+    assert_twin(x_TI, factor_I if has_factor else None)
+
+
+def test_no_rows_and_many_rows():
+    assert triton.quantise_rows(torch.empty(0, 16, device=DEVICE), factor_I=None).values_TI.shape == (0, 16)
+    check_rows(triton.quantise_rows, *make_rows(37, 3, torch.float32, device=DEVICE))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_stays_alone_and_is_seen(bad):
+    x_TI, _ = make_rows(4, 64, torch.float32, device=DEVICE)
+    expected = triton.quantise_rows(x_TI, factor_I=None)
+    x_TI[3, 5] = bad
+    found = triton.quantise_rows(x_TI, factor_I=None)
+    assert torch.equal(found.values_TI[:3].view(torch.uint8), expected.values_TI[:3].view(torch.uint8))
+    assert torch.equal(found.scale_T[:3], expected.scale_T[:3])
+    assert (found.values_TI[3].float() * found.scale_T[3]).isnan().any()
+
+
+# Rows around a tile of rows; one block a row, around a chunk of blocks, and more than one.
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("size", [(1, 1), (63, 2), (64, 1), (65, 3), (2, 33)])
+def test_nf4(size, is_nested, is_transposed):
+    check_nf4(run_nf4, make_cases([(size[0], 64 * size[1])], is_nested=is_nested, device=DEVICE), is_transposed=is_transposed)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("count", [3, triton.MAX_WEIGHTS + 2])
+def test_number_of_weights(count, is_transposed):
+    sizes = [(70, 128), (3, 128), (1, 128), (64, 128), (66, 128)]
+    check_nf4(run_nf4, make_cases([sizes[place % 5] for place in range(count)], is_nested=True, device=DEVICE), is_transposed=is_transposed)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_plain_twin_writes_the_same_bits(is_transposed):
+    ((weight, _),) = make_cases([(70, 35 * 64)], is_nested=True, device=DEVICE)
+    found = []
+    for module in (triton, reference):
+        values = torch.empty((35 * 64, 70) if is_transposed else (70, 35 * 64), dtype=FP8, device=DEVICE)
+        scale_O = torch.empty(70, device=DEVICE)
+        module.quantise_nf4([weight], [values], [scale_O], is_transposed=is_transposed)
+        found.append((values.view(torch.uint8), scale_O))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+ROW_FAULTS = {
+    "peak of the last tile": ("peaks = tl.maximum(peaks, tl.abs(value))", "peaks = tl.abs(value)"),
+    "signed peak": ("peaks = tl.maximum(peaks, tl.abs(value))", "peaks = tl.maximum(peaks, value)"),
+    "wrong stride": ("values_ptr + row * num_columns + cols", "values_ptr + row * (num_columns - 1) + cols"),
+    "scale upside down": ("tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)))\n    inverse", "peak * LARGEST)\n    inverse"),
+    "last column lost": ("element_ty), mask=cols < num_columns)", "element_ty), mask=cols < num_columns - 1)"),
+    "rows next to each other": ("            x_TI.stride(0),\n", "            num_columns,\n"),
+    "no least peak": ("tl.maximum(tl.max(peaks, axis=0), LEAST_PEAK)", "tl.max(peaks, axis=0)"),
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", ROW_FAULTS)
+def test_a_planted_fault_in_rows_is_seen(fault, tmp_path):
+    faulty = load_with_fault(triton, *ROW_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_row(faulty)
+
+
+def check_every_row(module):
+    check_rows(module.quantise_rows, *make_rows(5, triton.MAX_BLOCK_COLUMNS + 5, torch.float32, device=DEVICE))
+
+
+NF4_FAULTS = {
+    "low half first": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
+    "one half twice": ("(pair & 15)", "(pair >> 4)"),
+    "scales not shifted": ("* nested + tl.load(offset_ptr)", "* nested"),
+    "first group for all": ("block // GROUP", "block * 0"),
+    "peak of the last chunk": ("peak = tl.maximum(peak, tl.max(tl.abs(scale), axis=1))", "peak = tl.max(tl.abs(scale), axis=1)"),
+    "scale of another row": ("rows * NUM_BLOCKS + place", "rows * 0 + place"),
+    "last chunk lost": ("tl.program_id(1),\n", "tl.program_id(1) * 0,\n"),
+    "scales of the first chunk lost": ("if chunk == 0:", "if chunk == 2:"),
+    "never transposed": ("values_stride + rows[:, None] if IS_TRANSPOSED", "values_stride + rows[:, None] if not IS_TRANSPOSED"),
+    "lost mask": ("element_ty), mask=inside[:, None]", "element_ty)"),
+    "lost mask of scales": ("LARGEST, tl.float32)), mask=inside)", "LARGEST, tl.float32)))"),
+    "stride of the first weight": ("scales[index], num_rows[index]", "scales[0], num_rows[index]"),
+    "a weight starts one tile late": ("tile -= num_tiles", "tile -= num_tiles + 1"),
+    "last tile of a weight lost": ("(tile < num_tiles)", "(tile < num_tiles - 1)"),
+    "fifth weight lost": ("range(0, len(filled), MAX_WEIGHTS)", "range(0, MAX_WEIGHTS, MAX_WEIGHTS)"),
+    "outside counts": ("scale = tl.where(inside, scale, 0.0)", "scale = tl.where(inside, scale, 100.0)"),
+}  # fmt: skip
+
+
+# What the worst of them writes beside its output.
+MARGIN = 2**24
+
+
+def check_every_weight(module):
+    sizes = [(70, 35 * 64), (5, 35 * 64), (64, 35 * 64), (1, 35 * 64), (2, 35 * 64)]
+    for is_transposed in (False, True):
+        run = lambda *weights, **options: run_nf4(*weights, **options, module=module)  # noqa: E731
+        check_nf4(run, make_cases(sizes, is_nested=True, device=DEVICE), is_transposed=is_transposed, num_extra=64, margin=MARGIN)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
+@pytest.mark.parametrize("fault", NF4_FAULTS)
+def test_a_planted_fault_in_nf4_is_seen(fault, tmp_path):
+    faulty = load_with_fault(triton, *NF4_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_weight(faulty)
+
+
+@pytest.mark.fault
+def test_without_a_fault_the_same_checks_pass():
+    check_every_row(triton)
+    check_every_weight(triton)
