@@ -14,6 +14,7 @@ from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forwar
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
+from tests.models.packs import relative_error
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -241,14 +242,15 @@ def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
         assert torch.equal(result_TC, expected_TC)
         assert inner_TC._base.isnan().sum() == inner_TC._base.numel() - inner_TC.numel()
 
-    expected_out = poisoned(torch.zeros_like(qkv_TC))
+    expected_out, fresh_TC = (poisoned(torch.full_like(qkv_TC, float("nan"))) for _ in range(2))
     dense_out, *dense = run_ours(functions, inputs, form)
     assert functions.qk_rope_forward(strided[1], cos_TW, sin_TW, **weights, out=expected_out) is expected_out
-    torch.testing.assert_close(expected_out, dense_out)
-    fresh_TC = poisoned(torch.zeros_like(qkv_TC))
     _, *expected = run_ours(functions, strided, form, out=fresh_TC)
     assert expected[0] is fresh_TC
-    torch.testing.assert_close(fresh_TC, dense[0])
+    # Another order of a norm's sum turns some roundings over; a value that is not written, or in another place, is far off.
+    for written, elsewhere in ((expected_out, dense_out), (fresh_TC, dense[0])):
+        assert relative_error(written, elsewhere) <= {torch.float32: 1e-6}.get(dtype, 2**-8)
+        assert written._base.isnan().sum() == written._base.numel() - written.numel()
 
     inner_TC = poisoned(d_qkv_TC)
     _, *ours = run_ours(functions, (inner_TC, *strided[1:]), form, out=inner_TC)
