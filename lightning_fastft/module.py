@@ -62,6 +62,8 @@ class FineTuner(LightningModule):
         adapter_dtype: "float32" or "bfloat16".
         master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's averages. "auto": fp32 where the model is sharded (16 bytes per
             weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere. "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes.
+            "float32" on whole bf16 weights: ``FusedAdamW`` holds masters beside them (16 bytes per weight with its gradient), without which changes
+            below the last digit of a weight are lost.
         optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the adapters' compute copies in one pass,
             where every trained parameter is held in fp32, whole on one device, without a loss scaler; else torch.optim.AdamW, fused where it can be.
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
@@ -274,10 +276,10 @@ class FineTuner(LightningModule):
         if not isinstance(strategy, ModelParallelStrategy):
             if self._sharding is not None:
                 raise OptionError("The model is in pieces over the ranks of an earlier Trainer: make a new FineTuner, or use strategy='fastft_fsdp'.")
-            if self.master_dtype_name not in ("auto", self.dtype_name):
+            if self.master_dtype_name not in ("auto", self.dtype_name) and not self._wants_masters():
                 raise OptionError(
-                    f"master_dtype={self.master_dtype_name!r} with dtype={self.dtype_name!r} needs a sharded model: "
-                    "Trainer(strategy='fastft_fsdp'), or leave master_dtype at 'auto'."
+                    f"master_dtype={self.master_dtype_name!r} with dtype={self.dtype_name!r} needs a sharded model, "
+                    "Trainer(strategy='fastft_fsdp'); or leave master_dtype at 'auto'."
                 )
             return None
         mesh = strategy.device_mesh
@@ -287,6 +289,10 @@ class FineTuner(LightningModule):
                 "use Trainer(strategy='fastft_fsdp')."
             )
         return mesh["data_parallel"]
+
+    def _wants_masters(self) -> bool:
+        """Whether the optimizer may hold fp32 masters of whole weights; loss scaling of fp16 cannot be part of its pass."""
+        return self.master_dtype_name == "float32" and self.dtype_name in ("auto", "bfloat16")
 
     def _open_model(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> tuple[PreTrainedModel, Filler | None]:
         """The finished model; or, where it will be in pieces, one that is still to be filled."""
@@ -492,16 +498,26 @@ class FineTuner(LightningModule):
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if not parameters:
             raise OptionError(f"{type(self.model).__name__} has no trainable parameter: give lora, or set requires_grad on what is to be trained.")
+        has_narrow = any(parameter.dtype is torch.bfloat16 for parameter in parameters)
+        wants_masters = has_narrow and self._sharding is None and self.master_dtype_name == "float32"
         if self.optimizer_factory is not None:
+            if wants_masters:
+                raise OptionError(
+                    "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: leave it out, or give "
+                    "FusedAdamW(..., master_weights=True) and leave master_dtype at 'auto'."
+                )
             return self.optimizer_factory(group_parameters(parameters, learning_rate=self.learning_rate, weight_decay=self.weight_decay))
         learning_rate = DEFAULT_LEARNING_RATE if self.learning_rate is None else self.learning_rate
         groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=self.weight_decay or 0.0)
         # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
         is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and self.trainer.scaler is None
         is_whole = isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) and len({p.device for p in parameters}) == 1
-        # Averages of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
-        if is_fused and is_whole and all(is_steppable(parameter) and parameter.dtype is torch.float32 for parameter in parameters):
-            return FusedAdamW(groups)
+        is_served = is_fused and is_whole and all(map(is_steppable, parameters))
+        if wants_masters and not is_served:
+            raise OptionError("master_dtype='float32' needs whole, plain bf16 or fp32 weights on one device: use Trainer(strategy='fastft_fsdp').")
+        # Without masters, averages of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
+        if is_served and (wants_masters or all(parameter.dtype is torch.float32 for parameter in parameters)):
+            return FusedAdamW(groups, master_weights=wants_masters)
         return torch.optim.AdamW(groups, fused=is_fused)
 
     def _make_schedule(self, name: str) -> Callable[[int], float]:

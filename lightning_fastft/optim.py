@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_fastft.checks import check_float
+from lightning_fastft.checks import check_bool, check_float
 from lightning_fastft.errors import OptionError, ResumeError, ShapeError
 from lightning_fastft.kernels.adamw_step.op import SkipFlag, StepOptions, TensorTable, adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import TableRow
@@ -19,6 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 # What the pass can write beside a master; an owner of other copies is not told that they were written.
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
 _AVERAGES = ("exp_avg", "exp_avg_sq")
+_MASTER = "master"
 # Options of torch.optim.AdamW that change its numbers, and those that only choose how it computes them.
 _OTHER_RULES = ("amsgrad", "maximize")
 _OTHER_WAYS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
@@ -59,14 +60,16 @@ class FusedAdamW(torch.optim.Optimizer):
         betas: Shares of the old averages of gradients and of their squares, in [0, 1).
         eps: Added to the denominator, from 0.
         weight_decay: Decoupled decay per unit of learning rate, from 0.
+        master_weights: Hold bf16 parameters in fp32 too: steps add to the master, ``state[...]["master"]``, and write the parameter as its rounded
+            value, so that changes too small for bf16 add up. A parameter that somebody else has written since the last step is taken as it is then.
 
     Raises:
         OptionError: A number is not allowed, or a parameter or gradient is none of the above; torch.optim.AdamW takes those.
 
     Cost:
         Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter, 2 more for a narrow copy; clipping
-        reads gradients once more. No host synchronisation. 8 bytes of averages per parameter, from its first step on. Tables of addresses are kept,
-        and made anew where the parameters that have gradients are others than in the step before.
+        reads gradients once more. No host synchronisation. 8 bytes of averages per parameter, and 4 of a master, from its first step on. Tables of
+        addresses are kept, and made anew where the parameters that have gradients are others than in the step before.
 
     Source:
         AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW.
@@ -95,7 +98,10 @@ class FusedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        master_weights: bool = False,
     ) -> None:
+        self.master_weights = check_bool("master_weights", master_weights)
         self._forget()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -107,10 +113,12 @@ class FusedAdamW(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied, with counts that leave skipped steps out."""
         self._settle()
-        return super().__getstate__()
+        return {**super().__getstate__(), "master_weights": self.master_weights}
 
     def _forget(self) -> None:
         self._tables: dict[int, TensorTable] = {}
+        # Of parameters with a master: the version in which the last step left them.
+        self._versions: dict[torch.Tensor, int] = {}
         self._cohorts: dict[torch.Tensor, _Cohort] = {}
         self._scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
@@ -127,6 +135,29 @@ class FusedAdamW(torch.optim.Optimizer):
         except OptionError:
             self.param_groups.pop()
             raise
+
+    def master_of(self, param: torch.Tensor) -> torch.Tensor:
+        """Return what steps add to: the fp32 master of a bf16 parameter, before its first step a copy of what it will be, else the parameter itself.
+
+        Example:
+            >>> param = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+            >>> optimizer = FusedAdamW([param], lr=1e-3, weight_decay=0.0, master_weights=True)
+            >>> param.grad = torch.ones_like(param)
+            >>> optimizer.step()
+            >>> param.data, optimizer.master_of(param)
+            (tensor([1.], dtype=torch.bfloat16), tensor([0.9990]))
+        """
+        if not self._has_master(param):
+            return param
+        state = self.state.get(param, {})
+        return state[_MASTER] if _MASTER in state else param.detach().float()
+
+    def state_bytes(self, param: torch.Tensor) -> int:
+        """Return the bytes of averages and master of a parameter."""
+        return param.numel() * (8 + 4 * self._has_master(param))
+
+    def _has_master(self, param: torch.Tensor) -> bool:
+        return self.master_weights and param.dtype is torch.bfloat16
 
     def attach_copies(self, pairs: Callable[[], Pairs], on_written: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Have each step write narrow copies of parameters in the same pass.
@@ -258,7 +289,11 @@ class FusedAdamW(torch.optim.Optimizer):
                 self.found_inf = self._judge(self._norm_of(parts) if norm is None else norm)
             for part in parts:
                 self._step_part(part, scale=scale)
-                written += [row.shadow for row in part.table.rows if row.shadow is not None]
+                for row in part.table.rows:
+                    if row.shadow is row.owner:
+                        self._versions[row.owner] = row.owner._version
+                    elif row.shadow is not None:
+                        written.append(row.shadow)
         # A skipped step leaves masters and copies as they were: still each the other's rounded value.
         if self._on_written is not None:
             self._on_written(written)
@@ -313,7 +348,7 @@ class FusedAdamW(torch.optim.Optimizer):
         given: list[dict[str, Any]] = []
 
         def take(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            _check_state(state_dict)
+            _check_state(state_dict, has_masters=self.master_weights)
             given.append(state_dict)
 
         # Behind hooks of others, which may give another state.
@@ -331,6 +366,8 @@ class FusedAdamW(torch.optim.Optimizer):
             # PyTorch has cast averages to the dtype of the parameter, and shares them with the state given where it had nothing to cast.
             if given[0]["state"].get(number):
                 self.state[param] = _copy_state(given[0]["state"][number], param.device)
+                if _MASTER in self.state[param]:
+                    self._versions[param] = param._version
 
     def _find_parts(self) -> list[_Part]:
         """Group the parameters that have a gradient by group and steps made, each part with its table."""
@@ -350,7 +387,7 @@ class FusedAdamW(torch.optim.Optimizer):
             keys = [(count, self._cohorts.get(param)) for count, param in zip(counts, held)]
             for key in dict.fromkeys(keys):
                 chosen = [index for index, other in enumerate(keys) if other == key]
-                rows = [TableRow(held[i], states[i]["exp_avg"], states[i]["exp_avg_sq"], copies.get(id(held[i])), held[i]) for i in chosen]
+                rows = [_make_row(held[i], states[i], copies.get(id(held[i]))) for i in chosen]
                 table = _find_table(tables, rows)
                 self._tables[id(held[chosen[0]])] = table
                 cohort = self._find_cohort([held[i] for i in chosen]) if is_guarded else None
@@ -367,6 +404,11 @@ class FusedAdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for name in _AVERAGES:
                 state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format, requires_grad=False)
+        if self._has_master(param):
+            if _MASTER not in state:
+                state[_MASTER] = param.detach().float()
+            elif self._versions.get(param, param._version) != param._version:
+                state[_MASTER].copy_(param)
         return state
 
 
@@ -379,6 +421,12 @@ def is_steppable(param: torch.Tensor) -> bool:
     """
     is_plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
     return is_plain and param.dtype in _DTYPES and param.is_contiguous()
+
+
+def _make_row(param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | None) -> TableRow:
+    """Return what a step writes for a parameter: with a master, the parameter is the narrow copy."""
+    averages = (state["exp_avg"], state["exp_avg_sq"])
+    return TableRow(state[_MASTER], *averages, param, param) if _MASTER in state else TableRow(param, *averages, copy, param)
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -413,12 +461,12 @@ def _read_options(part: _Part) -> StepOptions:
 
 def _find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTable:
     """Return the table of the step before where it holds these very tensors, else a new one."""
-    table = tables.get(id(rows[0].param))
+    table = tables.get(id(rows[0].owner))
     kept = () if table is None else table.rows
     if table is not None and len(kept) == len(rows) and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair)):
         return table
-    params, exp_avgs, exp_avg_sqs, shadows, _ = zip(*rows)
-    return TensorTable(params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, shadows=shadows)
+    params, exp_avgs, exp_avg_sqs, shadows, owners = zip(*rows)
+    return TensorTable(params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, shadows=shadows, owners=owners)
 
 
 @contextlib.contextmanager
@@ -430,14 +478,17 @@ def _naming_the_alternative() -> Iterator[None]:
         raise OptionError(f"FusedAdamW cannot step these tensors. {error} Or use torch.optim.AdamW.") from error
 
 
-def _check_state(state_dict: dict[str, Any]) -> None:
+def _check_state(state_dict: dict[str, Any], *, has_masters: bool) -> None:
     """Refuse a state whose numbers would be lost or read as others."""
     for group in state_dict["param_groups"]:
         wanted = [name for name in _OTHER_RULES if group.get(name)]
         if wanted:
             raise ResumeError(f"The state is of AdamW with {', '.join(wanted)}, which FusedAdamW has not: resume with torch.optim.AdamW.")
     for number, state in state_dict["state"].items():
-        if state and set(state) != {"step", *_AVERAGES}:
+        if _MASTER in state and not has_masters:
+            raise ResumeError(f"The state of parameter {number} has an fp32 master: resume with FusedAdamW(master_weights=True), in a FineTuner "
+                              "master_dtype='float32'.")  # fmt: skip
+        if state and set(state) - {_MASTER} != {"step", *_AVERAGES}:
             raise ResumeError(f"The state of parameter {number} holds {sorted(state)}, AdamW's holds {sorted(('step', *_AVERAGES))}: resume with the "
                               "optimizer that wrote it.")  # fmt: skip
 
@@ -445,6 +496,6 @@ def _check_state(state_dict: dict[str, Any]) -> None:
 def _copy_state(state: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
     """Return a state of one's own: the count on the host, averages in fp32 on the device of their parameter."""
     copied = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
-    for name in _AVERAGES:
+    for name in (*_AVERAGES, *([_MASTER] if _MASTER in state else [])):
         copied[name] = state[name].detach().to(device=device, dtype=torch.float32, memory_format=torch.contiguous_format, copy=True)
     return copied

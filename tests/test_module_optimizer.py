@@ -10,9 +10,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_fastft.callbacks.gradient_health import GradientHealth
-from lightning_fastft.errors import NotTrainingError
+from lightning_fastft.errors import NotTrainingError, OptionError
 from lightning_fastft.models.adapters import _Shadow
 from lightning_fastft.optim import FusedAdamW
+from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
 from tests.test_module import trainable, tuner
 from tests.training_parts import packed_batches, quiet_trainer
 
@@ -43,12 +44,12 @@ class ClipsInPlace:
             grad.mul_(torch.clamp(gradient_clip_val / (norm + 1e-6), max=1.0))
 
 
-def fit_tuner(tmp_path, *, mode="lora", module=None, num_steps=5, callbacks=(), ckpt_path=None, optimizer=None, **options):
+def fit_tuner(tmp_path, *, mode="lora", module=None, num_steps=5, callbacks=(), ckpt_path=None, optimizer=None, batches=None, **options):
     seed_everything(7, verbose=False)
     module = tuner(mode, optimizer=optimizer, weight_decay=0.1) if module is None else module
     options = {"strategy": "fastft", "max_steps": num_steps, "callbacks": list(callbacks), "gradient_clip_val": 0.01, **options}
     trainer = quiet_trainer(tmp_path, **options)
-    trainer.fit(module, DataLoader(packed_batches(2) * 3, batch_size=None), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(packed_batches(2) * 3 if batches is None else batches, batch_size=None), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -186,3 +187,69 @@ def test_gradient_health_judges_the_step_in_one_pass(tmp_path, is_spoilt):
     else:
         fit_tuner(tmp_path, mode="lora_bf16", callbacks=[Spoiling(), health])
         assert "28 tensors moved" in health.status().reason
+
+
+# Masters of whole bf16 weights.
+
+
+def narrow_tuner(**options):
+    """Every weight trained in bf16, at a rate at which norms of magnitude 1 stay where they are without masters."""
+    return tuner("full", **{"dtype": "bfloat16", "learning_rate": 1e-4, "scheduler": "constant", "warmup_share": 0.0, **options})
+
+
+def test_masters_move_where_their_rounded_values_stand_still(tmp_path):
+    health = GradientHealth(num_steps=4)
+    with pytest.raises(NotTrainingError, match="norm"):
+        fit_tuner(tmp_path, module=narrow_tuner(), callbacks=[GradientHealth(num_steps=4)])
+    module, trainer = fit_tuner(tmp_path, module=narrow_tuner(master_dtype="float32"), callbacks=[health])
+    assert "moved" in health.status().reason
+    (optimizer,) = trainer.optimizers
+    assert isinstance(optimizer, FusedAdamW)
+    for name, parameter in trainable(module).items():
+        master = optimizer.state[parameter]["master"]
+        assert parameter.dtype is torch.bfloat16
+        assert torch.equal(master.to(torch.bfloat16), parameter), name
+    norm = module.model.model.norm.weight
+    assert torch.equal(norm, torch.ones_like(norm))
+    assert not torch.equal(optimizer.state[norm]["master"], torch.ones_like(norm, dtype=torch.float32))
+
+
+def test_a_run_with_masters_is_resumed_to_the_bit(tmp_path):
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1)
+    # One batch again and again: which comes next is the data module's.
+    options = {"batches": packed_batches(1) * 6, "enable_checkpointing": True}
+    whole, trainer = fit_tuner(tmp_path, module=narrow_tuner(master_dtype="float32"), callbacks=[keep], **options)
+    resumed, other = fit_tuner(tmp_path, module=narrow_tuner(master_dtype="float32"), ckpt_path=tmp_path / "step=3.ckpt", **options)
+    assert_same_weights(resumed, whole)
+    for parameter, twin in zip(trainable(resumed).values(), trainable(whole).values()):
+        master = trainer.optimizers[0].state[twin]["master"]
+        assert torch.equal(other.optimizers[0].state[parameter]["master"], master)
+        assert not torch.equal(master, twin.float())
+
+
+def test_memory_for_masters_is_planned(tmp_path):
+    module = narrow_tuner(master_dtype="float32")
+    fit_tuner(tmp_path, module=module, num_steps=1)
+    num_weights = sum(parameter.numel() for parameter in trainable(module).values())
+    fresh = FusedAdamW(trainable(module).values(), master_weights=True)
+    assert missing_optimizer_bytes([fresh]) == 12 * num_weights
+    assert missing_optimizer_bytes([FusedAdamW(trainable(module).values())]) == 8 * num_weights
+    assert missing_optimizer_bytes([torch.optim.AdamW(trainable(module).values())]) == 4 * num_weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, "another one was given"),
+        ({"dtype": "float16"}, "fastft_fsdp"),
+        ({"dtype": "float32", "master_dtype": "bfloat16"}, "fastft_fsdp"),
+    ],
+)
+def test_masters_that_cannot_be_held_are_refused(tmp_path, options, message):
+    with pytest.raises(OptionError, match=message):
+        fit_tuner(tmp_path, module=narrow_tuner(**{"master_dtype": "float32", **options}))
+
+
+def test_weights_that_are_held_in_fp32_need_no_master(tmp_path):
+    _, trainer = fit_tuner(tmp_path, module=narrow_tuner(dtype="float32", master_dtype="float32"), num_steps=1)
+    assert not trainer.optimizers[0].master_weights

@@ -259,6 +259,115 @@ def test_averages_of_bf16_weights_come_back_with_all_their_bits():
     assert_same_params(resumed, params)
 
 
+# Masters.
+
+
+def test_masters_take_the_steps_of_fp32_weights_and_parameters_are_their_rounded_values():
+    """Other dtypes go on as they are; copies of the same parameters are nobody's."""
+    params = make_params(torch.bfloat16)
+    params[1] = nn.Parameter(params[1].detach().float())
+    wide = [nn.Parameter(param.detach().float()) for param in params]
+    optimizer, plain = fused_adamw(make_groups(params), master_weights=True), fused_adamw(make_groups(wide))
+    told = []
+    optimizer.attach_copies(lambda: [(params[0], torch.zeros(SHAPES[0], dtype=torch.float16))], on_written=told.append)
+    for step in range(8):
+        give_gradients(step, params, missing=(2,) if step < 3 else ())
+        for param, twin in zip(params, wide):
+            twin.grad = None if param.grad is None else param.grad.float()
+        assert torch.equal(optimizer.clip_next(5.0), plain.clip_next(5.0))
+        optimizer.step()
+        plain.step()
+        masters = [optimizer.master_of(param) for param in params]
+        assert masters[1] is params[1]
+        assert_same_params(masters, wide)
+        assert_same_params(params, [twin.to(param.dtype) for param, twin in zip(params, wide)])
+    assert told == [[]] * 8
+    assert all(state["master"].dtype is torch.float32 for param, state in optimizer.state.items() if param is not params[1])
+    assert [optimizer.state_bytes(param) for param in params[:2]] == [12 * 35, 8 * 5]
+
+
+def test_changes_below_the_last_digit_add_up_with_masters_and_are_lost_without():
+    found = {}
+    for has_masters in (False, True):
+        param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = FusedAdamW([param], lr=1e-4, weight_decay=0.0, master_weights=has_masters)
+        for _ in range(100):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        found[has_masters] = param.detach().float()
+    assert torch.equal(found[False], torch.ones(3))
+    assert (found[True] - 0.99).abs().max() < 0.003
+
+
+def test_a_run_with_masters_goes_on_from_a_file_as_if_never_stopped():
+    params = make_params(torch.bfloat16)
+    optimizer = fused_adamw(params, master_weights=True)
+    run_steps(optimizer, params, range(3))
+    resumed = copy.deepcopy(params)
+    other = fused_adamw(resumed, master_weights=True)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    copied = copy.deepcopy(optimizer)
+    assert copied.master_weights
+    assert not any(torch.equal(optimizer.master_of(param), param.float()) for param in params if param.numel() > 1)
+    assert_same_params(list(map(other.master_of, resumed)), list(map(optimizer.master_of, params)))
+    run_steps(other, resumed, range(3, 6))
+    run_steps(optimizer, params, range(3, 6))
+    assert_same_params(resumed, params)
+    assert_same_params(list(map(other.master_of, resumed)), list(map(optimizer.master_of, params)))
+
+
+def test_states_with_and_without_masters_are_told_apart():
+    params = make_params(torch.bfloat16)
+    with_masters, without = fused_adamw(params, master_weights=True), fused_adamw(params)
+    run_steps(without, params, range(2))
+    # A state without masters is one from which they are made.
+    with_masters.load_state_dict(without.state_dict())
+    assert_same_params([with_masters.master_of(param) for param in params], [param.float() for param in params])
+    run_steps(with_masters, params, range(2, 4))
+    with pytest.raises(ResumeError, match="master_weights=True"):
+        without.load_state_dict(with_masters.state_dict())
+
+
+def test_a_parameter_that_somebody_else_has_written_is_taken_as_it_is():
+    params = make_params(torch.bfloat16)
+    optimizer = fused_adamw(params, master_weights=True)
+    run_steps(optimizer, params, range(3))
+    untouched = optimizer.master_of(params[0]).clone()
+    with torch.no_grad():
+        params[5].fill_(3.0)
+    for param in params:
+        param.grad = None
+    params[5].grad = torch.zeros_like(params[5])
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(optimizer.master_of(params[5]), torch.full((4099,), 3.0))
+    assert torch.equal(optimizer.master_of(params[0]), untouched)
+
+
+def test_a_step_that_is_skipped_leaves_masters_as_they_are():
+    params = make_params(torch.bfloat16)
+    optimizer = fused_adamw(params, master_weights=True)
+    run_steps(optimizer, params, range(2))
+    before = [(param.clone(), optimizer.master_of(param).clone()) for param in params]
+    optimizer.attach_guard(lambda norm: torch.ones(()))
+    run_steps(optimizer, params, range(2, 3))
+    for param, (old, master) in zip(params, before):
+        assert torch.equal(param, old)
+        assert torch.equal(optimizer.master_of(param), master)
+
+
+def test_tables_are_kept_with_masters_too(monkeypatch):
+    made = []
+    real = optim.TensorTable
+    monkeypatch.setattr(optim, "TensorTable", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
+    params = make_params(torch.bfloat16)
+    optimizer = fused_adamw(params, master_weights=True)
+    for step in range(4):
+        give_gradients(step, params)
+        optimizer.step()
+    assert len(made) == 1
+
+
 def test_a_state_that_a_hook_gives_is_the_one_that_is_used():
     params = make_params()
     optimizer = fused_adamw(params)

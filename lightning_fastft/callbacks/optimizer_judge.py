@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_fastft.callbacks.late_copy import LateCopies
 from lightning_fastft.errors import NotTrainingError
+from lightning_fastft.optim import FusedAdamW
 
 # A run that ends early is judged from here on: LoRA's A gets its first gradient in the second step, because B starts at zero.
 FEWEST_STEPS_TO_JUDGE = 3
@@ -52,6 +53,7 @@ class OptimizerJudge:
         self.names = [name for name, _, _ in watched]
         self._parameters = [parameter for _, parameter, _ in watched]
         self._groups = [number for _, _, number in watched]
+        self._optimizer = optimizer
         self._num_steps_to_judge = num_steps
         self._is_allowed = is_allowed
         self._is_automatic = is_automatic
@@ -66,7 +68,7 @@ class OptimizerJudge:
         self._last = torch.zeros(3, len(watched), dtype=torch.bool)
         if watched:
             self._device = self._parameters[0].device
-            self._checksum_P = _checksums(self._parameters, self._device)
+            self._checksum_P = _checksums(self._written(), self._device)
             self._seen_3P = torch.zeros(3, len(watched), dtype=torch.bool, device=self._device)
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
@@ -119,6 +121,11 @@ class OptimizerJudge:
             # A fused optimizer under a gradient scaler decides on the device whether it skips.
             self._gather(has_rate, found_inf=getattr(optimizer, "found_inf", None))
 
+    def _written(self) -> Iterator[torch.Tensor]:
+        """What steps add to: fp32 masters where the optimizer holds them, which move where their rounded values stand still."""
+        optimizer = self._optimizer
+        return (optimizer.master_of(each) if isinstance(optimizer, FusedAdamW) else each for each in self._parameters)
+
     def _gather(self, has_rate: Sequence[bool], *, found_inf: torch.Tensor | None) -> None:
         gradients = [parameter.grad for parameter in self._parameters]
         for index, gradient in enumerate(gradients):
@@ -126,7 +133,7 @@ class OptimizerJudge:
             self._has_rate[index] |= has_rate[self._groups[index]]
         largest_P = _largest_values(gradients, self._device)
         is_finite_P = torch.isfinite(largest_P)
-        has_moved_P = _checksums(self._parameters, self._device) != self._checksum_P
+        has_moved_P = _checksums(self._written(), self._device) != self._checksum_P
         seen_3P = torch.stack([is_finite_P & (largest_P > 0), ~is_finite_P, has_moved_P])
         if found_inf is not None:
             seen_3P = seen_3P & (found_inf.reshape(()) == 0)
@@ -194,7 +201,7 @@ def list_names(names: Sequence[str]) -> str:
     return shown if len(names) <= NUM_NAMES_SHOWN else f"{shown}, and {len(names) - NUM_NAMES_SHOWN} more"
 
 
-def _checksums(parameters: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _checksums(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return one integer per tensor that changes when its bits change; a change that cancels out once does not do so again and again."""
     sums = [_bits(parameter.detach()).to(device, non_blocking=True) for parameter in parameters]
     return torch.stack(sums)

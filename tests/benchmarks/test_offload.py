@@ -124,12 +124,15 @@ def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
         ("recompute:8+stream+tiles4", "recompute", None, 8.0, 2, False, False),
         ("keep+fused", "keep", None, None, 2, False, True),
         ("recompute+graphs", "recompute", None, None, 2, False, True),
+        ("keep+fused+fp8", "keep", None, None, 2, False, True),
     ],
 )
 def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffers, wants_liger, wants_fused):
-    checkpointing, liger, fused, graphs = plans.parse_mode(mode)
+    checkpointing, liger, fused, graphs, fp8 = plans.parse_mode(mode)
     assert graphs == mode.endswith("+graphs")
-    assert [callback.cuda_graphs for callback in plans.parse_mode(mode).callbacks()] == ([graphs] if fused else [])
+    assert fp8 == mode.endswith("+fp8")
+    asked = [(callback.cuda_graphs, callback.base_compute) for callback in plans.parse_mode(mode).callbacks()]
+    assert asked == ([(graphs, "fp8" if fp8 else "model_dtype")] if fused else [])
     options = checkpointing.options
     assert (checkpointing.policy, options.buffers, liger, fused) == (policy, buffers, wants_liger, wants_fused)
     assert options.vram_budget_bytes == (None if vram_gib is None else int(vram_gib * 2**30))

@@ -212,7 +212,7 @@ def test_masters_are_refused_where_they_cannot_be():
     with pytest.raises(OptionError, match="adapter_dtype"):
         make_tuner("lora", master_dtype="float32")
     with pytest.raises(OptionError, match="fastft_fsdp"):
-        fit(make_tuner("full", dtype="bfloat16", master_dtype="float32"), strategy=FastFTStrategy())
+        fit(make_tuner("full", dtype="float16", master_dtype="float32"), strategy=FastFTStrategy())
 
 
 def test_model_in_pieces_is_refused_by_another_strategy():
