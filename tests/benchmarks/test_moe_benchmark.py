@@ -569,6 +569,8 @@ def run_script(call, **environment):
     return done.stdout
 
 
+# Over half a minute: with the long half of the other tests.
+@pytest.mark.fault
 @pytest.mark.slow
 def test_the_session_script_runs_on_a_cpu(root, tmp_path):
     shared = {"ROOT": str(root), "STEPS": "2", "WARMUP": "2", "GROW_GIB": "0"}

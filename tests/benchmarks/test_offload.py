@@ -522,6 +522,8 @@ def test_every_rank_gets_its_own_packs_and_the_window_divides_the_loss():
     assert shares[0].batch(0)["num_items_in_batch"] == pytest.approx(num_labelled / 4)
 
 
+# Over half a minute: with the long half of the other tests.
+@pytest.mark.fault
 @pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one_with_accumulation(tmp_path, capsys):
     arguments = ["--out", str(tmp_path), "--device", "cpu", "--workload", "tiny", "--tokens", "256", "--steps", "2"]
