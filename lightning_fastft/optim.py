@@ -289,11 +289,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 self.found_inf = self._judge(self._norm_of(parts) if norm is None else norm)
             for part in parts:
                 self._step_part(part, scale=scale)
-                for row in part.table.rows:
-                    if row.shadow is row.owner:
-                        self._versions[row.owner] = row.owner._version
-                    elif row.shadow is not None:
-                        written.append(row.shadow)
+                # Of a row with a master, the copy is the parameter itself.
+                written += [row.shadow for row in part.table.rows if row.shadow is not None and row.shadow is not row.owner]
+                if self.master_weights:
+                    self._versions.update((row.owner, row.owner._version) for row in part.table.rows)
         # A skipped step leaves masters and copies as they were: still each the other's rounded value.
         if self._on_written is not None:
             self._on_written(written)

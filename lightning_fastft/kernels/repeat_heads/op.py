@@ -33,8 +33,7 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
         OptionError: num_heads is no positive integer, or the backend is unknown or cannot serve this tensor.
 
     Cost:
-        Reads T G W values and writes T H W in one launch, at the speed of the memory, where ``repeat_interleave`` copies element by element; no host
-        synchronisation.
+        Reads T G W values and writes T H W in one launch; no host synchronisation.
 
     Source:
         own
