@@ -108,8 +108,8 @@ def run_plain(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: 
 
         def body(recorder: CaseRecorder, *, is_kept: bool = is_kept) -> None:
             load_adapter(model, adapter)
-            plain._set_checkpointing(model, enabled=not is_kept)
-            plain._train(model, recorder, device=device)
+            plain.set_checkpointing(model, enabled=not is_kept)
+            plain.train(model, recorder, device=device)
 
         run_case(recorder, body, log=log)
         model.zero_grad(set_to_none=True)

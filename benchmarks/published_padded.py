@@ -17,7 +17,7 @@ import torch
 from benchmarks.published_arms import BriefRecorder, PublishedFiles, fit
 from benchmarks.ruler import judge as judging
 from benchmarks.ruler.arms import ours, plain
-from benchmarks.ruler.cases import MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, base_dtype, make_optimizer, run_case
+from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, run_case
 from benchmarks.ruler.plans import least_warmup, parse_mode
 from benchmarks.ruler.workloads import FIRST_WORD, TOKENIZER_WORDS, WORKLOADS, Pack, Workload, lora_config, read_lengths
 from lightning_fastft.module import FineTuner
@@ -109,7 +109,7 @@ def run_padded(cases: Sequence[Case], *, files: PublishedFiles, log: CaseLog, de
 
         def body(recorder: CaseRecorder, *, is_recomputed: bool = name == "recompute") -> None:
             judging.load_adapter(model, adapter)
-            plain._set_checkpointing(model, enabled=is_recomputed)
+            plain.set_checkpointing(model, enabled=is_recomputed)
             _train_padded(model, recorder, make_batch=functools.partial(pad_documents, tokenizer=tokenizer), device=device)
 
         run_case(recorder, body, log=log)
@@ -117,23 +117,11 @@ def run_padded(cases: Sequence[Case], *, files: PublishedFiles, log: CaseLog, de
 
 
 def _train_padded(model: Any, recorder: CaseRecorder, *, make_batch: Callable[[Pack], dict[str, torch.Tensor]], device: str) -> None:
-    is_cuda = device == "cuda"
     # Collated before the loop, as workers of a data loader would.
     rows = [make_batch(recorder.pack_at(step)) for step in range(recorder.num_total)]
     real = sum(int(row["attention_mask"].sum()) for row in rows)
     recorder.record["real_share"] = real / sum(row["input_ids"].numel() for row in rows)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda)
-    for batch in torch.utils.data.DataLoader(rows, batch_size=None, pin_memory=is_cuda):  # type: ignore[arg-type]
-        recorder.batch_arrived(batch)
-        loss = model(**{key: value.to(device, non_blocking=True) for key, value in batch.items()}).loss
-        loss.backward()
-        recorder.backward_done(model, loss=loss.detach())
-        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if recorder.step_done():
-            break
+    plain.train_rows(model, rows, recorder, device=device)
 
 
 def run_packed(cases: Sequence[Case], *, files: PublishedFiles, log: CaseLog, device: str) -> None:

@@ -43,8 +43,8 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
             if apply:
                 _apply_liger(model)
             load_adapter(model, adapter)
-            _set_checkpointing(model, enabled=recorder.case.mode.startswith("recompute"))
-            _train(model, recorder, device=device)
+            set_checkpointing(model, enabled=recorder.case.mode.startswith("recompute"))
+            train(model, recorder, device=device)
 
         run_case(recorder, body, log=log)
         model.zero_grad(set_to_none=True)
@@ -68,7 +68,8 @@ def load_model(files: WorkloadFiles, *, device: str) -> Any:
     return get_peft_model(model, lora_config(files.workload)).train()
 
 
-def _set_checkpointing(model: Any, *, enabled: bool) -> None:
+def set_checkpointing(model: Any, *, enabled: bool) -> None:
+    """Switch transformers' own activation checkpointing on or off."""
     base = model.get_base_model()
     if enabled:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -85,10 +86,10 @@ def _apply_liger(model: Any) -> None:
     MODEL_TYPE_TO_APPLY_LIGER_FN[base.config.model_type](model=base)
 
 
-def _train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
+def train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
+    """Train on the recorder's packs, collated as transformers documents it for flash attention."""
     from transformers import DataCollatorWithFlattening
 
-    is_cuda = device == "cuda"
     collator = DataCollatorWithFlattening()
     share = recorder.case.label_share
     # Collated before the loop, as workers of a data loader would: the collator builds Python lists, which must not count as training time.
@@ -96,10 +97,15 @@ def _train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
         collator([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in recorder.pack_at(step).documents(share)])
         for step in range(recorder.num_total)
     ]
-    loader = torch.utils.data.DataLoader(rows, batch_size=None, pin_memory=is_cuda)
+    train_rows(model, rows, recorder, device=device)
+
+
+def train_rows(model: Any, rows: list[Any], recorder: CaseRecorder, *, device: str) -> None:
+    """Train on collated batches in the loop that transformers documents: loss of the model, clipping, step."""
+    is_cuda = device == "cuda"
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda)
-    for batch in loader:
+    for batch in torch.utils.data.DataLoader(rows, batch_size=None, pin_memory=is_cuda):  # type: ignore[arg-type]
         recorder.batch_arrived(batch)
         batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         loss = model(**batch).loss
