@@ -5,11 +5,11 @@
     python -m benchmarks.row_kernels --only rms_norm expert_gate --tiles
     python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
 
-RMSNorm, expert gate, losses of rows of logits, norm and rotation of heads, block-diagonal matrix, NF4 made dense and the AdamW step, in bf16 at the
-sizes of Qwen3-14B (8,192 tokens; 5,120 and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss). Before a kernel is
-timed its results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and behind a write of 256
-MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The table has the median, the bytes that inputs and outputs
-hold, each counted once, and what part of 4.2 TB/s they would be moved at; rows.csv has p10 and p90 too.
+RMSNorm, expert gate, losses of rows of logits, norm and rotation of heads, block-diagonal matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW
+step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120 and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss).
+Before a kernel is timed its results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and
+behind a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The table has the median, the bytes
+that inputs and outputs hold, each counted once, and what part of 4.2 TB/s they would be moved at; rows.csv has p10 and p90 too.
 
 With --tiles the candidates for the constants of each kernel are timed beside those in use, or those given as KERNEL=V,V (order in CONSTANTS). With
 --forms earlier forms of a kernel, made by a change of its text, are timed beside it: of cross_entropy "two reductions a tile", in which all threads
@@ -53,6 +53,7 @@ CONSTANTS = {
     "qk_rope": ("MAX_TILE", "NUM_WARPS"),
     "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
     "nf4_linear": ("TILE_WORDS", "NUM_WARPS"),
+    "fp8_linear": ("TILE_COLUMNS", "NUM_WARPS", "BLOCK_ROWS", "CHUNK_BLOCKS", "NUM_WEIGHT_WARPS"),
     "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS"),
 }
 CANDIDATES = {
@@ -62,6 +63,20 @@ CANDIDATES = {
     "qk_rope": ("1024,4", "4096,4", "2048,8"),
     "block_diagonal": ("512,4", "1024,4", "4096,4", "8192,4", "8192,8"),
     "nf4_linear": ("256,4", "1024,4", "512,8", "1024,8"),
+    "fp8_linear": (
+        "1024,4,64,8,4",
+        "2048,4,64,4,4",
+        "4096,4,64,2,4",
+        "4096,8,64,1,4",
+        "4096,16,128,8,8",
+        "8192,8,128,4,8",
+        "8192,16,128,2,8",
+        "8192,32,128,1,8",
+        "16384,16,128,4,4",
+        "16384,32,32,8,4",
+        "1024,2,256,2,8",
+        "2048,8,256,4,16",
+    ),
     "adamw_step": ("2048,4,1024", "2048,8,1024", "4096,4,1024", "8192,8,1024", "4096,8,512", "4096,8,2048"),
 }
 
@@ -367,7 +382,22 @@ def loss_cases(sizes: Sizes) -> list[Case]:
 def weight_cases(sizes: Sizes) -> list[Case]:
     """Return what is done to weights: of the joint projection to gate and up, and of an optimizer."""
     rows, width, outputs = sizes.num_rows, sizes.width, 2 * sizes.expert_width
+    num_weights = outputs * width
+    fp8_bytes = nf4_bytes(num_weights) - num_weights + 4 * outputs
     return [
+        Case("fp8_linear", "fp8_linear rows", f"{rows} x {width}", rows * (3 * width + 4), fp8_rows(rows, width)),
+        Case(
+            "fp8_linear", "fp8_linear rows", f"{rows} x {sizes.expert_width}", rows * (3 * sizes.expert_width + 4), fp8_rows(rows, sizes.expert_width)
+        ),
+        Case(
+            "fp8_linear",
+            "fp8_linear rows, times factors",
+            f"{rows} x {outputs}",
+            rows * (3 * outputs + 4) + 2 * outputs,
+            fp8_rows(rows, outputs, has_factor=True),
+        ),
+        Case("fp8_linear", "fp8_linear NF4", f"{outputs} x {width}", fp8_bytes, nf4_to_fp8(outputs, width)),
+        Case("fp8_linear", "fp8_linear NF4, transposed", f"{outputs} x {width}", fp8_bytes, nf4_to_fp8(outputs, width, is_transposed=True)),
         Case("block_diagonal", "block_diagonal", f"{outputs} x {2 * RANK}", 6 * outputs * RANK, block_diagonal(outputs, width)),
         Case("nf4_linear", "nf4_linear to dense", f"{outputs} x {width}", nf4_bytes(outputs * width), nf4_to_dense(outputs, width)),
         Case("adamw_step", "adamw_step, fp32 with bf16 shadow", f"{rows} x {width}", 30 * rows * width, adamw_step(rows, width, is_norm=False)),
@@ -504,26 +534,72 @@ def nf4_bytes(num_weights: int) -> int:
     return num_weights // 2 + num_blocks + 4 * -(-num_blocks // 256) + 4 * (16 + 256 + 1) + 2 * num_weights
 
 
-def nf4_to_dense(num_outputs: int, width: int) -> Callable[[str], Run]:
+def make_nf4(num_outputs: int, width: int, *, device: str) -> Any:
     """One weight with scales of scales."""
+    from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
+
+    num_blocks = num_outputs * width // 64
+    return NF4Weight(
+        torch.randint(0, 256, (32 * num_blocks,), dtype=torch.uint8, device=device),
+        torch.randint(0, 256, (num_blocks,), dtype=torch.uint8, device=device),
+        torch.rand(-(-num_blocks // 256), device=device),
+        torch.rand((), device=device),
+        torch.linspace(-1.0, 1.0, 16, device=device),
+        torch.linspace(-1.0, 1.0, 256, device=device),
+    )
+
+
+def nf4_to_dense(num_outputs: int, width: int) -> Callable[[str], Run]:
+    """One weight made dense."""
 
     def make(device: str) -> Run:
-        from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-
-        num_blocks = num_outputs * width // 64
-        weight = NF4Weight(
-            torch.randint(0, 256, (32 * num_blocks,), dtype=torch.uint8, device=device),
-            torch.randint(0, 256, (num_blocks,), dtype=torch.uint8, device=device),
-            torch.rand(-(-num_blocks // 256), device=device),
-            torch.rand((), device=device),
-            torch.linspace(-1.0, 1.0, 16, device=device),
-            torch.linspace(-1.0, 1.0, 256, device=device),
-        )
+        weight = make_nf4(num_outputs, width, device=device)
         out_OI = torch.empty(num_outputs, width, dtype=narrow(device), device=device)
 
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             module.dequantise_many([weight], [out_OI])
             return [out_OI]
+
+        return run
+
+    return make
+
+
+def nf4_to_fp8(num_outputs: int, width: int, *, is_transposed: bool = False) -> Callable[[str], Run]:
+    """One weight in e4m3, the scales of its rows known."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.fp8_linear import reference
+
+        weight = make_nf4(num_outputs, width, device=device)
+        scale_O = torch.empty(num_outputs, device=device)
+        reference.nf4_row_scales([weight], [scale_O])
+        values = torch.empty((width, num_outputs) if is_transposed else (num_outputs, width), dtype=reference.FP8, device=device)
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            module.quantise_nf4([weight], [values], [scale_O], is_transposed=is_transposed)
+            return [_comparable(values), scale_O]
+
+        return run
+
+    return make
+
+
+def _comparable(values: torch.Tensor) -> torch.Tensor | None:
+    """Return the bytes of e4m3 numbers, which have to be equal; None on a CPU, as Triton's interpreter loses the carry of this cast."""
+    return values.view(torch.uint8) if values.is_cuda else None
+
+
+def fp8_rows(num_rows: int, width: int, *, has_factor: bool = False) -> Callable[[str], Run]:
+    """Rows in e4m3, or rows times the scales of a weight."""
+
+    def make(device: str) -> Run:
+        x_TI = _randn(num_rows, width, device=device)
+        factor_I = torch.randint(-12, -6, (width,), device=device).float().exp2().bfloat16() if has_factor else None
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            rows = module.quantise_rows(x_TI, factor_I=factor_I, round_scales_to_power_of_2=False)
+            return [_comparable(rows.values_TI), rows.scale_T]
 
         return run
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fastft.kernels.backends import TRITON_DTYPES
-from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS, find_obstacle, multiply, quantise_nf4, quantise_rows
+from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS, find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.models.linears import Joint, LinearPart
@@ -29,11 +29,11 @@ FP8_ATTRIBUTE = "fastft_fp8_base"
 NUM_JOINTS = 4
 
 
-class _Quantised(NamedTuple):
-    """A weight in e4m3 as a product reads it, shape (O, I) or (I, O), and the scale of each output column."""
+class _Scales(NamedTuple):
+    """The scale of each output column, a power of 2: in fp32, and in bf16, which holds it exactly and is read for every number of a gradient."""
 
-    values: torch.Tensor
     scale_O: torch.Tensor
+    factor_O: torch.Tensor
 
 
 def in_fp8(joint: Joint, modules: Sequence[nn.Module], *, layer: nn.Module, place: int, dtype: torch.dtype) -> Joint:
@@ -68,7 +68,8 @@ class Fp8Base:
     Cost:
         Packed weights share one buffer, a byte for each weight of the largest product. Dense weights are quantised once, at their first product: a
         byte for each weight forward and a byte more when the first backward needs them transposed, beside the weights themselves, which files,
-        merging and generation read. Nothing is held where a product does not compute in fp8.
+        merging and generation read. Scales are found once too, six bytes for each output column. Nothing is held where a product does not compute in
+        fp8.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, read: Callable[[nn.Module], object], is_emulated: bool) -> None:
@@ -161,7 +162,8 @@ class Fp8Weight:
         self._key: tuple[Any, ...] = ()
         self._forward_key: tuple[Any, ...] | None = None
         self._backward_key: tuple[Any, ...] | None = None
-        self._forward: _Quantised | None = None
+        self._scales: _Scales | None = None
+        self._forward: torch.Tensor | None = None
         self._backward: torch.Tensor | None = None
 
     def obstacle(self, modules: Sequence[nn.Module], parts: Sequence[LinearPart], *, layer: nn.Module, dtype: torch.dtype) -> str:
@@ -202,9 +204,9 @@ class Fp8Weight:
             Reads the rows and writes them in e4m3; for packed weights as quantise_nf4. No host synchronisation.
         """
         self.owner.begin()
-        weight = self._read(parts, is_transposed=False)
+        weight_OI, scales = self._read(parts, is_transposed=False)
         rows = quantise_rows(_in_rows(x_TI), backend=self.owner.backend)
-        return multiply(rows, weight.values, weight.scale_O, dtype=x_TI.dtype, backend=self.owner.backend)
+        return multiply(rows, weight_OI, scales.scale_O, dtype=x_TI.dtype, backend=self.owner.backend)
 
     def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
         """Return ``d @ W``.
@@ -212,58 +214,69 @@ class Fp8Weight:
         Cost:
             As forward_product.
         """
-        weight = self._read(parts, is_transposed=True)
-        rows = quantise_rows(_in_rows(d_TO), factor_I=weight.scale_O, backend=self.owner.backend)
-        return multiply(rows, weight.values, None, dtype=d_TO.dtype, backend=self.owner.backend)
+        weight_IO, scales = self._read(parts, is_transposed=True)
+        rows = quantise_rows(_in_rows(d_TO), factor_I=scales.factor_O, backend=self.owner.backend)
+        return multiply(rows, weight_IO, None, dtype=d_TO.dtype, backend=self.owner.backend)
 
     def memory(self) -> list[torch.Tensor]:
         """Return what is held, which stays where it is until release."""
-        return [*(self._forward or ()), *(() if self._backward is None else (self._backward,))]
+        return [*(self._scales or ()), *(each for each in (self._forward, self._backward) if each is not None)]
 
     def release(self) -> None:
         """Give the memory back; it is made anew when it is needed."""
-        self._forward = self._backward = self._forward_key = self._backward_key = None
+        self._scales = self._forward = self._backward = self._forward_key = self._backward_key = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled model makes its own copies of weights."""
         return vars(Fp8Weight(self.owner))
 
-    def _read(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> _Quantised:
-        """Return the weights as a product reads them, valid until the next call."""
-        if parts[0].is_packed:
-            return self._read_packed(parts, is_transposed=is_transposed)
+    def _read(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
+        """Return the weights as a product reads them, shape (O, I) or (I, O), valid until the next call, and their scales."""
         # Memory made in inference mode could not be written to by a training step.
         with torch.inference_mode(mode=False), torch.no_grad():
-            if self._forward is None or self._forward_key != self._key:
-                found = [quantise_rows(_in_rows(part.weight), backend=self.owner.backend) for part in parts]
-                values_OI, scale_O = torch.cat([rows.values_TI for rows in found]), torch.cat([rows.scale_T for rows in found])
-                held_OI, held_O = self._forward or (None, None)
-                self._forward = _Quantised(_put(held_OI, values_OI), _put(held_O, scale_O))
-                self._forward_key = self._key
+            if parts[0].is_packed:
+                return self._read_packed(parts, is_transposed=is_transposed)
+            forward_OI, scales = self._forward, self._scales
+            if forward_OI is None or scales is None or self._forward_key != self._key:
+                found = [quantise_rows(_in_rows(part.weight), round_scales_to_power_of_2=True, backend=self.owner.backend) for part in parts]
+                forward_OI = self._forward = _put(self._forward, torch.cat([rows.values_TI for rows in found]))
+                scales = self._set_scales(torch.cat([rows.scale_T for rows in found]))
             if not is_transposed:
-                return self._forward
-            if self._backward is None or self._backward_key != self._forward_key:
-                self._backward = _put(self._backward, self._forward.values.T.contiguous())
+                return forward_OI, scales
+            backward_IO = self._backward
+            if backward_IO is None or self._backward_key != self._forward_key:
+                backward_IO = self._backward = _put(self._backward, forward_OI.T.contiguous())
                 self._backward_key = self._forward_key
-        return _Quantised(self._backward, self._forward.scale_O)
+            return backward_IO, scales
 
-    def _read_packed(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> _Quantised:
+    def _read_packed(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
         """Convert NF4 into the buffer that all layers share."""
         num_inputs = int(parts[0].base.in_features)  # type: ignore[arg-type]
         sizes = [part.num_outputs for part in parts]
         device, num_outputs = parts[0].weight.device, sum(sizes)
+        weights = [weight for weight in (read_params4bit(part.weight) for part in parts) if weight is not None]
+        scales = self._scales
+        if scales is None or self._forward_key != self._key:
+            scale_O = torch.empty(num_outputs, dtype=torch.float32, device=device)
+            nf4_row_scales(weights, scales=scale_O.split(sizes), backend=self.owner.backend)
+            scales = self._set_scales(scale_O)
         shape = (num_inputs, num_outputs) if is_transposed else (num_outputs, num_inputs)
         values = self.owner.buffer(num_inputs * num_outputs, device).view(shape)
-        scale_O = torch.empty(num_outputs, dtype=torch.float32, device=device)
-        weights = [read_params4bit(part.weight) for part in parts]
         quantise_nf4(
-            [weight for weight in weights if weight is not None],
+            weights,
             values=values.split(sizes, dim=1 if is_transposed else 0),
-            scales=scale_O.split(sizes),
+            scales=scales.scale_O.split(sizes),
             is_transposed=is_transposed,
             backend=self.owner.backend,
         )
-        return _Quantised(values, scale_O)
+        return values, scales
+
+    def _set_scales(self, scale_O: torch.Tensor) -> _Scales:
+        """Note the scales of the weights as they are now."""
+        held = self._scales or (None, None)
+        self._scales = _Scales(_put(held[0], scale_O), _put(held[1], scale_O.to(torch.bfloat16)))
+        self._forward_key = self._key
+        return self._scales
 
 
 def _put(held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,8 @@ def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
         event.record()
     torch.cuda.current_stream().wait_event(event)
     square @ square
-    use = profile.stop()
+    trace = profile.stop()
+    use = copy_use(trace.kernels, trace.copies)
     assert use.num_h2d == 1
     assert use.h2d_gib == pytest.approx(64 / 1024)
     # The product is shorter than the copy, so the second one waited.

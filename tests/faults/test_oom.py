@@ -31,10 +31,10 @@ def run_out():
 
 
 def snapshot(trainer):
-    """Weights, optimizer state and counters, copied."""
+    """Weights, optimizer state and counters, copied to the host: a module may be there when a fit has ended."""
     optimizer = trainer.optimizers[0]
-    weights = [parameter.detach().clone() for parameter in trainer.lightning_module.parameters()]
-    state = [value.clone() for values in optimizer.state.values() for value in values.values()]
+    weights = [parameter.detach().to("cpu", copy=True) for parameter in trainer.lightning_module.parameters()]
+    state = [value.to("cpu", copy=True) for values in optimizer.state.values() for value in values.values()]
     return {"weights": weights, "state": state, "step": trainer.global_step}
 
 

@@ -140,8 +140,8 @@ def nf4_linear(triton):
 
 def fp8_linear(triton):
     for dtype in DTYPES:
-        for factor in (numbers(37), None):
-            triton.quantise_rows(numbers(5, 41, dtype=dtype)[:, 1:38], factor_I=factor)
+        for factor in (numbers(37), numbers(37).bfloat16(), None):
+            triton.quantise_rows(numbers(5, 41, dtype=dtype)[:, 1:38], factor_I=factor, round_scales_to_power_of_2=factor is None)
     for is_nested in (True, False):
         for is_transposed in (False, True):
             parts = [nf4_parts(1, count, is_nested=is_nested) for count in (6, 10)]
@@ -149,6 +149,7 @@ def fp8_linear(triton):
             shapes = ((3, 128), (5, 128))
             values = [torch.empty(shape[::-1] if is_transposed else shape, dtype=torch.float8_e4m3fn, device=DEVICE) for shape in shapes]
             scales = [torch.empty(shape[0], device=DEVICE) for shape in shapes]
+            triton.nf4_row_scales(weights, scales)
             triton.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
 
 

@@ -21,7 +21,9 @@ CYCLES_PER_MS = 2_000_000
 
 
 class DelayedLanes(CudaLanes):
-    """Copies that start up to 3 ms late, at random."""
+    """Copies that start late, at random, by up to 3 ms."""
+
+    least_ms, most_ms = 0.0, 3.0
 
     def __init__(self, device, *, seed):
         super().__init__(device)
@@ -29,7 +31,7 @@ class DelayedLanes(CudaLanes):
 
     def _copy(self, target, source, *, stream, after):
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(int(self._rng.random() * 3 * CYCLES_PER_MS))
+            torch.cuda._sleep(int(self._rng.uniform(self.least_ms, self.most_ms) * CYCLES_PER_MS))
         return super()._copy(target, source, stream=stream, after=after)
 
 

@@ -1,13 +1,15 @@
 """Rows, weights and products in e4m3: the plain twin against float64, what is refused, and the kernels in the interpreter and by the compiler."""
 
+import functools
 import json
+import math
 
 import pytest
 import torch
 
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.fp8_linear import op, reference
-from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, quantise_nf4, quantise_rows
+from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import dequantise, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
@@ -29,17 +31,20 @@ from triton.compiler import ASTSource
 from lightning_fastft.kernels.fp8_linear import triton as fp8
 
 DIVISIBLE = [["tt.divisibility", 16]]
-for capability, dtype, has_factor, is_transposed, is_nested in json.loads(sys.argv[1]):
-    constants = {"HAS_FACTOR": has_factor, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100, "BLOCK": fp8.MAX_BLOCK_COLUMNS}
+for capability, dtype, factor_dtype, is_transposed, is_nested in json.loads(sys.argv[1]):
+    constants = {
+        "HAS_FACTOR": factor_dtype != "", "ROUND_SCALES": is_nested, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100,
+        "NUM_TILES": 34816 // fp8.TILE_COLUMNS, "TILE": fp8.TILE_COLUMNS,
+    }
     signature = {
-        "x_ptr": "*" + dtype, "factor_ptr": "*fp32", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_stride": "i32", "num_columns": "i32",
+        "x_ptr": "*" + dtype, "factor_ptr": "*" + (factor_dtype or dtype), "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32",
+        "x_stride": "i32", "num_columns": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }
     source = ASTSource(fp8._quantise_rows_kernel, signature, constexprs=constants, attrs={(place,): DIVISIBLE for place in range(6)})
     rows = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": fp8.NUM_WARPS})
     constants = {
-        "NUM_BLOCKS": 80, "COUNT": 3, "IS_TRANSPOSED": is_transposed, "GROUP": 256, "LARGEST": 448.0, "LEAST_PEAK": 2.0**-100,
-        "BLOCK_O": fp8.BLOCK_ROWS, "CHUNK": fp8.CHUNK_BLOCKS,
+        "NUM_BLOCKS": 80, "COUNT": 3, "IS_TRANSPOSED": is_transposed, "GROUP": 256, "BLOCK_O": fp8.BLOCK_ROWS, "CHUNK": fp8.CHUNK_BLOCKS,
     }
     weight = ("*u8", "*u8" if is_nested else "*fp32", *["*fp32"] * 4)
     signature = {
@@ -58,12 +63,12 @@ for capability, dtype, has_factor, is_transposed, is_nested in json.loads(sys.ar
             "wide": ptx.count("st.global.v4.b32") + ptx.count("st.global.v2.b32"), "local": "local" in ptx,
         }))
 """
-# Capability, dtype of rows, factor, transposed, nested scales: Ada (99 KiB of shared memory), Hopper, Blackwell of data centres and of desks.
+# Capability, dtypes of rows and factors, transposed, nested scales: Ada (99 KiB of shared memory), Hopper, Blackwell of data centres and of desks.
 COMPILED = [
-    (89, "bf16", True, True, True),
-    pytest.param((90, "bf16", False, False, True), marks=pytest.mark.fault),
-    pytest.param((90, "fp32", True, True, False), marks=pytest.mark.fault),
-    pytest.param((100, "fp16", True, True, True), marks=pytest.mark.fault),
+    (89, "bf16", "bf16", True, True),
+    pytest.param((90, "bf16", "", False, True), marks=pytest.mark.fault),
+    pytest.param((90, "fp32", "fp32", True, False), marks=pytest.mark.fault),
+    pytest.param((100, "fp16", "bf16", True, True), marks=pytest.mark.fault),
 ]
 SMALLEST_SHARED_BYTES = 99 * 1024
 
@@ -79,8 +84,8 @@ def make_rows(num_rows, num_columns, dtype, *, device="cpu", seed=0):
     return poisoned(x_TI.to(dtype)).to(device) if device == "cpu" else poisoned(x_TI.to(dtype).to(device)), factor_I.to(device)
 
 
-def check_rows(run, x_TI, factor_I):
-    """Twice, bit-equal: scales are the largest number over 448, and each number is one of the two neighbours in e4m3 that is nearer."""
+def check_rows(run, x_TI, factor_I, *, rounds=False):
+    """Twice, bit-equal: scales are the largest number over 448, or the next power of 2, and each number is the nearest in e4m3."""
     first, second = run(x_TI, factor_I=factor_I), run(x_TI, factor_I=factor_I)
     assert all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in zip(first, second))
     values_TI, scale_T = (each.cpu() for each in first)
@@ -88,21 +93,45 @@ def check_rows(run, x_TI, factor_I):
     assert values_TI.is_contiguous()
     true_TI = x_TI.cpu().double() * (1.0 if factor_I is None else factor_I.cpu().double())
     peak_T = true_TI.abs().amax(1).clamp(min=reference.LEAST_PEAK)
-    assert torch.allclose(scale_T.double(), peak_T / 448, rtol=1e-6, atol=0.0)
+    expected_T = (peak_T / 448).log2().ceil().exp2() if rounds else peak_T / 448
+    assert torch.allclose(scale_T.double(), expected_T, rtol=0.0 if rounds else 1e-6, atol=0.0)
     # The true number on the grid of its row, and half a step there.
     on_grid = true_TI / scale_T.double()[:, None]
     half_step = on_grid.abs().clamp(min=1e-30).log2().floor().exp2() * HALF_STEP
     error = (values_TI.double() - on_grid).abs()
     assert (error <= half_step.clamp(min=LEAST_STEP) * (1 + 1e-5)).all(), error.max()
-    assert ((values_TI.float().abs().amax(1) == 448) | (peak_T <= reference.LEAST_PEAK)).all()
+    largest_T = values_TI.float().abs().amax(1)
+    assert (((largest_T >= 224) & (largest_T <= 448) if rounds else largest_T == 448) | (peak_T <= reference.LEAST_PEAK)).all()
+
+
+def check_rows_both_ways(run, x_TI, factor_I):
+    for rounds in (False, True):
+        check_rows(functools.partial(run, round_scales_to_power_of_2=rounds), x_TI, factor_I, rounds=rounds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_factor", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("size", [(0, 16), (1, 1), (3, 7), (5, 64), (17, 129)])
-def test_rows_are_rounded_to_the_nearest_number_of_their_grid(size, has_factor, dtype):
+def test_rows_are_rounded_to_the_nearest_number_of_their_grid(size, rounds, has_factor, dtype):
     x_TI, factor_I = make_rows(*size, dtype)
-    check_rows(quantise_rows, x_TI, factor_I if has_factor else None)
+    run = functools.partial(quantise_rows, round_scales_to_power_of_2=rounds)
+    check_rows(run, x_TI, factor_I if has_factor else None, rounds=rounds)
+
+
+@pytest.mark.parametrize("peak", [448.0, 448.0 * 2**-20, 449.0, 447.0, 224.0, 1.0, 3e-30, 3e38])
+def test_a_power_of_2_stays_and_others_become_the_next(peak):
+    scale = quantise_rows(torch.tensor([[peak, 0.0]]), round_scales_to_power_of_2=True).scale_T.double().item()
+    assert math.log2(scale) % 1 == 0
+    assert scale / 2 < max(peak, reference.LEAST_PEAK) / 448 <= scale
+
+
+def test_factors_in_bf16_are_those_in_fp32_where_they_are_powers_of_2():
+    x_TI, factor_I = make_rows(5, 64, torch.bfloat16)
+    powers_I = factor_I.log2().ceil().exp2()
+    found, expected = (quantise_rows(x_TI, factor_I=powers_I.to(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    assert torch.equal(found.values_TI.view(torch.uint8), expected.values_TI.view(torch.uint8))
+    assert torch.equal(found.scale_T, expected.scale_T)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -121,13 +150,13 @@ def test_gradients_in_e4m3_are_nearer_than_in_e5m2():
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn(512, 256, generator=generator) * torch.exp(0.5 * torch.randn(512, 1, generator=generator))
     d_TO = torch.randn(300, 512, generator=generator)
-    weight = quantise_rows(weight_OI)
+    weight = quantise_rows(weight_OI, round_scales_to_power_of_2=True)
     turned_IO = weight.values_TI.T.contiguous()
     truth = d_TO.double() @ weight_OI.double()
     scaled_TO = d_TO * weight.scale_T
     peak_T1 = scaled_TO.abs().amax(1, keepdim=True)
     wide = (scaled_TO / peak_T1 * 57344).to(torch.float8_e5m2).double() * peak_T1 / 57344 @ turned_IO.double().T
-    found = multiply(quantise_rows(d_TO, factor_I=weight.scale_T), turned_IO, None, dtype=torch.float32)
+    found = multiply(quantise_rows(d_TO, factor_I=weight.scale_T.bfloat16()), turned_IO, None, dtype=torch.float32)
     unrounded = scaled_TO.double() @ turned_IO.double().T
     errors = [((each.double() - truth).norm() / truth.norm()).item() for each in (found, wide, unrounded)]
     assert errors == pytest.approx([0.037, 0.057, 0.026], abs=0.001)
@@ -157,6 +186,12 @@ def make_cases(sizes, *, is_nested, device="cpu"):
         read = read_params4bit(weight)
         cases.append((NF4Weight(*(None if part is None else guarded(part) for part in read)), dequantise(read, shape=size, dtype=torch.float32)))
     return cases
+
+
+def write_nf4(weights, *, values, scales, is_transposed=False, module=op):
+    """Scales, then values."""
+    module.nf4_row_scales(weights, scales=scales)
+    module.quantise_nf4(weights, values=values, scales=scales, is_transposed=is_transposed)
 
 
 def check_nf4(run, cases, *, is_transposed, num_extra=16, margin=256):
@@ -189,7 +224,7 @@ def check_nf4(run, cases, *, is_transposed, num_extra=16, margin=256):
         # The largest number that a row could hold: every place of the NF4 table is its last one, which is 1.
         full = weight._replace(packed_C=torch.full_like(weight.packed_C, 255))
         peak_O = dequantise(full, shape=tuple(truth_OI.shape), dtype=torch.float32).abs().amax(1).cpu().clamp(min=reference.LEAST_PEAK)
-        assert torch.allclose(scale_O, peak_O / 448, rtol=1e-6, atol=0.0)
+        assert torch.equal(scale_O, (peak_O.double() / 448).log2().ceil().exp2().float())
         truth_OI = truth_OI.cpu()
         on_grid = truth_OI.double() / scale_O.double()[:, None]
         error = ((value.T if is_transposed else value).double() - on_grid).abs()
@@ -201,12 +236,12 @@ def check_nf4(run, cases, *, is_transposed, num_extra=16, margin=256):
 @pytest.mark.parametrize("is_transposed", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_nf4_goes_straight_to_e4m3(size, is_transposed, is_nested):
-    check_nf4(quantise_nf4, make_cases([size], is_nested=is_nested), is_transposed=is_transposed)
+    check_nf4(write_nf4, make_cases([size], is_nested=is_nested), is_transposed=is_transposed)
 
 
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_several_weights_stand_side_by_side(is_transposed):
-    check_nf4(quantise_nf4, make_cases([(70, 192), (3, 192), (1, 192), (5, 192), (66, 192)], is_nested=True), is_transposed=is_transposed)
+    check_nf4(write_nf4, make_cases([(70, 192), (3, 192), (1, 192), (5, 192), (66, 192)], is_nested=True), is_transposed=is_transposed)
 
 
 def test_both_layouts_hold_the_same_numbers():
@@ -214,7 +249,7 @@ def test_both_layouts_hold_the_same_numbers():
     found = []
     for shape in ((48, 128), (128, 48)):
         values, scale_O = torch.empty(shape, dtype=FP8), torch.empty(48)
-        quantise_nf4([weight], values=[values], scales=[scale_O], is_transposed=shape[0] == 128)
+        write_nf4([weight], values=[values], scales=[scale_O], is_transposed=shape[0] == 128)
         found.append((values.float(), scale_O))
     assert torch.equal(found[0][0], found[1][0].T)
     assert torch.equal(found[0][1], found[1][1])
@@ -226,32 +261,40 @@ def test_nothing_waits_and_nothing_is_needed_for_nothing():
     values, scale_O = torch.empty(16, 64, dtype=FP8), torch.empty(16)
     with Watch() as watch:
         rows = quantise_rows(x_TI, factor_I=factor_I)
-        quantise_nf4([weight], values=[values], scales=[scale_O])
+        write_nf4([weight], values=[values], scales=[scale_O])
         multiply(rows, quantise_rows(torch.randn(16, 32)).values_TI, scale_O, dtype=torch.bfloat16)
     assert watch.waits == []
-    quantise_nf4([], values=[], scales=[])
+    write_nf4([], values=[], scales=[])
     assert multiply(quantise_rows(x_TI[:0]), torch.empty(16, 32, dtype=FP8), scale_O, dtype=torch.float32).shape == (0, 16)
 
 
 REFERENCE_FAULTS = {
-    "peak of the first row for all": ("_scales(wide_TI.abs().amax(1))", "_scales(wide_TI.abs().amax(1)[:1].expand(len(wide_TI)))"),
+    "peak of the first row for all": ("wide_TI.abs().amax(1).clamp", "wide_TI.abs().amax(1)[:1].expand(len(wide_TI)).clamp"),
     "largest number of e5m2": ("LARGEST = 448.0", "LARGEST = 57344.0"),
-    "factor lost": ("x_TI.float() * factor_I", "x_TI.float()"),
+    "factor lost": ("x_TI.float() * factor_I.float()", "x_TI.float()"),
     "half of the range": ("(wide_TI * inverse_T[:, None])", "(wide_TI * inverse_T[:, None] / 2)"),
+    "rounded down": ("(scale.view(torch.int32) + 0x7FFFFF)", "scale.view(torch.int32)"),
+    "power of 2 doubled": ("0x7FFFFF", "0x800000"),
+    "inverse of another scale": ("inverse_T = 1 / scale_T", "pass"),
 }
 
 
 @pytest.mark.parametrize("fault", REFERENCE_FAULTS)
 def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
     faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
+    # Its first row has a power of 2 for a scale.
+    x_TI, factor_I = make_rows(17, 64, torch.float32)
+    factor_I = factor_I.log2().ceil().exp2()
+    x_TI[0] = 2.0 / factor_I
+    x_TI[0, 3] *= 224.0
     with pytest.raises(AssertionError):
-        check_rows(faulty.quantise_rows, *make_rows(17, 64, torch.float32))
+        check_rows_both_ways(faulty.quantise_rows, x_TI, factor_I)
 
 
 NF4_FAULTS = {
     "not transposed": ("narrow_OI.T if is_transposed else narrow_OI", "narrow_OI.view(value.shape)"),
-    "first scale for all": ("scale_Q.abs().view(", "scale_Q.abs()[:1].expand(len(scale_Q)).reshape("),
-    "largest scale of all rows": ("BLOCK_WEIGHTS).amax(1))", "BLOCK_WEIGHTS).amax().expand(len(scale_O)))"),
+    "first scale for all": ("_block_scales(weight).abs().view(", "_block_scales(weight).abs()[:1].expand(len(weight.absmax_Q)).reshape("),
+    "largest scale of all rows": ("-1).amax(1).clamp", "-1).amax().expand(len(scale_O)).clamp"),
 }
 
 
@@ -259,9 +302,7 @@ NF4_FAULTS = {
 def test_a_fault_in_the_plain_twin_of_nf4_is_seen(fault, tmp_path):
     faulty = load_with_fault(reference, *NF4_FAULTS[fault], tmp_path)
 
-    def run(weights, *, values, scales, is_transposed):
-        faulty.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
-
+    run = functools.partial(write_nf4, module=faulty)
     with pytest.raises(AssertionError):
         check_nf4(run, make_cases([(70, 192)], is_nested=True), is_transposed=True)
 
@@ -315,6 +356,26 @@ def test_outputs_that_do_not_fit_are_refused(values, scale_O, error, message):
         quantise_nf4([weight], values=[values], scales=[scale_O])
     with pytest.raises(OptionError, match="1 weights, 0 values"):
         quantise_nf4([weight], values=[], scales=[])
+
+
+@pytest.mark.parametrize(
+    ("scale_O", "message"),
+    [
+        (torch.zeros(4), "each row of a weight of 6 blocks"),
+        (torch.zeros(0), "each row of a weight of 6 blocks"),
+        (torch.zeros(6)[::2], "stride 2"),
+        (torch.zeros(3).double(), "dtype"),
+        (torch.zeros(3, 1), "1 axes"),
+    ],
+)
+def test_scales_of_rows_that_do_not_fit_are_refused(scale_O, message):
+    ((weight, _),) = make_cases([(3, 128)], is_nested=True)
+    with pytest.raises(ShapeError, match=message):
+        nf4_row_scales([weight], scales=[scale_O])
+    with pytest.raises(OptionError, match="1 weights and 0 scales"):
+        nf4_row_scales([weight], scales=[])
+    with pytest.raises(ShapeError, match="offset"):
+        nf4_row_scales([weight._replace(offset=None)], scales=[torch.zeros(3)])
 
 
 def test_products_that_do_not_fit_are_refused():

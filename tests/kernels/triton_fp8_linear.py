@@ -3,6 +3,7 @@
 ``test_fp8_linear.py`` runs them in the interpreter, ``tests/gpu/test_fp8_gpu.py`` on the device.
 """
 
+import functools
 import os
 
 import numpy as np
@@ -13,7 +14,7 @@ from triton.runtime import interpreter
 
 from lightning_fastft.kernels.fp8_linear import reference, triton
 from lightning_fastft.kernels.fp8_linear.reference import FP8
-from tests.kernels.test_fp8_linear import check_nf4, check_rows, make_cases, make_rows
+from tests.kernels.test_fp8_linear import check_nf4, check_rows, check_rows_both_ways, make_cases, make_rows, write_nf4
 from tests.kernels.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -33,36 +34,42 @@ def casts_that_carry(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", cast)
 
 
-def run_nf4(weights, *, values, scales, is_transposed, module=triton):
-    module.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
+run_nf4 = functools.partial(write_nf4, module=triton)
 
 
-def assert_twin(x_TI, factor_I):
-    for ours, plain in zip(triton.quantise_rows(x_TI, factor_I=factor_I), reference.quantise_rows(x_TI, factor_I=factor_I)):
-        assert torch.equal(ours.view(torch.uint8), plain.view(torch.uint8))
+def run_rows(x_TI, *, factor_I, module=triton, rounds=False):
+    return module.quantise_rows(x_TI, factor_I=factor_I, round_scales_to_power_of_2=rounds)
+
+
+def assert_twin(x_TI, factor_I, *, rounds):
+    ours, plain = (run_rows(x_TI, factor_I=factor_I, rounds=rounds, module=module) for module in (triton, reference))
+    for one, other in zip(ours, plain):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 # One column, a prime, around a tile, more than one tile.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_factor", [False, True])
-@pytest.mark.parametrize("num_columns", [1, 7, 128, triton.MAX_BLOCK_COLUMNS, 2 * triton.MAX_BLOCK_COLUMNS + 5])
-def test_rows(num_columns, has_factor, dtype):
+@pytest.mark.parametrize(("factor_dtype", "rounds"), [(None, False), (None, True), (torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("num_columns", [1, 128, triton.TILE_COLUMNS, 2 * triton.TILE_COLUMNS + 5])
+def test_rows(num_columns, factor_dtype, rounds, dtype):
     x_TI, factor_I = make_rows(5, num_columns, dtype, device=DEVICE)
-    check_rows(triton.quantise_rows, x_TI, factor_I if has_factor else None)
-    assert_twin(x_TI, factor_I if has_factor else None)
+    factor_I = None if factor_dtype is None else factor_I.to(factor_dtype)
+    check_rows(functools.partial(run_rows, rounds=rounds), x_TI, factor_I, rounds=rounds)
+    assert_twin(x_TI, factor_I, rounds=rounds)
 
 
 def test_no_rows_and_many_rows():
-    assert triton.quantise_rows(torch.empty(0, 16, device=DEVICE), factor_I=None).values_TI.shape == (0, 16)
-    check_rows(triton.quantise_rows, *make_rows(37, 3, torch.float32, device=DEVICE))
+    assert run_rows(torch.empty(0, 16, device=DEVICE), factor_I=None).values_TI.shape == (0, 16)
+    check_rows(run_rows, *make_rows(37, 3, torch.float32, device=DEVICE))
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_stays_alone_and_is_seen(bad):
+def test_a_row_that_is_not_finite_stays_alone_and_is_seen(bad, rounds):
     x_TI, _ = make_rows(4, 64, torch.float32, device=DEVICE)
-    expected = triton.quantise_rows(x_TI, factor_I=None)
+    expected = run_rows(x_TI, factor_I=None, rounds=rounds)
     x_TI[3, 5] = bad
-    found = triton.quantise_rows(x_TI, factor_I=None)
+    found = run_rows(x_TI, factor_I=None, rounds=rounds)
     assert torch.equal(found.values_TI[:3].view(torch.uint8), expected.values_TI[:3].view(torch.uint8))
     assert torch.equal(found.scale_T[:3], expected.scale_T[:3])
     assert (found.values_TI[3].float() * found.scale_T[3]).isnan().any()
@@ -90,7 +97,7 @@ def test_the_plain_twin_writes_the_same_bits(is_transposed):
     for module in (triton, reference):
         values = torch.empty((35 * 64, 70) if is_transposed else (70, 35 * 64), dtype=FP8, device=DEVICE)
         scale_O = torch.empty(70, device=DEVICE)
-        module.quantise_nf4([weight], [values], [scale_O], is_transposed=is_transposed)
+        write_nf4([weight], values=[values], scales=[scale_O], is_transposed=is_transposed, module=module)
         found.append((values.view(torch.uint8), scale_O))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -100,7 +107,11 @@ ROW_FAULTS = {
     "peak of the last tile": ("peaks = tl.maximum(peaks, tl.abs(value))", "peaks = tl.abs(value)"),
     "signed peak": ("peaks = tl.maximum(peaks, tl.abs(value))", "peaks = tl.maximum(peaks, value)"),
     "wrong stride": ("values_ptr + row * num_columns + cols", "values_ptr + row * (num_columns - 1) + cols"),
-    "scale upside down": ("tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)))\n    inverse", "peak * LARGEST)\n    inverse"),
+    "scale upside down": ("scale = tl.div_rn(peak, largest)\n    inverse", "scale = peak * LARGEST\n    inverse"),
+    "tile before": ("tiles[index], factor_ptr, cols", "tiles[index - 1 if index else 0], factor_ptr, cols"),
+    "factors of the first tile": ("tiles[index], factor_ptr, cols,", "tiles[index], factor_ptr, tile_cols,"),
+    "rounded down": ("0x7FFFFF", "0x0"),
+    "inverse of another scale": ("inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)", "pass"),
     "last column lost": ("element_ty), mask=cols < num_columns)", "element_ty), mask=cols < num_columns - 1)"),
     "rows next to each other": ("            x_TI.stride(0),\n", "            num_columns,\n"),
     "no least peak": ("tl.maximum(tl.max(peaks, axis=0), LEAST_PEAK)", "tl.max(peaks, axis=0)"),
@@ -116,26 +127,26 @@ def test_a_planted_fault_in_rows_is_seen(fault, tmp_path):
 
 
 def check_every_row(module):
-    check_rows(module.quantise_rows, *make_rows(5, triton.MAX_BLOCK_COLUMNS + 5, torch.float32, device=DEVICE))
+    check_rows_both_ways(module.quantise_rows, *make_rows(5, triton.TILE_COLUMNS + 5, torch.float32, device=DEVICE))
 
 
 NF4_FAULTS = {
     "low half first": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
     "one half twice": ("(pair & 15)", "(pair >> 4)"),
-    "scales not shifted": ("* nested + tl.load(offset_ptr)", "* nested"),
-    "first group for all": ("block // GROUP", "block * 0"),
-    "peak of the last chunk": ("peak = tl.maximum(peak, tl.max(tl.abs(scale), axis=1))", "peak = tl.max(tl.abs(scale), axis=1)"),
+    "peak of the last chunk": ("peak = tl.maximum(peak, tl.max(tl.where(held", "peak = tl.maximum(0.0, tl.max(tl.where(held"),
     "scale of another row": ("rows * NUM_BLOCKS + place", "rows * 0 + place"),
     "last chunk lost": ("tl.program_id(1),\n", "tl.program_id(1) * 0,\n"),
-    "scales of the first chunk lost": ("if chunk == 0:", "if chunk == 2:"),
+    "first chunk twice": ("places = start + tl.arange(0, CHUNK)", "places = tl.arange(0, CHUNK)"),
+    "signed scales": ("tl.abs(scale), 0.0), axis=1", "-scale, 0.0), axis=1"),
+    "scales not inverted": ("inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)", "inverse = scale"),
     "never transposed": ("values_stride + rows[:, None] if IS_TRANSPOSED", "values_stride + rows[:, None] if not IS_TRANSPOSED"),
     "lost mask": ("element_ty), mask=inside[:, None]", "element_ty)"),
-    "lost mask of scales": ("LARGEST, tl.float32)), mask=inside)", "LARGEST, tl.float32)))"),
+    "lost mask of scales": ("LARGEST, tl.float32))), mask=inside)", "LARGEST, tl.float32))))"),
     "stride of the first weight": ("scales[index], num_rows[index]", "scales[0], num_rows[index]"),
     "a weight starts one tile late": ("tile -= num_tiles", "tile -= num_tiles + 1"),
     "last tile of a weight lost": ("(tile < num_tiles)", "(tile < num_tiles - 1)"),
     "fifth weight lost": ("range(0, len(filled), MAX_WEIGHTS)", "range(0, MAX_WEIGHTS, MAX_WEIGHTS)"),
-    "outside counts": ("scale = tl.where(inside, scale, 0.0)", "scale = tl.where(inside, scale, 100.0)"),
+    "outside counts": ("tl.where(held, tl.abs(scale), 0.0)", "tl.where(held, tl.abs(scale), 100.0)"),
 }  # fmt: skip
 
 
@@ -144,10 +155,10 @@ MARGIN = 2**24
 
 
 def check_every_weight(module):
-    sizes = [(70, 35 * 64), (5, 35 * 64), (64, 35 * 64), (1, 35 * 64), (2, 35 * 64)]
+    sizes = [(70, 67 * 64), (5, 67 * 64), (64, 67 * 64), (1, 67 * 64), (2, 67 * 64)]
     for is_transposed in (False, True):
-        run = lambda *weights, **options: run_nf4(*weights, **options, module=module)  # noqa: E731
-        check_nf4(run, make_cases(sizes, is_nested=True, device=DEVICE), is_transposed=is_transposed, num_extra=64, margin=MARGIN)
+        run, cases = functools.partial(write_nf4, module=module), make_cases(sizes, is_nested=True, device=DEVICE)
+        check_nf4(run, cases, is_transposed=is_transposed, num_extra=64, margin=MARGIN)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

@@ -2,9 +2,11 @@
 
 Forward, ``y = x @ W^T``, the sum runs over input columns: the scales of rows and of output columns stand outside of it. Backward, ``d_x = d_y @ W``,
 it runs over output columns, so their scales are multiplied into d_y before its rows are quantised; the numbers of the weight are the same, which
-makes the gradient that of the forward. Gradients are e4m3 too: with a scale of its own each row uses the range (its largest number is 448, and
-numbers 29,000 times smaller are still normal), and e5m2 has half the digits. On Gaussian rows the relative error of a product with e4m3 weights is
-3.7 % with e4m3 gradients and 5.7 % with e5m2 ones, 2.6 % of it from the weights (tests/kernels/test_fp8_linear.py).
+makes the gradient that of the forward. Scales of weights are powers of 2: bf16 holds them exactly, so that half the bytes are read for every number
+of d_y, and a number loses no digit by them, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too: with a scale of its
+own each row uses the range (its largest number is 448, and numbers 29,000 times smaller are still normal), and e5m2 has half the digits. On Gaussian
+rows the relative error of a product with e4m3 weights is 3.7 % with e4m3 gradients and 5.7 % with e5m2 ones, 2.6 % of it from the weights
+(tests/kernels/test_fp8_linear.py).
 
 Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight. Nothing here builds a graph.
 """
@@ -51,14 +53,17 @@ def find_obstacle(device: torch.device) -> str:
     return "" if capability >= LEAST_CAPABILITY else f"{needs} {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
 
 
-def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None = None, backend: str = "auto") -> Fp8Rows:
+def quantise_rows(
+    x_TI: torch.Tensor, *, factor_I: torch.Tensor | None = None, round_scales_to_power_of_2: bool = False, backend: str = "auto"
+) -> Fp8Rows:
     """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes 448.
 
     The arithmetic is fp32, each number is rounded to e4m3 once. Rows do not mix: a row with NaN or infinity gives NaN in its products, others stay.
 
     Args:
         x_TI: Rows. Shape (T, I), I > 0; bf16, fp16 or fp32; last axis contiguous, any distance between rows.
-        factor_I: Multiplied into the columns. Shape (I,), fp32, contiguous; None for 1.
+        factor_I: Multiplied into the columns. Shape (I,), fp32 or bf16, contiguous; None for 1.
+        round_scales_to_power_of_2: Round scales up, so that the largest number of a row lands between 224 and 448.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
 
     Returns:
@@ -69,7 +74,7 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None = None, b
         OptionError: The backend is unknown or cannot serve these tensors.
 
     Cost:
-        Reads x_TI (again from the cache) and writes a byte per number; one launch, no host synchronisation. "reference" makes fp32 copies.
+        Reads x_TI once and writes a byte per number; one launch, no host synchronisation. "reference" makes fp32 copies.
 
     Source:
         e4m3: arXiv 2209.05433; scales by row: torchao's row-wise recipe.
@@ -82,18 +87,65 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None = None, b
     """
     check_tensor("x_TI", x_TI, ndim=2, dtypes=TRITON_DTYPES)
     check_columns("x_TI", x_TI)
+    check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
     num_columns = x_TI.shape[1]
     if num_columns == 0:
         raise ShapeError("x_TI has no columns; a row without numbers has no largest one.")
     if factor_I is not None:
-        check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32,))
+        check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32, torch.bfloat16))
         if len(factor_I) != num_columns or factor_I.device != x_TI.device or not factor_I.is_contiguous():
             raise ShapeError(
                 f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI asks for {num_columns} on "
                 f"{x_TI.device}, contiguous."
             )
     with torch.no_grad():
-        return _choose(backend, x_TI.device).quantise_rows(x_TI, factor_I=factor_I)
+        return _choose(backend, x_TI.device).quantise_rows(x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2)
+
+
+def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tensor], backend: str = "auto") -> None:
+    """Write the scale that each row of NF4 weights has in e4m3: a power of 2, the first at which no number of the row exceeds 448.
+
+    A row is bounded by the largest scale among its blocks of 64, since the NF4 table ends at 1.
+
+    Args:
+        weights: From ``read_params4bit``, any number.
+        scales: Where the scales of their rows go, one for each. Shape (O,), fp32, contiguous; O divides the blocks of the weight.
+        backend: As in ``quantise_rows``.
+
+    Raises:
+        OptionError: Numbers of weights and scales differ, or the backend is unknown or cannot serve this device.
+        ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
+
+    Cost:
+        Reads 1/64 byte per weight; a launch per weight and no host synchronisation. Once for a weight that is frozen.
+
+    Source:
+        own; NF4: arXiv 2305.14314.
+
+    Example:
+        >>> weight = NF4Weight(torch.full((32,), 0xF0, dtype=torch.uint8), torch.tensor([3.0]), None, None, torch.linspace(-1.0, 1.0, 16), None)
+        >>> scale = torch.empty(1)
+        >>> nf4_row_scales([weight], scales=[scale])
+        >>> scale  # 3 / 448 lies between 2^-8 and 2^-7.
+        tensor([0.0078])
+    """
+    check_choice("backend", backend, BACKENDS)
+    if len(weights) != len(scales):
+        raise OptionError(f"There are {len(weights)} weights and {len(scales)} scales; give one for each weight.")
+    for place, (weight, scale_O) in enumerate(zip(weights, scales)):
+        check_tensor(f"scales[{place}]", scale_O, ndim=1, dtypes=(torch.float32,))
+        _check_weight(weight)
+        num_blocks = len(weight.absmax_Q)
+        if not scale_O.is_contiguous() or scale_O.device != scales[0].device or (num_blocks % len(scale_O) if len(scale_O) else num_blocks):
+            raise ShapeError(
+                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device} with stride {scale_O.stride(0)}; give a contiguous one for each row "
+                f"of a weight of {num_blocks} blocks, all on one device."
+            )
+        # Parts are held against an output, of which there is none here: one number seen as all of them.
+        _check_parts(weight, scale_O[:1].expand(num_blocks * BLOCK_WEIGHTS))
+    if scales:
+        with torch.no_grad():
+            _choose(backend, scales[0].device).nf4_row_scales(weights, scales)
 
 
 def quantise_nf4(
@@ -104,16 +156,14 @@ def quantise_nf4(
     is_transposed: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Write NF4 weights in e4m3, without a dense copy on the way, and a scale for each of their rows.
-
-    A row is scaled by the largest scale among its blocks of 64, which bounds it, since the NF4 table ends at 1. Each number is rounded to e4m3 once,
-    from fp32.
+    """Write NF4 weights in e4m3, without a dense copy on the way; each number is rounded to e4m3 once, from fp32.
 
     Args:
         weights: From ``read_params4bit``, any number, all of I input columns.
         values: Where they go, one for each. Shape (O, I), or (I, O) where transposed; e4m3; last axis contiguous, rows any distance apart, so they
             may be pieces of one buffer; overwritten whole, and nothing beside them.
-        scales: Where the scales of the rows go, one for each. Shape (O,), fp32, contiguous.
+        scales: Of their rows, from ``nf4_row_scales``, one for each; others than powers of 2 are not rounded alike by every backend. Shape (O,),
+            fp32, contiguous.
         is_transposed: Write (I, O), as a product over output columns reads it.
         backend: As in ``quantise_rows``.
 
@@ -131,6 +181,7 @@ def quantise_nf4(
     Example:
         >>> weight = NF4Weight(torch.full((32,), 0xF0, dtype=torch.uint8), torch.tensor([3.0]), None, None, torch.linspace(-1.0, 1.0, 16), None)
         >>> values, scale = torch.empty(1, 64, dtype=torch.float8_e4m3fn), torch.empty(1)
+        >>> nf4_row_scales([weight], scales=[scale])
         >>> quantise_nf4([weight], values=[values], scales=[scale])
         >>> (values.float() * scale)[0, :3]
         tensor([ 3., -3.,  3.])

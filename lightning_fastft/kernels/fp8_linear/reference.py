@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS
 from lightning_fastft.kernels.nf4_linear import reference as nf4_linear
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
@@ -26,35 +25,46 @@ class Fp8Rows(NamedTuple):
 
     Args:
         values_TI: Shape (T, I), e4m3, contiguous.
-        scale_T: Shape (T,), fp32; the largest number of the row over 448.
+        scale_T: Shape (T,), fp32; the largest number of the row over 448, or the next power of 2.
     """
 
     values_TI: torch.Tensor
     scale_T: torch.Tensor
 
 
-def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None) -> Fp8Rows:
-    """Return ``x * factor`` by rows, each scaled so that its largest number is that of e4m3; arithmetic in fp32, one rounding to e4m3."""
-    wide_TI = x_TI.float() if factor_I is None else x_TI.float() * factor_I
-    scale_T, inverse_T = _scales(wide_TI.abs().amax(1))
+def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_scales_to_power_of_2: bool) -> Fp8Rows:
+    """Return ``x * factor`` by rows, each scaled so that its largest number fits e4m3; arithmetic in fp32, one rounding to e4m3."""
+    wide_TI = x_TI.float() if factor_I is None else x_TI.float() * factor_I.float()
+    peak_T = wide_TI.abs().amax(1).clamp(min=LEAST_PEAK)
+    # Quotients rounded once, unlike those with a number.
+    largest_T = torch.full_like(peak_T, LARGEST)
+    scale_T, inverse_T = peak_T / largest_T, largest_T / peak_T
+    if round_scales_to_power_of_2:
+        scale_T = next_power_of_2(scale_T)
+        inverse_T = 1 / scale_T
     return Fp8Rows((wide_TI * inverse_T[:, None]).to(FP8), scale_T)
 
 
-def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool) -> None:
-    """Write each weight in e4m3, transposed where asked, and the scales of its rows.
+def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor]) -> None:
+    """Write the scales of the rows of each weight.
 
     The NF4 table ends at 1, so the largest scale among the blocks of a row bounds the row.
     """
+    for weight, scale_O in zip(weights, scales):
+        if len(scale_O) and weight.packed_C.numel():
+            peak_O = _block_scales(weight).abs().view(len(scale_O), -1).amax(1).clamp(min=LEAST_PEAK)
+            scale_O.copy_(next_power_of_2(peak_O / torch.full_like(peak_O, LARGEST)))
+
+
+def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool) -> None:
+    """Write each weight in e4m3, transposed where asked."""
     for weight, value, scale_O in zip(weights, values, scales):
         if value.numel() == 0:
             continue
         wide_OI = value.new_empty(value.shape[::-1] if is_transposed else value.shape, dtype=torch.float32)
         nf4_linear.dequantise_many([weight], [wide_OI])
-        scale_Q = weight.absmax_Q if weight.offset is None else nf4_linear._nested_scales(weight)
-        found_O, inverse_O = _scales(scale_Q.abs().view(len(scale_O), wide_OI.shape[1] // BLOCK_WEIGHTS).amax(1))
-        narrow_OI = (wide_OI * inverse_O[:, None]).to(FP8)
+        narrow_OI = (wide_OI * (1 / scale_O)[:, None]).to(FP8)
         value.copy_(narrow_OI.T if is_transposed else narrow_OI)
-        scale_O.copy_(found_O)
 
 
 def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype) -> torch.Tensor:
@@ -63,8 +73,11 @@ def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | Non
     return (y_TO if scale_O is None else y_TO * scale_O).to(dtype)
 
 
-def _scales(peak: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales of rows by their largest numbers, and what they are multiplied with; quotients rounded once, unlike those with a number."""
-    peak = peak.clamp(min=LEAST_PEAK)
-    largest = torch.full_like(peak, LARGEST)
-    return peak / largest, largest / peak
+def next_power_of_2(scale: torch.Tensor) -> torch.Tensor:
+    """Return the power of 2 that is at least a positive fp32 number: where its fraction is not 0, its exponent grows by 1."""
+    return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
+
+
+def _block_scales(weight: NF4Weight) -> torch.Tensor:
+    """Return the scale of each block, fp32."""
+    return weight.absmax_Q if weight.offset is None else nf4_linear._nested_scales(weight)

@@ -1,9 +1,8 @@
 """Rows and NF4 weights in e4m3 on a GPU, one launch each; products of them are torch's.
 
-Axes: T rows of I columns, a program per row; O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks
-of blocks of 64 columns; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales.
-Rows are read twice, the second time from the cache. A program of a weight reads the scales of its whole rows, about a tenth of what it converts, so
-that the scale of a row needs no launch of its own.
+Axes: T rows of I columns, a program per row, its columns in tiles that stay in registers between the look for the largest number and the cast;
+O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks of blocks of 64 columns; Q = O I / 64 blocks
+that share a scale, G groups of 256 blocks that share a scale of scales.
 """
 
 # A jit body has no types that Python could check.
@@ -21,17 +20,27 @@ import triton.language as tl
 from lightning_fastft.kernels.fp8_linear.reference import FP8, LARGEST, LEAST_PEAK, Fp8Rows
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
+from lightning_fastft.kernels.nf4_linear.triton import block_scale
+from lightning_fastft.kernels.sizes import ceil_div
 
-# 32 values a thread on 8 warps. Not yet measured.
-MAX_BLOCK_COLUMNS = 8192
+# Columns a tile: 8 a thread, so that each reads 16 bytes at once. Candidates: python -m benchmarks.row_kernels --only fp8 --tiles.
+TILE_COLUMNS = 2048
 NUM_WARPS = 8
 # q, k and v, with one to spare, as in the kernel that makes NF4 dense.
 MAX_WEIGHTS = 4
-# 64 rows x 2,048 columns a program: 64 bytes in a row wherever it writes, in both layouts. Not yet measured.
+# 64 rows x 2,048 columns a program: 64 bytes in a row wherever it writes, in both layouts.
 BLOCK_ROWS = 64
 CHUNK_BLOCKS = 32
 NUM_WEIGHT_WARPS = 4
+# Once per weight.
+SCALE_ROWS, SCALE_BLOCKS = 32, 64
+
+
+@triton.jit
+def _next_power_of_2(scale):
+    """Return the power of 2 that is at least a positive number: where its fraction is not 0, its exponent grows by 1."""
+    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -43,43 +52,73 @@ def _quantise_rows_kernel(
     x_stride,
     num_columns,
     HAS_FACTOR: tl.constexpr,
+    ROUND_SCALES: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST_PEAK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One program per row: its largest number, then the cast."""
     row = tl.program_id(0).to(tl.int64)
-    peaks = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, num_columns, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        value = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
-        if HAS_FACTOR:
-            value *= tl.load(factor_ptr + cols, mask=cols < num_columns, other=0.0)
+    tile_cols = tl.arange(0, TILE)
+    tiles = ()
+    for index in tl.static_range(NUM_TILES):
+        cols = index * TILE + tile_cols
+        # Read for the last time.
+        tile = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_columns, other=0.0, eviction_policy="evict_first")
+        # Triton has no unpacking.
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    peaks = tl.zeros((TILE,), dtype=tl.float32)
+    for index in tl.static_range(NUM_TILES):
+        value = _scaled(tiles[index], factor_ptr, index * TILE + tile_cols, num_columns, HAS_FACTOR)
         peaks = tl.maximum(peaks, tl.abs(value))
     peak = tl.maximum(tl.max(peaks, axis=0), LEAST_PEAK)
-    tl.store(scale_ptr + row, tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)))
-    inverse = tl.div_rn(tl.full(peak.shape, LARGEST, tl.float32), peak)
-
-    for start in range(0, num_columns, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        value = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
-        if HAS_FACTOR:
-            value *= tl.load(factor_ptr + cols, mask=cols < num_columns, other=0.0)
+    largest = tl.full(peak.shape, LARGEST, tl.float32)
+    scale = tl.div_rn(peak, largest)
+    inverse = tl.div_rn(largest, peak)
+    if ROUND_SCALES:
+        scale = _next_power_of_2(scale)
+        inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)
+    tl.store(scale_ptr + row, scale)
+    for index in tl.static_range(NUM_TILES):
+        cols = index * TILE + tile_cols
+        value = _scaled(tiles[index], factor_ptr, cols, num_columns, HAS_FACTOR)
         # NaN stays NaN, and infinity times the 0 that is then the inverse becomes it.
         tl.store(values_ptr + row * num_columns + cols, (value * inverse).to(values_ptr.dtype.element_ty), mask=cols < num_columns)
 
 
 @triton.jit
-def _block_scale(weight, block, inside, GROUP: tl.constexpr):
-    """Return the scales of blocks; 0 outside."""
-    absmax_ptr, nested_absmax_ptr, offset_ptr, nested_quant_map_ptr = weight[1], weight[2], weight[3], weight[5]
-    scale = tl.load(absmax_ptr + block, mask=inside, other=0)
-    # Scales of one byte are places in a table.
-    if absmax_ptr.dtype.element_ty == tl.uint8:
-        nested = tl.load(nested_absmax_ptr + block // GROUP, mask=inside, other=0.0)
-        scale = tl.load(nested_quant_map_ptr + scale.to(tl.int32)) * nested + tl.load(offset_ptr)
-        scale = tl.where(inside, scale, 0.0)
-    return scale
+def _scaled(tile, factor_ptr, cols, num_columns, HAS_FACTOR: tl.constexpr):
+    """Return a tile in fp32, times its factors."""
+    value = tile.to(tl.float32)
+    if HAS_FACTOR:
+        value *= tl.load(factor_ptr + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _row_scales_kernel(
+    weight,
+    scale_ptr,
+    num_rows,
+    NUM_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_PEAK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per tile of rows of a weight: the largest scale of the blocks of each row."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    peak = tl.zeros((ROWS,), dtype=tl.float32)
+    for start in range(0, NUM_BLOCKS, CHUNK):
+        places = start + tl.arange(0, CHUNK)
+        held = inside[:, None] & (places < NUM_BLOCKS)[None, :]
+        scale = block_scale(weight, rows[:, None] * NUM_BLOCKS + places[None, :], held, GROUP)
+        peak = tl.maximum(peak, tl.max(tl.where(held, tl.abs(scale), 0.0), axis=1))
+    peak = tl.maximum(peak, LEAST_PEAK)
+    tl.store(scale_ptr + rows, _next_power_of_2(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32))), mask=inside)
 
 
 @triton.jit
@@ -94,8 +133,6 @@ def _write_tile(
     NUM_BLOCKS: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LEAST_PEAK: tl.constexpr,
     BLOCK_O: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -103,27 +140,20 @@ def _write_tile(
     packed_ptr, quant_map_ptr = weight[0], weight[4]
     rows = tile.to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     inside = rows < num_rows
-    peak = tl.zeros((BLOCK_O,), dtype=tl.float32)
-    for start in range(0, NUM_BLOCKS, CHUNK):
-        places = start + tl.arange(0, CHUNK)
-        scale = _block_scale(weight, rows[:, None] * NUM_BLOCKS + places[None, :], inside[:, None] & (places < NUM_BLOCKS)[None, :], GROUP)
-        peak = tl.maximum(peak, tl.max(tl.abs(scale), axis=1))
-    peak = tl.maximum(peak, LEAST_PEAK)
-    inverse = tl.div_rn(tl.full(peak.shape, LARGEST, tl.float32), peak)
-    if chunk == 0:
-        tl.store(scale_ptr + rows, tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)), mask=inside)
-
+    # Exact: scales of rows are powers of 2.
+    scale = tl.load(scale_ptr + rows, mask=inside, other=1.0)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     for place in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, NUM_BLOCKS)):
         block = rows * NUM_BLOCKS + place
-        scale = _block_scale(weight, block, inside, GROUP)
+        scale = block_scale(weight, block, inside, GROUP) * inverse
         pair = tl.load(packed_ptr + (block * 32)[:, None] + tl.arange(0, 32)[None, :], mask=inside[:, None], other=0).to(tl.int32)
         # The earlier weight is in the high half.
         first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
         second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
-        value = tl.interleave(first, second) * inverse[:, None]
+        value = tl.interleave(first, second).to(values_ptr.dtype.element_ty)
         cols = place * 64 + tl.arange(0, 64).to(tl.int64)
         cell = cols[None, :] * values_stride + rows[:, None] if IS_TRANSPOSED else rows[:, None] * values_stride + cols[None, :]
-        tl.store(values_ptr + cell, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(values_ptr + cell, value, mask=inside[:, None])
 
 
 @triton.jit
@@ -137,8 +167,6 @@ def _quantise_nf4_kernel(
     COUNT: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LEAST_PEAK: tl.constexpr,
     BLOCK_O: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -149,12 +177,12 @@ def _quantise_nf4_kernel(
         if (tile >= 0) & (tile < num_tiles):
             _write_tile(
                 weights[index], values[index], scales[index], num_rows[index], values_strides[index], tile, tl.program_id(1),
-                NUM_BLOCKS, IS_TRANSPOSED, GROUP, LARGEST, LEAST_PEAK, BLOCK_O, CHUNK,
+                NUM_BLOCKS, IS_TRANSPOSED, GROUP, BLOCK_O, CHUNK,
             )  # fmt: skip
         tile -= num_tiles
 
 
-def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None) -> Fp8Rows:
+def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_scales_to_power_of_2: bool) -> Fp8Rows:
     """Return rows in e4m3; same contract as the reference."""
     num_rows, num_columns = x_TI.shape
     values_TI = torch.empty(num_rows, num_columns, dtype=FP8, device=x_TI.device)
@@ -168,16 +196,38 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None) -> Fp8Ro
             x_TI.stride(0),
             num_columns,
             HAS_FACTOR=factor_I is not None,
+            ROUND_SCALES=round_scales_to_power_of_2,
             LARGEST=LARGEST,
             LEAST_PEAK=LEAST_PEAK,
-            BLOCK=min(next_power_of_2(num_columns), MAX_BLOCK_COLUMNS),
+            NUM_TILES=ceil_div(num_columns, TILE_COLUMNS),
+            TILE=TILE_COLUMNS,
             num_warps=NUM_WARPS,
         )
     return Fp8Rows(values_TI, scale_T)
 
 
+def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor]) -> None:
+    """Write the scales of the rows of each weight; same contract as the reference."""
+    for weight, scale_O in zip(weights, scales):
+        num_blocks = len(weight.absmax_Q)
+        if num_blocks and len(scale_O):
+            _row_scales_kernel[(ceil_div(len(scale_O), SCALE_ROWS),)](
+                _parts(weight),
+                scale_O,
+                len(scale_O),
+                NUM_BLOCKS=num_blocks // len(scale_O),
+                GROUP=GROUP_BLOCKS,
+                LARGEST=LARGEST,
+                LEAST_PEAK=LEAST_PEAK,
+                ROWS=SCALE_ROWS,
+                CHUNK=SCALE_BLOCKS,
+                # A fused product and sum would round once where the reference rounds twice.
+                enable_fp_fusion=False,
+            )
+
+
 def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool) -> None:
-    """Write each weight and the scales of its rows; same contract as the reference."""
+    """Write each weight; same contract as the reference."""
     filled = [each for each in zip(weights, values, scales) if each[1].numel()]
     for start in range(0, len(filled), MAX_WEIGHTS):
         _launch(filled[start : start + MAX_WEIGHTS], is_transposed=is_transposed)
@@ -188,8 +238,7 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, i
     num_rows = tuple(len(scale_O) for _, _, scale_O in filled)
     num_blocks = filled[0][1].shape[0 if is_transposed else 1] // BLOCK_WEIGHTS
     _quantise_nf4_kernel[(sum(ceil_div(count, BLOCK_ROWS) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS))](
-        # Scales that are not nested stand in for the parts they do without.
-        tuple(tuple(weight.absmax_Q if part is None else part for part in weight) for weight, _, _ in filled),
+        tuple(_parts(weight) for weight, _, _ in filled),
         tuple(value for _, value, _ in filled),
         tuple(scale_O for _, _, scale_O in filled),
         num_rows,
@@ -198,14 +247,17 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, i
         COUNT=len(filled),
         IS_TRANSPOSED=is_transposed,
         GROUP=GROUP_BLOCKS,
-        LARGEST=LARGEST,
-        LEAST_PEAK=LEAST_PEAK,
         BLOCK_O=BLOCK_ROWS,
         CHUNK=CHUNK_BLOCKS,
         num_warps=NUM_WEIGHT_WARPS,
         # A fused product and sum would round once where the reference rounds twice.
         enable_fp_fusion=False,
     )
+
+
+def _parts(weight: NF4Weight) -> tuple[torch.Tensor, ...]:
+    """Return the parts of a weight; scales that are not nested stand in for those they do without."""
+    return tuple(weight.absmax_Q if part is None else part for part in weight)
 
 
 def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype) -> torch.Tensor:

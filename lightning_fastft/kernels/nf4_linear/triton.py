@@ -6,7 +6,7 @@ tile; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share 
 
 # A jit body has no types that Python could check.
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -31,21 +31,28 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _write_tile(
-    weight, out_ptr, num_words, row_stride, tile, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
-):
-    """Write one tile of words of one weight; a word is four bytes, eight weights of one block and one row."""
-    packed_ptr, absmax_ptr, nested_absmax_ptr, offset_ptr, quant_map_ptr, nested_quant_map_ptr = weight
-    word = tile * TILE + tl.arange(0, TILE)
-    inside = word < num_words
-    bytes_in = tl.arange(0, 4)[None, :]
-    pair = tl.load(packed_ptr + (word.to(tl.int64) * 4)[:, None] + bytes_in, mask=inside[:, None], other=0).to(tl.int32)
-    block = word // BLOCK_WORDS
+def block_scale(weight, block, inside, GROUP: tl.constexpr):
+    """Return the scales of blocks of a weight (the parts of an NF4Weight); fused products and sums have to be off."""
+    absmax_ptr, nested_absmax_ptr, offset_ptr, nested_quant_map_ptr = weight[1], weight[2], weight[3], weight[5]
     scale = tl.load(absmax_ptr + block, mask=inside, other=0)
     # Scales of one byte are places in a table.
     if absmax_ptr.dtype.element_ty == tl.uint8:
         nested = tl.load(nested_absmax_ptr + block // GROUP, mask=inside, other=0.0)
         scale = tl.load(nested_quant_map_ptr + scale.to(tl.int32)) * nested + tl.load(offset_ptr)
+    return scale
+
+
+@triton.jit
+def _write_tile(
+    weight, out_ptr, num_words, row_stride, tile, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
+    """Write one tile of words of one weight; a word is four bytes, eight weights of one block and one row."""
+    packed_ptr, quant_map_ptr = weight[0], weight[4]
+    word = tile * TILE + tl.arange(0, TILE)
+    inside = word < num_words
+    bytes_in = tl.arange(0, 4)[None, :]
+    pair = tl.load(packed_ptr + (word.to(tl.int64) * 4)[:, None] + bytes_in, mask=inside[:, None], other=0).to(tl.int32)
+    scale = block_scale(weight, word // BLOCK_WORDS, inside, GROUP)
     # The earlier weight is in the high half.
     first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
     second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
