@@ -8,7 +8,8 @@ r"""The ruler: one training step of every system on the same packs, weights and 
 An arm is one process: SYSTEM:MODE[@LABEL_SHARE][/OPTIMIZER][,...]. Before a case is timed, one step on the first pack must give the plain arm's
 gradients (benchmarks/ruler/judge.py). Then: warm-up (6 steps, the last one counts host waits), 30 timed steps (10 where one exceeds 3 s), median,
 p10, p90 of the time between the ends of steps by CUDA events, batch copy, clipping and optimizer included; peaks of the timed steps. Timed steps must
-prove that they train (benchmarks/ruler/proof.py). Plain runs first: it leaves the reference. benchmarks/compare.py runs all systems by one command.
+prove that they train (benchmarks/ruler/proof.py). Plain runs first: it leaves the reference. Workloads named "-full" train all weights instead of
+adapters. benchmarks/compare.py runs all systems by one command.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ LONG_STEP_MS = 3000.0
 NUM_LONG_STEPS = 10
 MAX_GRADIENT_NORM = 1.0
 REFERENCE_ONLY = "asked for its gradients only"
-LEARNING_RATE = 2e-4
+# Adapters, and all weights.
+LEARNING_RATE, FULL_LEARNING_RATE = 2e-4, 1e-5
 # What an arm may raise without taking the other cases of its process along; a killed process is the driver's concern.
 _CASE_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError, ArithmeticError)
 
@@ -95,7 +96,8 @@ class CaseRecorder:
         self._is_reference = is_reference
         self._clock = StepClock(is_cuda=is_cuda)
         self._waits: HostWaits | None = None
-        self._proof = TrainingProof(share=case.label_share)
+        dtype = base_dtype(is_cuda=is_cuda) if files.workload.is_full else None
+        self._proof = TrainingProof(share=case.label_share, learning_rate=learning_rate_of(files.workload), dtype=dtype)
         self._num_timed = case.num_steps
         self._is_stopped = False
         self.step = 0
@@ -176,7 +178,7 @@ class CaseRecorder:
 
     def _compare(self, model: torch.nn.Module) -> judging.Verdict:
         """Compare gradients, names and counts of what is trained with the plain arm's, and the batch with its pack."""
-        gradients = judging.read_gradients(model)
+        gradients = judging.view_gradients(model)
         path = self._files.reference(self.case.label_share)
         reference = None
         if self._is_reference:
@@ -232,6 +234,7 @@ class CaseRecorder:
             num_labelled=num_labelled,
             pinned_host_gib=pinned_host_gib(is_cuda=self._is_cuda),
             not_training=self._proof.problem(timed),
+            num_movable=self._proof.num_movable,
         )
 
 
@@ -325,13 +328,20 @@ def versions() -> dict[str, str]:
     return found
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], *, name: str, is_cuda: bool) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], *, name: str, is_cuda: bool, learning_rate: float = LEARNING_RATE
+) -> torch.optim.Optimizer:
     """Return the optimizer of a loop that we drive ourselves; plain AdamW on a CPU, where bitsandbytes has none."""
     if name == "adamw_8bit" and is_cuda:
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(list(parameters), lr=LEARNING_RATE)
-    return torch.optim.AdamW(list(parameters), lr=LEARNING_RATE, fused=is_cuda)
+        return AdamW8bit(list(parameters), lr=learning_rate)
+    return torch.optim.AdamW(list(parameters), lr=learning_rate, fused=is_cuda)
+
+
+def learning_rate_of(workload: Workload) -> float:
+    """Return the peak learning rate that every system trains a workload with."""
+    return FULL_LEARNING_RATE if workload.is_full else LEARNING_RATE
 
 
 def base_dtype(*, is_cuda: bool) -> torch.dtype:

@@ -10,6 +10,9 @@ are judged by limits of their own, cosine at least 0.98 and norm within 10 %, wh
 "fp8" in the mode: they are told apart from rows of bf16 and never compared as if they computed the same. That a wrong layer is still caught (a lost
 scale, a transposed weight or a product left out gives cosines far below) is what these limits are for; that training does not suffer is shown by the
 curves of benchmarks/training_curves.py (``--fp8``), not by them.
+
+Full fine-tuning has a gradient as large as the model. The reference keeps the dtype in which gradients were made, and both are compared where they
+lie, a few million elements at a time: the host holds the file only, and the device some hundred MB.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.ruler.tensors import TensorFiles, pieces, write_tensors
+
 MIN_COSINE = 0.999
 MAX_NORM_ERROR = 0.02
 FP8_MIN_COSINE = 0.98
@@ -29,6 +34,7 @@ FP8_MAX_NORM_ERROR = 0.1
 # PEFT wraps a stack of expert weights by the name of its module, and the second stack around the first.
 _WRAPPED_STACKS = {"experts.base_layer": "experts.gate_up_proj", "experts": "experts.down_proj"}
 _ADAPTER_NAME = re.compile(r"layers\.(\d+)\.([\w.]+?)\.lora_([AB])\b")
+_LAYER_NAME = re.compile(r"\blayers\.(\d+\..+)$")
 
 
 @dataclass(frozen=True)
@@ -146,22 +152,48 @@ def exchange_factors(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[to
     return turned_a, turned_b
 
 
+def weight_name(name: str) -> str:
+    """Return "<layer>.<rest>" for a weight of a layer and "<module>.<weight>" for any other, whatever wraps the model.
+
+    Example:
+        >>> weight_name("model.layers.3.self_attn.q_norm.weight"), weight_name("model.embed_tokens.weight")
+        ('3.self_attn.q_norm.weight', 'embed_tokens.weight')
+    """
+    match = _LAYER_NAME.search(name)
+    return match[1] if match else ".".join(name.split(".")[-2:])
+
+
+def trainable_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the trainable tensors of a model by canonical name, each once: adapters, or in full fine-tuning weights.
+
+    Raises:
+        ValueError: Weights are trained beside adapters, or two tensors share a name.
+    """
+    wrapped = {name: module.parameter_name for name, module in model.named_modules() if isinstance(getattr(module, "parameter_name", None), str)}
+    # A tied weight has two names and is one parameter: named_parameters shows it once, under the first of them.
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapter_keys = {name: canonical_name(name, parameter=wrapped.get(name.partition(".lora_")[0])) for name in trained}
+    has_adapters = any(adapter_keys.values())
+    found: dict[str, torch.nn.Parameter] = {}
+    for name, parameter in trained.items():
+        key = adapter_keys[name] if has_adapters else weight_name(name)
+        if key is None or key in found:
+            raise ValueError(f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}.")
+        found[key] = parameter
+    return found
+
+
 def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the trainable tensors of a model by canonical name.
 
     Raises:
         ValueError: Something other than adapters is trained, or two tensors share a name.
     """
-    adapters: dict[str, torch.nn.Parameter] = {}
-    wrapped = {name: module.parameter_name for name, module in model.named_modules() if isinstance(getattr(module, "parameter_name", None), str)}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        key = canonical_name(name, parameter=wrapped.get(name.partition(".lora_")[0]))
-        if key is None or key in adapters:
-            raise ValueError(f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}.")
-        adapters[key] = parameter
-    return adapters
+    found = trainable_tensors(model)
+    others = [key for key in found if not key.endswith((".A", ".B"))]
+    if others:
+        raise ValueError(f"{others[0]} is trained and is no adapter.")
+    return found
 
 
 @torch.no_grad()
@@ -172,34 +204,61 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
         ValueError: The model's adapters are not exactly those of the file.
     """
     adapters = trainable_adapters(model)
-    values = {canonical_name(name): tensor for name, tensor in tensors.items()}
-    if set(adapters) != set(values):
-        difference = sorted(set(adapters) ^ set(values))
-        raise ValueError(f"The model trains {len(adapters)} tensors, the adapter file has {len(values)}; they differ in {difference[:4]}.")
+    values = {canonical_name(name) or name: tensor for name, tensor in tensors.items()}
+    _check_names(adapters, values, file="adapter file")
     values = fit_layout(values, {name: parameter.shape for name, parameter in adapters.items()})
     for name, parameter in adapters.items():
-        if parameter.shape != values[name].shape:
-            raise ValueError(f"{name} has the shape {tuple(parameter.shape)} in the model and {tuple(values[name].shape)} in the adapter file.")
-        parameter.copy_(values[name])
+        _copy_value(parameter, values[name], name=name, file="adapter file")
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give every weight of a model the value of its file back, in place: an earlier case of this process has trained it.
+
+    Args:
+        model: All of its weights are trained.
+        tensors: By the names of the model's files; one is read at a time.
+
+    Raises:
+        ValueError: What the model trains is not exactly what its files hold.
+    """
+    weights = trainable_tensors(model)
+    names = {weight_name(name): name for name in tensors}
+    _check_names(weights, names, file="model's file")
+    for name, parameter in weights.items():
+        _copy_value(parameter, tensors[names[name]], name=name, file="model's file")
+
+
+def _check_names(trained: Mapping[str, Any], given: Mapping[str, Any], *, file: str) -> None:
+    if set(trained) != set(given):
+        difference = sorted(set(trained) ^ set(given))
+        raise ValueError(f"The model trains {len(trained)} tensors, the {file} has {len(given)}; they differ in {difference[:4]}.")
+
+
+def _copy_value(parameter: torch.nn.Parameter, value: torch.Tensor, *, name: str, file: str) -> None:
+    if parameter.shape != value.shape:
+        raise ValueError(f"{name} has the shape {tuple(parameter.shape)} in the model and {tuple(value.shape)} in the {file}.")
+    parameter.copy_(value)
+
+
+def view_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradient of everything that is trained by canonical name, where it lies; a missing gradient is left out."""
+    return {name: parameter.grad.detach() for name, parameter in trainable_tensors(model).items() if parameter.grad is not None}
 
 
 def read_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every adapter's gradient by canonical name, fp32 on the CPU; a missing gradient is left out."""
-    return {name: parameter.grad.detach().float().cpu() for name, parameter in trainable_adapters(model).items() if parameter.grad is not None}
+    """Return what view_gradients does, on the CPU: it outlives the step."""
+    return {name: gradient.cpu() for name, gradient in view_gradients(model).items()}
 
 
 def save_gradients(gradients: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write the reference gradients."""
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, path)
+    """Write the reference gradients, in the dtype they were made in."""
+    write_tensors(gradients, path)
 
 
-def load_gradients(path: Path) -> dict[str, torch.Tensor]:
-    """Read the reference gradients."""
-    from safetensors.torch import load_file
-
-    return load_file(path)
+def load_gradients(path: Path) -> Mapping[str, torch.Tensor]:
+    """Return the reference gradients; each is read when it is asked for."""
+    return TensorFiles([path])
 
 
 def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], *, device: str = "cpu", limits: Limits = Limits()) -> Verdict:
@@ -222,7 +281,7 @@ def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.T
     if misshapen:
         first = misshapen[0]
         return Verdict(False, f"{first} has the shape {tuple(gradients[first].shape)}, the plain arm's {tuple(reference[first].shape)}")
-    rows = [(name, *_compare(gradients[name].to(device), reference[name].to(device))) for name in reference]
+    rows = [(name, *_compare(gradients[name], reference[name], device=device)) for name in reference]
     by_cosine = sorted(rows, key=lambda row: _low_first(row[1]))
     by_norm = sorted(rows, key=lambda row: -_high(row[2]))
     failed = [row for row in rows if not (row[1] >= limits.min_cosine and row[2] <= limits.max_norm_error)]
@@ -254,17 +313,26 @@ def first_reference(model_gradients: Mapping[str, torch.Tensor]) -> Verdict:
 
 def _not_training(items: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
     for name, gradient in items:
-        norm = float(gradient.double().norm())
-        if not 0 < norm < float("inf"):
+        square = float(_products(gradient, gradient, device=gradient.device)[0])
+        if not 0 < square < float("inf"):
             yield name
 
 
-def _compare(gradient: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+def _compare(gradient: torch.Tensor, reference: torch.Tensor, *, device: str) -> tuple[float, float]:
     """Return cosine and relative difference of norms, NaN where one of them is zero or not finite."""
-    left, right = gradient.double().flatten(), reference.double().flatten()
-    left_norm, right_norm = left.norm(), right.norm()
-    cosine, error = (left @ right) / (left_norm * right_norm), (left_norm / right_norm - 1).abs()
+    product, left_square, right_square = _products(gradient, reference, device=device)
+    left_norm, right_norm = left_square.sqrt(), right_square.sqrt()
+    cosine, error = product / (left_norm * right_norm), (left_norm / right_norm - 1).abs()
     return float(cosine), float(error)
+
+
+def _products(left: torch.Tensor, right: torch.Tensor, *, device: str | torch.device) -> torch.Tensor:
+    """Return the products left @ right, left @ left and right @ right in float64; shape (3,)."""
+    found = torch.zeros(3, dtype=torch.float64, device=device)
+    for left_part, right_part in zip(pieces(left), pieces(right)):
+        a, b = left_part.to(device).double(), right_part.to(device).double()
+        found += torch.stack([a @ b, a @ a, b @ b])
+    return found
 
 
 def _low_first(cosine: float) -> float:

@@ -10,13 +10,15 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from benchmarks.ruler.tensors import TensorFiles
 
 LENGTHS_PATH = Path(__file__).parents[1] / "lengths" / "lognormal_mean512.json"
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -52,13 +54,14 @@ class Workload:
         name: As on the command line.
         model_type: Hugging Face's name of the family.
         model_config: Arguments of its configuration.
-        quantization: "nf4" for QLoRA, None for LoRA on bf16 weights.
+        quantization: "nf4" for QLoRA, None for bf16 weights.
         max_tokens: Tokens of a pack.
         length_divisor: Document lengths of the list are divided by this (1 except in CPU tests).
         num_packs: Packs in the token file; a run that needs more starts again.
         weights_of: Workload whose model and adapters this one trains, on packs of its own; None for its own.
         is_skewed: Whether half of the rows go to a tenth of the experts.
         document_lengths: Documents of every pack; None takes them from the stored list.
+        is_full: Whether all weights are trained, without adapters.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Workload:
     weights_of: str | None = None
     is_skewed: bool = False
     document_lengths: tuple[int, ...] | None = None
+    is_full: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -168,7 +172,9 @@ WORKLOADS = {
         *_with_longer("qwen3-8b-qlora", _QWEN3_8B, "nf4"),
         *_with_longer("qwen3-32b-qlora", _QWEN3_32B, "nf4"),
         Workload("qwen3-8b-lora", "qwen3", _QWEN3_8B, None),
+        Workload("qwen3-8b-full", "qwen3", _QWEN3_8B, None, weights_of="qwen3-8b-lora", is_full=True),
         Workload("qwen3-0.6b-lora", "qwen3", _QWEN3_06B, None),
+        Workload("qwen3-0.6b-full", "qwen3", _QWEN3_06B, None, weights_of="qwen3-0.6b-lora", is_full=True),
         Workload("llama-3.2-1b-lora", "llama", _LLAMA_1B, None),
         *_llama_8b(),
         *_with_routings("qwen3-30b-a3b-12l-lora", "qwen3_moe", _qwen3_moe(layers=12)),
@@ -205,6 +211,7 @@ WORKLOADS = {
         ),
         Workload("tiny", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
         Workload("tiny-long", "qwen3", _TINY, None, max_tokens=512, length_divisor=16, num_packs=6, lora_rank=4, lora_alpha=4, weights_of="tiny"),
+        Workload("tiny-full", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, weights_of="tiny", is_full=True),
         Workload("tiny-qlora", "qwen3", _TINY, "nf4", max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
     )
 }
@@ -352,6 +359,10 @@ class WorkloadFiles:
 
         return load_file(self.adapter / "adapter_model.safetensors")
 
+    def read_trained(self) -> Mapping[str, torch.Tensor]:
+        """Return what every case starts from by the names of its files: the adapter, or all weights, each read when it is asked for."""
+        return TensorFiles(sorted(self.model.glob("*.safetensors"))) if self.workload.is_full else self.read_adapter()
+
 
 def build(workload: Workload, *, root: Path, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Write the folder of a workload, once, and return what took how many seconds.
@@ -375,14 +386,19 @@ def build(workload: Workload, *, root: Path, device: str, dtype: torch.dtype) ->
     shapes = _write_model(files, device=device, dtype=dtype)
     model_seconds = time.perf_counter() - start
     _write_tokenizer(files)
-    _write_adapter(files, shapes)
+    if not workload.is_full:
+        _write_adapter(files, shapes)
     _write_tokens(files)
     files.done.write_text(json.dumps(_fingerprint(workload)))
     return {"seconds": time.perf_counter() - start, "model_seconds": model_seconds}
 
 
 def _fingerprint(workload: Workload) -> dict[str, Any]:
-    return json.loads(json.dumps({**vars(workload), "shares": [ADAPTER_SHARE, BRANCH_SHARE, GATE_STD, *EXPERT_CODES, ROUTER_GAIN]}))
+    fields = vars(workload)
+    if not workload.is_full:
+        # What was built before there was full fine-tuning stays what it is.
+        fields = {name: value for name, value in fields.items() if name != "is_full"}
+    return json.loads(json.dumps({**fields, "shares": [ADAPTER_SHARE, BRANCH_SHARE, GATE_STD, *EXPERT_CODES, ROUTER_GAIN]}))
 
 
 def _write_model(files: WorkloadFiles, *, device: str, dtype: torch.dtype) -> dict[str, tuple[int, int, float]]:
@@ -577,7 +593,9 @@ def _write_adapter(files: WorkloadFiles, shapes: dict[str, tuple[int, int, float
 
 
 def lora_config(workload: Workload) -> Any:
-    """Return the LoraConfig that every system is given."""
+    """Return the LoraConfig that every system is given; None where all weights are trained."""
+    if workload.is_full:
+        return None
     from peft import LoraConfig
 
     return LoraConfig(

@@ -3,7 +3,8 @@
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in GiB; ":32" behind it is the
 host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+fp8" (the same with
 frozen base products in fp8, judged by limits of its own: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward
-blocks in 8 tiles) and "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Gradients of recorded layers are
+blocks in 8 tiles) and "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Where a workload trains all weights,
+FineTuner is given no lora, and AdamW keeps its averages in bf16 unless it is the 8-bit one. Gradients of recorded layers are
 compared with those of layers that run as ever. Under "auto" the judge's step is one that is measured, so gradients are
 compared again when the plan stands: with those of recompute on the same weights.
 """
@@ -12,15 +13,16 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from benchmarks.ruler.cases import LEARNING_RATE, MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, run_case
+from benchmarks.ruler.cases import MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, learning_rate_of, run_case
 from benchmarks.ruler.copies import CopyProfile
-from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.judge import load_adapter, load_weights
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.plans import (
     CHECKED_STEP,
@@ -58,7 +60,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
 
 
 def _run_group(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
-    packs, adapter = files.read_packs(), files.read_adapter()
+    packs, start = files.read_packs(), files.read_trained()
     # A tuner and what trained it refer to each other: without this the next model would stand beside the last one.
     gc.collect()
     # The only reference to the model between cases, so that a model that is not wanted any more leaves the device.
@@ -67,7 +69,7 @@ def _run_group(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, is_cuda
     def body(recorder: CaseRecorder) -> None:
         if not held:
             held["tuner"] = make_tuner(files, optimizer=recorder.case.optimizer, is_cuda=is_cuda)
-        _train(held["tuner"], recorder, adapter=adapter, is_cuda=is_cuda)
+        _train(held["tuner"], recorder, start=start, is_cuda=is_cuda)
         held["tuner"].zero_grad(set_to_none=True)
 
     for case in cases:
@@ -85,7 +87,7 @@ def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTu
         lora=lora_config(files.workload),
         dtype="bfloat16" if is_cuda else "float32",
         optimizer=optimizer_factory(optimizer, is_cuda=is_cuda),
-        learning_rate=LEARNING_RATE,
+        learning_rate=learning_rate_of(files.workload),
     )
     # Lightning moves the module to the host when a fit ends; the next case wants it where it is.
     tuner.cpu = lambda: tuner  # type: ignore[method-assign]
@@ -106,10 +108,10 @@ def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
     return functools.partial(AdamW8bit)
 
 
-def _train(tuner: FineTuner, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], is_cuda: bool) -> None:
+def _train(tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torch.Tensor], is_cuda: bool) -> None:
     case = recorder.case
     mode = parse_mode(case.mode)
-    measure = MeasuringCallback(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
+    measure = MeasuringCallback(recorder, adapter=start, mode=mode, is_cuda=is_cuda)
     strategy = FastFTStrategy(activations=mode.checkpointing)
     trainer = make_trainer(strategy, measure, max_steps=recorder.num_total + measure.num_extra_steps, is_cuda=is_cuda)
     fused = mode.callbacks(is_cuda=is_cuda)
@@ -154,20 +156,20 @@ def collate_pack(pack: Pack, *, share: float = 1.0) -> PackedBatch:
 
 
 class MeasuringCallback(Callback):
-    """Load the ruler's adapters, tell the recorder what happens, stop the Trainer when it says so.
+    """Load the ruler's adapters or weights, tell the recorder what happens, stop the Trainer when it says so.
 
     After the last timed step, one more is profiled where tensors go to the host.
 
     Args:
         recorder: Of the case.
-        adapter: The ruler's adapter values.
+        adapter: The ruler's adapter values; all weights where there are no adapters.
         mode: Of the case.
         is_cuda: Whether steps run on a GPU.
     """
 
     num_extra_steps = 1
 
-    def __init__(self, recorder: CaseRecorder, *, adapter: dict[str, torch.Tensor], mode: Mode, is_cuda: bool) -> None:
+    def __init__(self, recorder: CaseRecorder, *, adapter: Mapping[str, torch.Tensor], mode: Mode, is_cuda: bool) -> None:
         self.ledger = SwapLedger()
         self.status_table = ""
         self._recorder = recorder
@@ -188,10 +190,10 @@ class MeasuringCallback(Callback):
             record["pinned_host_gib"] += registered / 2**30
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """Put the adapters and the asked layers in place, after everything else is."""
+        """Put the adapters or weights and the asked layers in place, after everything else is."""
         if self._mode.wants_liger:
             self._recorder.record["liger_layers"] = install_liger_layers(pl_module.model, self.ledger)
-        load_adapter(pl_module.model, self._adapter)
+        (load_adapter if pl_module.has_adapters else load_weights)(pl_module.model, self._adapter)
         if pl_module.adapter_shadows is not None:
             pl_module.adapter_shadows.refresh()
         self.status_table = render_status_table(trainer.strategy.statuses())

@@ -10,8 +10,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.ruler.cases import MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, base_dtype, make_optimizer, quantization_config, run_case
-from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.cases import (
+    LEARNING_RATE,
+    MAX_GRADIENT_NORM,
+    Case,
+    CaseLog,
+    CaseRecorder,
+    base_dtype,
+    learning_rate_of,
+    make_optimizer,
+    quantization_config,
+    run_case,
+)
+from benchmarks.ruler.judge import load_adapter, load_weights
 from benchmarks.ruler.workloads import WorkloadFiles, lora_config
 
 MODES = ("recompute", "keep", "recompute+liger", "keep+liger")
@@ -29,7 +40,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
     is_cuda = device == "cuda"
     packs = files.read_packs()
     model = load_model(files, device=device)
-    adapter = files.read_adapter()
+    start = files.read_trained()
     has_liger = False
     seen_shares: set[float] = set()
     for case in sorted(cases, key=lambda case: "liger" in case.mode):
@@ -42,16 +53,16 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         def body(recorder: CaseRecorder, *, apply: bool = wants_liger and apply_liger) -> None:
             if apply:
                 _apply_liger(model)
-            load_adapter(model, adapter)
+            (load_weights if files.workload.is_full else load_adapter)(model, start)
             set_checkpointing(model, enabled=recorder.case.mode.startswith("recompute"))
-            train(model, recorder, device=device)
+            train(model, recorder, device=device, learning_rate=learning_rate_of(files.workload))
 
         run_case(recorder, body, log=log)
         model.zero_grad(set_to_none=True)
 
 
 def load_model(files: WorkloadFiles, *, device: str) -> Any:
-    """Load the model with PEFT's adapters the way its documentation does."""
+    """Load the model the way its documentation does, with PEFT's adapters unless all weights are trained."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -65,12 +76,13 @@ def load_model(files: WorkloadFiles, *, device: str) -> Any:
         **({"quantization_config": quantization} if quantization else {}),
     )
     model.config.use_cache = False
-    return get_peft_model(model, lora_config(files.workload)).train()
+    lora = lora_config(files.workload)
+    return (model if lora is None else get_peft_model(model, lora)).train()
 
 
 def set_checkpointing(model: Any, *, enabled: bool) -> None:
     """Switch transformers' own activation checkpointing on or off."""
-    base = model.get_base_model()
+    base = _base_of(model)
     if enabled:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         base.enable_input_require_grads()
@@ -82,11 +94,16 @@ def set_checkpointing(model: Any, *, enabled: bool) -> None:
 def _apply_liger(model: Any) -> None:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    base = model.get_base_model()
+    base = _base_of(model)
     MODEL_TYPE_TO_APPLY_LIGER_FN[base.config.model_type](model=base)
 
 
-def train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
+def _base_of(model: Any) -> Any:
+    """Return the model under PEFT's wrapper, or the model itself where there is none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def train(model: Any, recorder: CaseRecorder, *, device: str, learning_rate: float = LEARNING_RATE) -> None:
     """Train on the recorder's packs, collated as transformers documents it for flash attention."""
     from transformers import DataCollatorWithFlattening
 
@@ -97,14 +114,14 @@ def train(model: Any, recorder: CaseRecorder, *, device: str) -> None:
         collator([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in recorder.pack_at(step).documents(share)])
         for step in range(recorder.num_total)
     ]
-    train_rows(model, rows, recorder, device=device)
+    train_rows(model, rows, recorder, device=device, learning_rate=learning_rate)
 
 
-def train_rows(model: Any, rows: list[Any], recorder: CaseRecorder, *, device: str) -> None:
+def train_rows(model: Any, rows: list[Any], recorder: CaseRecorder, *, device: str, learning_rate: float = LEARNING_RATE) -> None:
     """Train on collated batches in the loop that transformers documents: loss of the model, clipping, step."""
     is_cuda = device == "cuda"
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda)
+    optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda, learning_rate=learning_rate)
     for batch in torch.utils.data.DataLoader(rows, batch_size=None, pin_memory=is_cuda):  # type: ignore[arg-type]
         recorder.batch_arrived(batch)
         batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.ruler.cases import LEARNING_RATE, MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, run_case
-from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.cases import MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, learning_rate_of, run_case
+from benchmarks.ruler.judge import load_adapter, load_weights
 from benchmarks.ruler.workloads import Pack, WorkloadFiles
 
 OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_fused": "adamw_torch_fused"}
@@ -27,7 +27,7 @@ def training_arguments(case: Case, *, files: WorkloadFiles, is_cuda: bool) -> di
         "gradient_accumulation_steps": 1,
         "max_steps": case.num_warmup + case.num_steps,
         "warmup_steps": 2,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": learning_rate_of(files.workload),
         "max_grad_norm": MAX_GRADIENT_NORM,
         "optim": OPTIMIZERS[case.optimizer] if is_cuda else "adamw_torch",
         "train_sampling_strategy": "sequential",
@@ -53,13 +53,13 @@ def seed_documents(num_documents: int = 64) -> Any:
 def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
     """Train every case with one trainer; cases differ in their label share only."""
     packs = files.read_packs()
-    adapter = files.read_adapter()
+    start = files.read_trained()
     driver = _install_driver(trainer)
     for case in cases:
         recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
 
         def body(recorder: CaseRecorder) -> None:
-            load_adapter(trainer.model, adapter)
+            (load_weights if files.workload.is_full else load_adapter)(trainer.model, start)
             driver.recorder = recorder
             rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
             trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)
@@ -73,6 +73,21 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
 
         run_case(recorder, body, log=log)
         trainer.model.zero_grad(set_to_none=True)
+
+
+def describe_model(model: torch.nn.Module) -> str:
+    """Return what a model trains, what it leaves frozen, and which of its modules recompute, in one line.
+
+    Example:
+        >>> describe_model(torch.nn.Linear(2, 3))
+        'trains 9 values in 2 tensors of torch.float32; frozen: 0 tensors []; checkpointing in 0 modules'
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in trained}))
+    num_recomputed = sum(bool(getattr(module, "gradient_checkpointing", False)) for module in model.modules())
+    text = f"trains {sum(parameter.numel() for parameter in trained)} values in {len(trained)} tensors of {dtypes}"
+    return f"{text}; frozen: {len(frozen)} tensors {frozen[:3]}; checkpointing in {num_recomputed} modules"
 
 
 def _data_set(packs: list[Pack], *, share: float) -> Any:
@@ -115,6 +130,9 @@ def _install_driver(trainer: Any) -> Any:
         assert recorder is not None
         if recorder.step == 0:
             recorder.record["batch"] = check_batch(inputs, driver.expected)
+            # Only now has the trainer switched its checkpointing on or off.
+            recorder.record["trained"] = describe_model(model)
+            print(f"{recorder.case.title}: {recorder.record['trained']}", flush=True)
         recorder.batch_arrived(inputs)
         loss = own_step(model, inputs, *arguments, **keywords)
         recorder.backward_done(model, loss=loss.detach())

@@ -1,7 +1,7 @@
 """The Unsloth arm, through its public functions only: FastLanguageModel and the SFTTrainer it prepares.
 
 Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its default with layers left out by
-its planner).
+its planner). Full fine-tuning is asked for as its documentation says, full_finetuning=True without get_peft_model, and knows the first two.
 """
 
 from __future__ import annotations
@@ -28,29 +28,38 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
     """Run cases of one mode on one trainer."""
     from trl import SFTConfig, SFTTrainer
 
-    workload, is_cuda = files.workload, device == "cuda"
+    workload, is_cuda, mode = files.workload, device == "cuda", MODES[cases[0].mode]
+    if workload.is_full and "checkpoint_skip_layers" in mode:
+        raise ValueError(f"{cases[0].mode!r} leaves layers out by an option of get_peft_model, which is not called where all weights are trained.")
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(files.model),
         max_seq_length=workload.max_tokens,
         load_in_4bit=workload.quantization is not None,
         dtype=base_dtype(is_cuda=is_cuda),
         local_files_only=True,
+        **({"full_finetuning": True, **mode} if workload.is_full else {}),
     )
-    model = FastLanguageModel.get_peft_model(
-        model,
-        r=workload.lora_rank,
-        lora_alpha=workload.lora_alpha,
-        lora_dropout=0,
-        bias="none",
-        target_modules=list(TARGET_MODULES),
-        random_state=3407,
-        max_seq_length=workload.max_tokens,
-        **MODES[cases[0].mode],
-    )
+    arguments = sft.training_arguments(cases[0], files=files, is_cuda=is_cuda)
+    if workload.is_full:
+        if not mode["use_gradient_checkpointing"]:
+            # TRL's own default, which would switch it on again when training begins.
+            arguments["gradient_checkpointing"] = False
+    else:
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=workload.lora_rank,
+            lora_alpha=workload.lora_alpha,
+            lora_dropout=0,
+            bias="none",
+            target_modules=list(TARGET_MODULES),
+            random_state=3407,
+            max_seq_length=workload.max_tokens,
+            **mode,
+        )
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
         train_dataset=sft.seed_documents(),
-        args=SFTConfig(**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), dataset_text_field="text", dataset_num_proc=1),
+        args=SFTConfig(**arguments, dataset_text_field="text", dataset_num_proc=1),
     )
     sft.run_cases(cases, trainer=trainer, files=files, log=log, is_cuda=is_cuda)
