@@ -53,7 +53,7 @@ CONSTANTS = {
     "qk_rope": ("MAX_TILE", "NUM_WARPS"),
     "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
     "nf4_linear": ("TILE_WORDS", "NUM_WARPS"),
-    "fp8_linear": ("TILE_COLUMNS", "NUM_WARPS", "BLOCK_ROWS", "CHUNK_BLOCKS", "NUM_WEIGHT_WARPS"),
+    "fp8_linear": ("TILE_COLUMNS", "NUM_WARPS", "MAX_TILES", "BLOCK_ROWS", "TRANSPOSED_BLOCK_ROWS", "CHUNK_BLOCKS", "NUM_WEIGHT_WARPS"),
     "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS"),
 }
 CANDIDATES = {
@@ -64,18 +64,12 @@ CANDIDATES = {
     "block_diagonal": ("512,4", "1024,4", "4096,4", "8192,4", "8192,8"),
     "nf4_linear": ("256,4", "1024,4", "512,8", "1024,8"),
     "fp8_linear": (
-        "1024,4,64,8,4",
-        "2048,4,64,4,4",
-        "4096,4,64,2,4",
-        "4096,8,64,1,4",
-        "4096,16,128,8,8",
-        "8192,8,128,4,8",
-        "8192,16,128,2,8",
-        "8192,32,128,1,8",
-        "16384,16,128,4,4",
-        "16384,32,32,8,4",
-        "1024,2,256,2,8",
-        "2048,8,256,4,16",
+        "2048,8,32,64,64,32,4",
+        "4096,8,4,64,128,8,4",
+        "1024,4,16,32,256,4,4",
+        "2048,8,8,64,128,4,8",
+        "2048,8,8,128,128,2,4",
+        "2048,8,4,32,128,8,4",
     ),
     "adamw_step": ("2048,4,1024", "2048,8,1024", "4096,4,1024", "8192,8,1024", "4096,8,512", "4096,8,2048"),
 }

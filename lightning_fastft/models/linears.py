@@ -22,6 +22,9 @@ from lightning_fastft.models.values import is_linear_point
 TENSORS_PER_LAYER = 4
 # Rows of a product's operands begin at multiples of as many elements.
 _ALIGNED_COLUMNS = 8
+# Dense weights are copied next to their adapters from so many rows per input column on. What is saved, writing and reading the output once more in
+# the forward and reading its gradient once more in the backward, is 6 bytes per row and output; the copies, one each way, are 8 per input and output.
+_COPIED_FROM_ROWS_PER_INPUT = 2
 
 
 class LinearPart(NamedTuple):
@@ -62,7 +65,7 @@ class LinearPart(NamedTuple):
 
 
 class DenseWeights:
-    """One buffer per device and dtype in which packed weights are dense while a product reads them."""
+    """One buffer per device and dtype in which packed weights are dense, or dense ones stand beside their adapters, while a product reads them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -75,7 +78,7 @@ class DenseWeights:
         """Return the buffers as they are now; one that turns out too small is exchanged for a larger one."""
         return list(self._buffers.values())
 
-    def dequantise(self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype, num_extra: int = 0) -> torch.Tensor:
+    def gather(self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype, num_extra: int = 0) -> torch.Tensor:
         """Return the weights of these layers below each other, shape (O, I + num_extra), valid until the next call; what is extra is not written."""
         device = parts[0].weight.device
         num_outputs, num_columns = sum(part.num_outputs for part in parts), num_inputs + num_extra
@@ -86,9 +89,14 @@ class DenseWeights:
                 buffer = torch.empty(num_outputs * num_columns, dtype=dtype, device=device)
             self._buffers[device, dtype] = buffer
         dense = buffer[: num_outputs * num_columns].view(num_outputs, num_columns)
-        weights = [read_params4bit(part.weight) for part in parts]
         outs = dense[:, :num_inputs].split([part.num_outputs for part in parts])
-        dequantise_many([weight for weight in weights if weight is not None], outs=outs)
+        if parts[0].is_packed:
+            weights = [read_params4bit(part.weight) for part in parts]
+            dequantise_many([weight for weight in weights if weight is not None], outs=outs)
+        else:
+            with torch.no_grad():
+                for out, part in zip(outs, parts):
+                    _copy_rows(out, part.weight)
         return dense
 
     def with_adapters(self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
@@ -97,7 +105,7 @@ class DenseWeights:
         One product with it adds the adapters to the base, and one gives the gradient of rows and narrow rows.
         """
         num_ranks = sum(part.rank for part in parts)
-        dense = self.dequantise(parts, num_inputs=num_inputs, dtype=dtype, num_extra=_aligned(num_ranks))
+        dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=_aligned(num_ranks))
         blocks = [dense.new_empty(part.num_outputs, 0) if part.narrow_b_OR is None else part.narrow_b_OR for part in parts]
         write_block_diagonal(dense[:, num_inputs:], blocks)
         return dense
@@ -194,7 +202,7 @@ def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = Fa
 def rows_for(joint: Joint, like_TI: torch.Tensor) -> torch.Tensor:
     """Return memory for rows, shape (T, I), that product reads where it lies: with room for the narrow rows behind each, where it wants that."""
     num_rows, num_inputs = like_TI.shape
-    num_extra = _aligned(sum(part.rank for part in joint.parts)) if _has_augmented(joint) else 0
+    num_extra = _aligned(sum(part.rank for part in joint.parts)) if _has_augmented(joint, num_rows) else 0
     return like_TI.new_empty(num_rows, num_inputs + num_extra)[:, :num_inputs]
 
 
@@ -207,11 +215,12 @@ def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None 
         addend_TO: Added within the product of a single layer; None for nothing.
 
     Cost:
-        2 T I O FLOP and those of the adapters; one product per dense layer, one for packed ones together and where joint.base computes, which costs
-        a pass over the output to add addend_TO; no host synchronisation.
+        2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones where there are many rows, which are copied
+        next to their adapters, and where joint.base computes, which costs a pass over the output to add addend_TO; else one per layer; no host
+        synchronisation.
     """
     parts = joint.parts
-    if addend_TO is None and _has_augmented(joint):
+    if addend_TO is None and _has_augmented(joint, x_TI.shape[0]):
         return _augmented_product(joint, x_TI)
     y_TO = _base_product(joint, x_TI, addend_TO=addend_TO)
     _add_bias(y_TO, parts)
@@ -243,9 +252,9 @@ def rows_gradients(joint: Joint, d_TO: torch.Tensor, *, needs_x: bool) -> tuple[
     """Return the gradient of the rows, None where not needed, and low_rows_gradient's; rows of the first may be any distance apart.
 
     Cost:
-        As input_gradient and low_rows_gradient; for packed layers with adapters one product gives both.
+        As input_gradient and low_rows_gradient; where adapters ride in the base's product, one product gives both.
     """
-    if not needs_x or not _has_augmented(joint):
+    if not needs_x or not _has_augmented(joint, d_TO.shape[0]):
         d_low_TR = low_rows_gradient(joint, d_TO)
         return input_gradient(joint, d_TO, d_low_TR) if needs_x else None, d_low_TR
     num_inputs, a_RI = joint.num_inputs, _joint_a(joint.parts)
@@ -346,14 +355,30 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
     return "" if is_dtype and is_wide else f"{name} computes in {compute_dtype or weight.quant_state.dtype} on {base.in_features} columns"  # type: ignore[union-attr]
 
 
-def _has_augmented(joint: Joint) -> bool:
-    """Whether adapters ride in the base's product: where its weight is made dense anyway, and several layers share the rows.
+def _has_augmented(joint: Joint, num_rows: int) -> bool:
+    """Whether adapters ride in the base's product: where several layers share the rows, and their weights are made dense anyway or rows are many.
 
     A second product for B alone would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200. A single layer with a
     residual or a long sum gains nothing. Weights that compute in a format of their own leave adapters in theirs.
     """
-    num_ranks = sum(part.rank for part in joint.parts)
-    return joint.base is None and len(joint.parts) > 1 and joint.parts[0].is_packed and 0 < num_ranks <= MAX_COLUMNS - _ALIGNED_COLUMNS
+    parts = joint.parts
+    if joint.base is not None or len(parts) == 1 or not 0 < sum(part.rank for part in parts) <= MAX_COLUMNS - _ALIGNED_COLUMNS:
+        return False
+    if parts[0].is_packed:
+        return True
+    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * joint.num_inputs and not any(part.weight.requires_grad for part in parts)
+
+
+def _copy_rows(out_OI: torch.Tensor, rows_OI: torch.Tensor) -> None:
+    """Copy rows, as words of 8 bytes where both lie so: between different strides a copy moves element by element."""
+    per_word = 8 // rows_OI.itemsize
+    fits = all(
+        rows.stride(1) == 1 and all(size % per_word == 0 for size in (rows.shape[1], rows.stride(0), rows.storage_offset()))
+        for rows in (out_OI, rows_OI)
+    )
+    if fits:
+        out_OI, rows_OI = out_OI.view(torch.int64), rows_OI.view(torch.int64)
+    out_OI.copy_(rows_OI)
 
 
 def _base_product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
@@ -406,7 +431,7 @@ def _dense_pieces(joint: Joint, x: torch.Tensor) -> list[tuple[slice, torch.Tens
     """Return weights as they lie: their columns of the output, and the weight as (O, I)."""
     parts = joint.parts
     if parts[0].is_packed:
-        return [(slice(None), joint.dense.dequantise(parts, num_inputs=joint.num_inputs, dtype=x.dtype))]
+        return [(slice(None), joint.dense.gather(parts, num_inputs=joint.num_inputs, dtype=x.dtype))]
     return [(columns, part.weight) for columns, part in zip(_columns(parts), parts)]
 
 

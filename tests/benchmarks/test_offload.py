@@ -91,7 +91,7 @@ def test_events_of_a_trace_become_kernels_and_large_copies():
 def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
     host = torch.empty(64 * MIB, dtype=torch.uint8).pin_memory()
     device = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
-    square = torch.randn(4096, 4096, device="cuda")
+    square = torch.randn(1024, 1024, device="cuda")
     side, event = torch.cuda.Stream(), torch.cuda.Event()
     square @ square
     profile = copies.StepProfile(is_cuda=True)

@@ -50,7 +50,7 @@ def assert_twin(x_TI, factor_I, *, rounds):
 # One column, a prime, around a tile, more than one tile.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("factor_dtype", "rounds"), [(None, False), (None, True), (torch.float32, False), (torch.bfloat16, True)])
-@pytest.mark.parametrize("num_columns", [1, 128, triton.TILE_COLUMNS, 2 * triton.TILE_COLUMNS + 5])
+@pytest.mark.parametrize("num_columns", [1, 128, triton.TILE_COLUMNS, 2 * triton.TILE_COLUMNS + 5, triton.MAX_TILES * triton.TILE_COLUMNS + 16])
 def test_rows(num_columns, factor_dtype, rounds, dtype):
     x_TI, factor_I = make_rows(5, num_columns, dtype, device=DEVICE)
     factor_I = None if factor_dtype is None else factor_I.to(factor_dtype)
@@ -78,7 +78,7 @@ def test_a_row_that_is_not_finite_stays_alone_and_is_seen(bad, rounds):
 # Rows around a tile of rows; one block a row, around a chunk of blocks, and more than one.
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("is_nested", [True, False])
-@pytest.mark.parametrize("size", [(1, 1), (63, 2), (64, 1), (65, 3), (2, 33)])
+@pytest.mark.parametrize("size", [(1, 1), (63, 2), (64, 1), (129, 3), (2, 33)])
 def test_nf4(size, is_nested, is_transposed):
     check_nf4(run_nf4, make_cases([(size[0], 64 * size[1])], is_nested=is_nested, device=DEVICE), is_transposed=is_transposed)
 
@@ -86,7 +86,7 @@ def test_nf4(size, is_nested, is_transposed):
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("count", [3, triton.MAX_WEIGHTS + 2])
 def test_number_of_weights(count, is_transposed):
-    sizes = [(70, 128), (3, 128), (1, 128), (64, 128), (66, 128)]
+    sizes = [(130, 128), (3, 128), (1, 128), (64, 128), (66, 128)]
     check_nf4(run_nf4, make_cases([sizes[place % 5] for place in range(count)], is_nested=True, device=DEVICE), is_transposed=is_transposed)
 
 
@@ -155,7 +155,7 @@ MARGIN = 2**24
 
 
 def check_every_weight(module):
-    sizes = [(70, 35 * 64), (5, 35 * 64), (64, 35 * 64), (1, 35 * 64), (2, 35 * 64)]
+    sizes = [(130, 35 * 64), (5, 35 * 64), (64, 35 * 64), (1, 35 * 64), (2, 35 * 64)]
     for is_transposed in (False, True):
         run, cases = functools.partial(write_nf4, module=module), make_cases(sizes, is_nested=True, device=DEVICE)
         check_nf4(run, cases, is_transposed=is_transposed, num_extra=64, margin=MARGIN)

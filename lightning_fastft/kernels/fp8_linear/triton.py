@@ -23,17 +23,20 @@ from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.nf4_linear.triton import block_scale
 from lightning_fastft.kernels.sizes import ceil_div
 
-# Columns a tile: 8 a thread, so that each reads 16 bytes at once. Candidates: python -m benchmarks.row_kernels --only fp8 --tiles.
+# Measured: python -m benchmarks.row_kernels --only fp8 --tiles. A tile is 8 columns a thread, so that each reads 16 bytes at once. Of 34,816 columns
+# a thread would hold 136 and take 349 us; rows of more tiles than MAX_TILES get tiles and warps twice as large, and take 241 us.
 TILE_COLUMNS = 2048
 NUM_WARPS = 8
+MAX_TILES = 8
 # q, k and v, with one to spare, as in the kernel that makes NF4 dense.
 MAX_WEIGHTS = 4
-# 64 rows x 2,048 columns a program: 64 bytes in a row wherever it writes, in both layouts.
+# Of a program, which writes 64 bytes in a row, or 128 where weights are transposed: 178 million weights take 114 and 129 us.
 BLOCK_ROWS = 64
-CHUNK_BLOCKS = 32
+TRANSPOSED_BLOCK_ROWS = 128
+CHUNK_BLOCKS = 4
 NUM_WEIGHT_WARPS = 4
 # Once per weight.
-SCALE_ROWS, SCALE_BLOCKS = 32, 64
+SCALE_ROWS, SCALE_BLOCKS = 64, 32
 
 
 @triton.jit
@@ -187,6 +190,7 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
     num_rows, num_columns = x_TI.shape
     values_TI = torch.empty(num_rows, num_columns, dtype=FP8, device=x_TI.device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=x_TI.device)
+    growth = 1 if num_columns <= MAX_TILES * TILE_COLUMNS else 2
     if num_rows:
         _quantise_rows_kernel[(num_rows,)](
             x_TI,
@@ -199,9 +203,9 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
             ROUND_SCALES=round_scales_to_power_of_2,
             LARGEST=LARGEST,
             LEAST_PEAK=LEAST_PEAK,
-            NUM_TILES=ceil_div(num_columns, TILE_COLUMNS),
-            TILE=TILE_COLUMNS,
-            num_warps=NUM_WARPS,
+            NUM_TILES=ceil_div(num_columns, growth * TILE_COLUMNS),
+            TILE=growth * TILE_COLUMNS,
+            num_warps=growth * NUM_WARPS,
         )
     return Fp8Rows(values_TI, scale_T)
 
@@ -236,8 +240,9 @@ def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], s
 def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, is_transposed: bool) -> None:
     """Write up to MAX_WEIGHTS weights of as many columns, none of them empty."""
     num_rows = tuple(len(scale_O) for _, _, scale_O in filled)
+    block_rows = TRANSPOSED_BLOCK_ROWS if is_transposed else BLOCK_ROWS
     num_blocks = filled[0][1].shape[0 if is_transposed else 1] // BLOCK_WEIGHTS
-    _quantise_nf4_kernel[(sum(ceil_div(count, BLOCK_ROWS) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS))](
+    _quantise_nf4_kernel[(sum(ceil_div(count, block_rows) for count in num_rows), ceil_div(num_blocks, CHUNK_BLOCKS))](
         tuple(_parts(weight) for weight, _, _ in filled),
         tuple(value for _, value, _ in filled),
         tuple(scale_O for _, _, scale_O in filled),
@@ -247,7 +252,7 @@ def _launch(filled: Sequence[tuple[NF4Weight, torch.Tensor, torch.Tensor]], *, i
         COUNT=len(filled),
         IS_TRANSPOSED=is_transposed,
         GROUP=GROUP_BLOCKS,
-        BLOCK_O=BLOCK_ROWS,
+        BLOCK_O=block_rows,
         CHUNK=CHUNK_BLOCKS,
         num_warps=NUM_WEIGHT_WARPS,
         # A fused product and sum would round once where the reference rounds twice.
