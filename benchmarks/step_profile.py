@@ -5,7 +5,9 @@ r"""Where the time of one of our training steps goes: kernels by name, how often
 
 Steps run through FineTuner, FastFTStrategy and Trainer, with BincountRouter where the model has experts and FusedKernels in modes with +fused;
 warm-up first, then timed steps, then steps under PyTorch's profiler, whose kernels are summed by name. Busy is the sum of kernel times, copies
-apart. Times are those of one step, without a judge: a figure that is compared with another system comes from benchmarks.train_step or benchmarks.moe.
+apart. A timed step is split at the Trainer's hooks: forward with what comes before it, backward, clip, optimizer with what comes behind it
+(FusedAdamW, which adamw_fused stands for, clips in its own pass: its clip is empty). Times are those of one step, without a judge: a figure that is
+compared with another system comes from benchmarks.train_step or benchmarks.moe.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from lightning.pytorch import Callback
 
 from benchmarks.ruler.arms import ours
 from benchmarks.ruler.cases import drop_frames
-from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.judge import load_adapter, load_weights
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock
 from benchmarks.ruler.plans import least_warmup, parse_mode
@@ -38,6 +40,8 @@ from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.strategies.single_device import FastFTStrategy
 
 NUM_PROFILED = 2
+# A mark of the clock ends each.
+PHASES = ("forward", "backward", "clip", "optimizer")
 _LONGEST_NAME = 96
 
 
@@ -55,6 +59,7 @@ class Profile(NamedTuple):
     Args:
         mode: As on the command line.
         step_ms: Median of the timed steps, unprofiled.
+        phases_ms: Median of each of PHASES in those steps.
         peak_gib: Allocated, over the timed steps.
         kernels: Longest first.
         copies_ms: Time of copies and fills, which run beside kernels or between them.
@@ -62,6 +67,7 @@ class Profile(NamedTuple):
 
     mode: str
     step_ms: float
+    phases_ms: dict[str, float]
     peak_gib: float
     kernels: list[Kernels]
     copies_ms: float
@@ -80,14 +86,16 @@ class Profile(NamedTuple):
 class _Profiler(Callback):
     """Warm up, time, profile, stop."""
 
-    def __init__(self, *, adapter: dict[str, torch.Tensor], wants_liger: bool, num_warmup: int, num_steps: int, is_cuda: bool) -> None:
+    def __init__(self, *, start: Mapping[str, torch.Tensor], wants_liger: bool, num_warmup: int, num_steps: int, is_cuda: bool) -> None:
         self.ledger = SwapLedger()
         self.times_ms: list[float] = []
+        self.phases_ms: dict[str, list[float]] = {}
         self.peak_gib = 0.0
         self.events: list[Any] = []
-        self._adapter, self._wants_liger = adapter, wants_liger
+        self._start, self._wants_liger = start, wants_liger
         self._num_warmup, self._num_steps, self._is_cuda = num_warmup, num_steps, is_cuda
         self._clock = StepClock(is_cuda=is_cuda)
+        self._is_timed = False
         activity = torch.profiler.ProfilerActivity
         self._profile = torch.profiler.profile(activities=[activity.CUDA] if is_cuda else [activity.CPU])
 
@@ -97,33 +105,56 @@ class _Profiler(Callback):
         return self._num_warmup + self._num_steps + NUM_PROFILED
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the ruler's adapters and the asked layers in place."""
+        """Put the ruler's adapters or weights and the asked layers in place."""
         if self._wants_liger:
             install_liger_layers(pl_module.model, self.ledger)
-        load_adapter(pl_module.model, self._adapter)
+        (load_adapter if pl_module.has_adapters else load_weights)(pl_module.model, self._start)
         if pl_module.adapter_shadows is not None:
             pl_module.adapter_shadows.refresh()
+        # No hook of a callback lies between clipping and the optimizer.
+        clip = pl_module.configure_gradient_clipping
+
+        def clip_and_mark(*arguments: Any, **options: Any) -> None:
+            clip(*arguments, **options)
+            self._mark()
+
+        pl_module.configure_gradient_clipping = clip_and_mark
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin to time or to profile."""
         if batch_idx == self._num_warmup:
             if self._is_cuda:
                 torch.cuda.reset_peak_memory_stats()
-            self._clock.mark()
+            self._is_timed = True
+            self._mark()
         if batch_idx == self._num_warmup + self._num_steps:
-            self.times_ms = self._clock.read_ms()
+            self._is_timed = False
+            marks_ms = self._clock.read_ms()
+            self.phases_ms = {phase: marks_ms[place :: len(PHASES)] for place, phase in enumerate(PHASES)}
+            self.times_ms = [sum(phases) for phases in zip(*self.phases_ms.values(), strict=True)]
             self.peak_gib = torch.cuda.max_memory_allocated() / 2**30 if self._is_cuda else 0.0
             self._profile.start()
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Mark the end of the forward."""
+        self._mark()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Mark the end of the backward."""
+        self._mark()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mark the end of a step; read the profile behind the last one."""
-        if self._num_warmup <= batch_idx < self._num_warmup + self._num_steps:
-            self._clock.mark()
+        self._mark()
         if batch_idx == self.num_total - 1:
             if self._is_cuda:
                 torch.cuda.synchronize()
             self._profile.stop()
             self.events = list(self._profile.key_averages())
+
+    def _mark(self) -> None:
+        if self._is_timed:
+            self._clock.mark()
 
 
 def profile_mode(tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int, num_steps: int, is_cuda: bool) -> Profile:
@@ -133,14 +164,14 @@ def profile_mode(tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int
     asked = parse_mode(mode)
     packs = files.read_packs()
     profiler = _Profiler(
-        adapter=files.read_adapter(),
+        start=files.read_trained(),
         wants_liger=asked.wants_liger,
         num_warmup=max(num_warmup, least_warmup(mode)),
         num_steps=num_steps,
         is_cuda=is_cuda,
     )
     trainer = ours.make_trainer(FastFTStrategy(activations=asked.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda)
-    trainer.callbacks.extend(asked.callbacks())
+    trainer.callbacks.extend(asked.callbacks(is_cuda=is_cuda))
     if files.workload.num_experts:
         trainer.callbacks.append(BincountRouter())
     rows = [packs[step % len(packs)] for step in range(profiler.num_total)]
@@ -148,10 +179,12 @@ def profile_mode(tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int
     try:
         trainer.fit(tuner, train_dataloaders=loader)
     finally:
+        vars(tuner).pop("configure_gradient_clipping", None)
         profiler.ledger.undo()
         tuner.zero_grad(set_to_none=True)
     kernels, copies_ms = sum_events(profiler.events, num_steps=NUM_PROFILED, is_cuda=is_cuda)
-    return Profile(mode, statistics.median(profiler.times_ms), profiler.peak_gib, kernels, copies_ms)
+    phases_ms = {phase: statistics.median(times) for phase, times in profiler.phases_ms.items()}
+    return Profile(mode, statistics.median(profiler.times_ms), phases_ms, profiler.peak_gib, kernels, copies_ms)
 
 
 def sum_events(events: Iterable[Any], *, num_steps: int, is_cuda: bool) -> tuple[list[Kernels], float]:
@@ -189,7 +222,8 @@ def render(profile: Profile, *, num_layers: int, num_shown: int) -> str:
     """Return the table of one mode."""
     lines = [
         f"{profile.mode}: step {profile.step_ms:.1f} ms, {profile.peak_gib:.1f} GiB; kernels {profile.busy_ms:.1f} ms in {profile.num_launches:.0f} "
-        f"launches ({profile.num_launches / num_layers:.1f} a layer), copies and fills {profile.copies_ms:.1f} ms"
+        f"launches ({profile.num_launches / num_layers:.1f} a layer), copies and fills {profile.copies_ms:.1f} ms",
+        "  " + ", ".join(f"{phase} {time_ms:.1f} ms" for phase, time_ms in profile.phases_ms.items()),
     ]
     lines += [
         f"  {kernel.total_ms:8.2f} ms {kernel.total_ms / profile.busy_ms:5.1%} {kernel.num_launches:7.1f} x  {kernel.name}"

@@ -167,6 +167,7 @@ class CaseRecorder:
     def _judge(self, model: torch.nn.Module) -> None:
         self.verdict = self._compare(model)
         self.record["verdict"], self.record["num_trained"] = self.verdict.to_dict(), self._proof.num_trained
+        self.record["dtypes"] = self._proof.dtypes
         print(f"judge: {self.case.title}, labels {self.case.label_share:.0%}: {self.verdict.describe()}", flush=True)
         self._is_stopped = not self.verdict.passed and not self.case.diagnose
         if not self.verdict.passed:

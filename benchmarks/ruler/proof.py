@@ -6,6 +6,7 @@ told by a fingerprint of its bits before and after, made on its device: a copy o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,13 +117,27 @@ def can_move(smallest: float, *, dtype: torch.dtype, learning_rate: float) -> bo
     return smallest * torch.finfo(dtype).eps / 2 < SURE_STEP_SHARE * learning_rate
 
 
+def may_train_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor may be trained where dtype was asked for: in that one, with fewer than two axes also in fp32 where that is wider.
+
+    Norms that stay in fp32 beside bf16 matrices are a ten-thousandth of a model's values, and no less work; a matrix in fp32 is another training.
+
+    Example:
+        >>> [may_train_in(torch.ones(shape), torch.bfloat16) for shape in ((4,), (4, 4))]
+        [True, False]
+        >>> may_train_in(torch.ones(4, dtype=torch.bfloat16), torch.float32)
+        False
+    """
+    return tensor.dtype == dtype or (tensor.ndim < 2 and tensor.dtype == torch.promote_types(dtype, torch.float32))
+
+
 class TrainingProof:
     """Follow what is trained in one case through its timed steps.
 
     Args:
         share: Share of labelled tokens.
         learning_rate: Peak of the schedule.
-        dtype: In which everything is trained; None where that is the system's choice.
+        dtype: In which everything is trained, as may_train_in says; None where that is the system's choice.
     """
 
     def __init__(self, *, share: float, learning_rate: float, dtype: torch.dtype | None = None) -> None:
@@ -146,9 +161,11 @@ class TrainingProof:
             reference: Gradients of the plain arm; None where this model is the plain arm's own.
         """
         self._trained = trainable_tensors(model)
-        dtypes = {parameter.dtype for parameter in self._trained.values()}
-        if self._dtype is not None and dtypes != {self._dtype}:
-            return f"it trains weights in {sorted(map(str, dtypes))}, and not all of them in {self._dtype}"
+        asked = self._dtype
+        refused = [] if asked is None else [name for name, parameter in self._trained.items() if not may_train_in(parameter, asked)]
+        if refused:
+            dtypes = sorted({str(parameter.dtype) for parameter in self._trained.values()})
+            return f"it trains weights in {dtypes}, and not all of them in {asked}: {len(refused)} tensors, {refused[:3]}"
         if reference is None:
             return ""
         different = sorted(set(self._trained) ^ set(reference))
@@ -162,6 +179,14 @@ class TrainingProof:
     def num_trained(self) -> int:
         """Values that are trained."""
         return sum(parameter.numel() for parameter in self._trained.values())
+
+    @property
+    def dtypes(self) -> dict[str, dict[str, int]]:
+        """Tensors that are trained in each dtype: those of two or more axes under "matrices", all others under "vectors"."""
+        found: dict[str, Counter[str]] = {"matrices": Counter(), "vectors": Counter()}
+        for parameter in self._trained.values():
+            found["vectors" if parameter.ndim < 2 else "matrices"][str(parameter.dtype).removeprefix("torch.")] += 1
+        return {kind: dict(count) for kind, count in found.items()}
 
     @property
     def num_movable(self) -> int:

@@ -34,6 +34,7 @@ def render_table(records: Sequence[dict[str, Any]]) -> str:
     for workload in dict.fromkeys(record["workload"] for record in records):
         rows = [_HEADER] + [_row(record, timed) for record in timed if record["workload"] == workload]
         lines += [workload, *align(rows)]
+        lines += [f"  note: {_name(record)}: {note}" for record in timed if record["workload"] == workload for note in _dtype_notes(record)]
         lines += [f"  no row: {_name(record)}: {record['reason'][:300]}{_diagnosis(record)}" for record in records if _is_refused(record, workload)]
     return "\n".join(lines)
 
@@ -85,6 +86,12 @@ def _limits_text(record: dict[str, Any]) -> str:
     """Return what a row was judged by where that is not what all others are."""
     limits = record["verdict"].get("limits", asdict(Limits()))
     return "" if limits == asdict(Limits()) else f", judged by cosine {limits['min_cosine']} and norm within {limits['max_norm_error']:.0%}"
+
+
+def _dtype_notes(record: dict[str, Any]) -> list[str]:
+    """Return what a system trains in another dtype than its matrices; benchmarks/ruler/proof.py says what may be."""
+    dtypes = record.get("dtypes", {"matrices": {}, "vectors": {}})
+    return [f"{number} norm weights in {dtype}" for dtype, number in dtypes["vectors"].items() if dtype not in dtypes["matrices"]]
 
 
 def _name(record: dict[str, Any]) -> str:

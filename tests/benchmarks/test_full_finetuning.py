@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import time
 import types
 from dataclasses import replace
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks import step_profile
 from benchmarks.ruler import judge, proof, report, tensors, workloads
 from benchmarks.ruler.arms import ours, plain, sft
 from benchmarks.ruler.cases import FULL_LEARNING_RATE, LEARNING_RATE, Case, CaseLog, learning_rate_of
 from benchmarks.ruler.driver import parse_arm
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, lora_config, num_weights
+from lightning_fastft.module import FineTuner
 
 FULL = WORKLOADS["tiny-full"]
 TIED = replace(FULL, name="tied-full", model_config={**FULL.model_config, "tie_word_embeddings": True}, weights_of=None)
@@ -368,11 +371,43 @@ def test_a_rate_that_moves_nothing_proves_nothing():
     assert problem == "the learning rate is below the last digit of every weight"
 
 
-def test_weights_of_the_wrong_dtype_are_named():
-    found = proof.TrainingProof(share=1.0, learning_rate=FULL_LEARNING_RATE, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("name", "asked", "dtype", "is_allowed"),
+    [
+        ("norm", torch.bfloat16, torch.float32, True),
+        ("norm", torch.bfloat16, torch.float16, False),
+        ("norm", torch.float32, torch.bfloat16, False),
+        ("up_proj", torch.bfloat16, torch.float32, False),
+        ("up_proj", torch.float32, torch.bfloat16, False),
+    ],
+)
+def test_norms_may_be_trained_in_fp32_and_nothing_else_in_another_dtype(name, asked, dtype, is_allowed):
+    found = proof.TrainingProof(share=1.0, learning_rate=FULL_LEARNING_RATE, dtype=asked)
+    model = _Block().to(asked)
+    getattr(model, name).to(dtype)
+    problem = f"it trains weights in {sorted(map(str, (asked, dtype)))}, and not all of them in {asked}: 1 tensors, ['{name}.weight']"
+    assert found.see_model(model, None) == ("" if is_allowed else problem)
+    matrix, vector = ((dtype if name == part else asked) for part in ("up_proj", "norm"))
+    assert found.dtypes == {"matrices": {str(matrix).removeprefix("torch."): 1}, "vectors": {str(vector).removeprefix("torch."): 1}}
+
+
+def test_norms_in_fp32_beside_bf16_must_move():
     model = _Block()
     model.norm.float()
-    assert found.see_model(model, None) == "it trains weights in ['torch.bfloat16', 'torch.float32'], and not all of them in torch.bfloat16"
+    found, problem = _proof_of(model, change=lambda model: torch.optim.AdamW(model.parameters(), lr=FULL_LEARNING_RATE).step())
+    assert (found.num_movable, problem) == (2, "")
+    _, problem = _proof_of(model, change=lambda model: torch.optim.AdamW([model.up_proj.weight], lr=FULL_LEARNING_RATE).step())
+    assert problem == "the optimizer moved 1 of 2 tensors, not ['norm.weight']"
+
+
+@pytest.mark.parametrize(
+    ("vectors", "note"),
+    [({"float32": 9}, "  note: plain recompute, labels 100%, adamw_8bit: 9 norm weights in float32"), ({"bfloat16": 9}, None)],
+)
+def test_the_table_says_which_norms_are_wider(vectors, note, records):
+    (record,) = records("plain:recompute")
+    record["dtypes"] = {"matrices": {"bfloat16": 16}, "vectors": vectors}
+    assert [line for line in report.render_table([record]).splitlines() if "note:" in line] == ([note] if note else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -471,3 +506,45 @@ def test_trl_is_given_no_adapters(peers, root):
 
     trl.run([Case(FULL.name, "trl", "keep")], files=WorkloadFiles(root, FULL), log=CaseLog(root / "trl.jsonl"), device="cpu")
     assert peers.calls["trainer"]["peft_config"] is None
+
+
+# The profile of a step
+
+
+def _step_of_profile(root, out, *, workload):
+    """Return step time, times of its phases and lines of kernels in the profile that the command writes."""
+    arguments = ["--root", str(root), "--workload", workload, "--out", str(out), "--modes", "keep+fused", "--optimizer", "adamw_8bit"]
+    assert step_profile.main([*arguments, "--device", "cpu", "--warmup", "1", "--steps", "3"]) == 0
+    name, head, phases, *kernels = (out / "profile.txt").read_text(encoding="utf-8").splitlines()
+    assert name == workload
+    assert head.startswith("keep+fused: step ")
+    return float(head.split()[2]), {part.split()[0]: float(part.split()[1]) for part in phases.split(",")}, kernels
+
+
+@pytest.mark.parametrize("workload", ["tiny-full", "tiny"])
+def test_a_step_is_profiled_and_split_into_its_phases(workload, root, tmp_path, monkeypatch):
+    own, loaded = {name: getattr(step_profile, name) for name in ("load_adapter", "load_weights")}, []
+    for name in own:
+        monkeypatch.setattr(step_profile, name, lambda model, tensors, name=name: (loaded.append((name, len(tensors))), own[name](model, tensors)))
+    _, phases, kernels = _step_of_profile(root, tmp_path, workload=workload)
+    assert loaded == [("load_weights", NUM_TENSORS) if workload == "tiny-full" else ("load_adapter", 28)]
+    assert list(phases) == list(step_profile.PHASES)
+    assert len(kernels) > 10
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    [("forward", "training_step"), ("backward", "backward"), ("clip", "configure_gradient_clipping"), ("optimizer", "optimizer_step")],
+)
+def test_a_phase_has_the_time_that_is_spent_in_it(phase, name, root, tmp_path, monkeypatch):
+    own, pause_ms = getattr(FineTuner, name), 300
+
+    def paused(*arguments, **options):
+        found = own(*arguments, **options)
+        time.sleep(pause_ms / 1e3)
+        return found
+
+    monkeypatch.setattr(FineTuner, name, paused)
+    step_ms, phases, _ = _step_of_profile(root, tmp_path, workload="tiny-full")
+    assert [found for found, time_ms in phases.items() if time_ms >= pause_ms] == [phase]
+    assert step_ms >= pause_ms
