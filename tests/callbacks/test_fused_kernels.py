@@ -47,8 +47,8 @@ MODES = {
 }
 
 
-def tuner(config=CONFIG, **options):
-    torch.manual_seed(4)
+def tuner(config=CONFIG, *, seed=4, **options):
+    torch.manual_seed(seed)
     # Plain SGD: a step is linear in the gradient, so a difference of weights is one of gradients.
     options = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2), "scheduler": "constant", "warmup_share": 0.0, **options}
     return FineTuner(config, init="random", **options)

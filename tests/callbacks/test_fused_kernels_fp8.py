@@ -1,5 +1,7 @@
 """FusedKernels(base_compute=...): what the table says, that plans change no bit, and that a run leaves nothing behind."""
 
+import functools
+
 import pytest
 import torch
 
@@ -21,7 +23,10 @@ def has_fp8(module):
 def test_a_fit_in_fp8_moves_the_adapters_nearly_as_one_without_it(tmp_path, mode):
     moves = {}
     for base in ("model_dtype", "fp8_reference"):
-        callback, module = FusedKernels(base_compute=base), tuner({**CONFIG, "initializer_range": 0.05}, **MODES[mode])
+        # Small steps add up gradients of one place; with large ones, runs that differ in a last digit end in different places.
+        optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
+        callback = FusedKernels(base_compute=base)
+        module = tuner({**CONFIG, "initializer_range": 0.05}, seed=6, **MODES[mode], optimizer=optimizer)
         with count_own() as own:
             before, after, table = fit(module, tmp_path, callback)
         assert not own
