@@ -504,7 +504,7 @@ def run_moe(root, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "is_apart"), [("tiny-moe-skewed", True), ("tiny-gpt-oss", False)])
+@pytest.mark.parametrize(("name", "is_apart"), [pytest.param("tiny-moe-skewed", True, marks=pytest.mark.fault), ("tiny-gpt-oss", False)])
 def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(run_moe, tmp_path, monkeypatch, name, is_apart):
     if not is_apart:
         # That an arm is a process of its own is shown by the other workload, and by the session script.
