@@ -239,7 +239,7 @@ def parse_unsloth_mode(mode: str) -> tuple[str, int]:
 def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
     """Run cases of one mode on one trainer, with adapters on the experts asked for as its documentation does."""
     from benchmarks.ruler.arms import sft
-    from benchmarks.ruler.arms.unsloth import MODES, FastLanguageModel
+    from benchmarks.ruler.arms.unsloth import MODES, FastLanguageModel, add_adapters
 
     # After Unsloth, which replaces them.
     from trl import SFTConfig, SFTTrainer  # isort: skip
@@ -249,17 +249,7 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(files.model), max_seq_length=workload.max_tokens, load_in_4bit=False, dtype=base_dtype(is_cuda=is_cuda), local_files_only=True
     )
-    model = FastLanguageModel.get_peft_model(
-        model,
-        r=workload.lora_rank,
-        lora_alpha=workload.lora_alpha,
-        lora_dropout=0,
-        bias="none",
-        target_modules=[*ATTENTION_MODULES, *EXPERT_PARAMETERS.values()],
-        random_state=3407,
-        max_seq_length=workload.max_tokens,
-        **MODES[name],
-    )
+    model = add_adapters(model, workload, target_modules=[*ATTENTION_MODULES, *EXPERT_PARAMETERS.values()], mode=MODES[name])
     print("unsloth trains, in layer 0:", json.dumps(trained_in_layer(model, 0)), flush=True)
     arguments = {**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), "packing": not batch_size}
     trainer = SFTTrainer(

@@ -31,7 +31,7 @@ from lightning.pytorch import Callback
 
 from benchmarks.ruler.arms import ours
 from benchmarks.ruler.cases import drop_frames
-from benchmarks.ruler.judge import load_adapter, load_weights
+from benchmarks.ruler.judge import load_start
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock
 from benchmarks.ruler.plans import least_warmup, parse_mode
@@ -108,7 +108,7 @@ class _Profiler(Callback):
         """Put the ruler's adapters or weights and the asked layers in place."""
         if self._wants_liger:
             install_liger_layers(pl_module.model, self.ledger)
-        (load_adapter if pl_module.has_adapters else load_weights)(pl_module.model, self._start)
+        load_start(pl_module.model, self._start)
         if pl_module.adapter_shadows is not None:
             pl_module.adapter_shadows.refresh()
         # No hook of a callback lies between clipping and the optimizer.

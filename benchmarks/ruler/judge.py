@@ -229,6 +229,20 @@ def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
         _copy_value(parameter, tensors[names[name]], name=name, file="model's file")
 
 
+def load_start(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a model what every case starts from: adapters where the files hold adapters, else all weights.
+
+    Args:
+        model: Trains what the files hold.
+        tensors: Of WorkloadFiles.read_trained.
+
+    Raises:
+        ValueError: As load_adapter and load_weights.
+    """
+    holds_adapters = any(canonical_name(name) for name in tensors)
+    (load_adapter if holds_adapters else load_weights)(model, tensors)
+
+
 def _check_names(trained: Mapping[str, Any], given: Mapping[str, Any], *, file: str) -> None:
     if set(trained) != set(given):
         difference = sorted(set(trained) ^ set(given))

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from benchmarks.ruler.arms import plain
+
 
 @pytest.fixture(autouse=True)
 def signals_of_this_process():
@@ -11,3 +13,16 @@ def signals_of_this_process():
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def idle_optimizer(monkeypatch):
+    """Plant the fault of a plain arm whose optimizer does nothing."""
+    own = plain.make_optimizer
+
+    def make_optimizer(parameters, **options):
+        optimizer = own(parameters, **options)
+        optimizer.step = lambda: None
+        return optimizer
+
+    monkeypatch.setattr(plain, "make_optimizer", make_optimizer)

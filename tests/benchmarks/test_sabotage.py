@@ -93,13 +93,13 @@ def test_positions_that_do_not_restart(reason, monkeypatch):
 
 
 def test_a_frozen_adapter(reason, monkeypatch):
-    own = ours.load_adapter
+    own = ours.load_start
 
-    def load_adapter(model, tensors):
+    def load_start(model, tensors):
         own(model, tensors)
         next(parameter for name, parameter in model.named_parameters() if "layers.1.mlp.up_proj.lora_A" in name).requires_grad_(False)
 
-    monkeypatch.setattr(ours, "load_adapter", load_adapter)
+    monkeypatch.setattr(ours, "load_start", load_start)
     found = reason(ours)
     assert "1 tensors without a gradient ['1.mlp.up_proj.A']" in found
     assert f"it trains {NUM_TENSORS - 1} tensors of" in found
@@ -157,15 +157,7 @@ def test_a_backward_that_is_skipped_once_it_was_judged(reason, change_model):
     assert reason(plain) == "not training: 3 of 3 timed steps had gradients that are missing, zero or not finite: [0, 1, 2]"
 
 
-def test_an_optimizer_that_does_not_step(reason, monkeypatch):
-    own = plain.make_optimizer
-
-    def make_optimizer(parameters, **options):
-        optimizer = own(parameters, **options)
-        optimizer.step = lambda: None
-        return optimizer
-
-    monkeypatch.setattr(plain, "make_optimizer", make_optimizer)
+def test_an_optimizer_that_does_not_step(reason, idle_optimizer):
     assert reason(plain).startswith(f"not training: the optimizer moved 0 of {NUM_TENSORS} tensors")
 
 

@@ -3,8 +3,10 @@
 import copy
 import pickle
 
+import bitsandbytes
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
@@ -200,6 +202,32 @@ def test_weights_that_are_loaded_anew_are_quantised_anew_in_their_place():
     found, expected = step(model, make_batch(BATCH)), step(other, make_batch(BATCH))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert [tensor.data_ptr() for weight in weights_of(model) for tensor in weight.memory()] == places
+
+
+def test_scales_of_nf4_weights_that_are_written_anew_are_found_anew():
+    model = quantised(adapter_dtype=torch.bfloat16)
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            _write_larger_rows(module.weight)
+    in_fp8(model)
+    in_fp8(other)
+    step(model, make_batch(BATCH))
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            _write_larger_rows(module.weight)
+    found, expected = step(model, make_batch(BATCH)), step(other, make_batch(BATCH))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _write_larger_rows(weight):
+    """Write an NF4 weight in its place whose rows are 1, 2, 4, ... times what they were, so that other scales fit."""
+    state = weight.quant_state
+    dense_OI = dequantize_4bit(weight.data, state)
+    factor_O = 2.0 ** (torch.arange(len(dense_OI)) % 4)
+    packed, weight.quant_state = quantize_4bit(dense_OI * factor_O[:, None].to(dense_OI.dtype), quant_type="nf4", compress_statistics=state.nested)
+    with torch.no_grad():
+        weight.copy_(packed)
 
 
 # Who computes.

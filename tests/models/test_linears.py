@@ -109,7 +109,7 @@ def test_copies_move_whole_words_where_they_can(dtype, tolerance, num_inputs, st
 FAULTS = {
     "adapters of another place": ("write_block_diagonal", lambda out, blocks: out.zero_()),
     "weights of another call": ("_copy_rows", lambda out, rows: None),
-    "adapters beside the product too": ("_add_bias", lambda y, parts: y[:, :40].mul_(2.0)),
+    "outputs of the first layer doubled": ("_add_bias", lambda y, parts: y[:, :40].mul_(2.0)),
 }
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 
 from benchmarks.ruler.cases import MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, learning_rate_of, run_case
 from benchmarks.ruler.copies import CopyProfile
-from benchmarks.ruler.judge import load_adapter, load_weights
+from benchmarks.ruler.judge import load_start
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.plans import (
     CHECKED_STEP,
@@ -193,7 +193,7 @@ class MeasuringCallback(Callback):
         """Put the adapters or weights and the asked layers in place, after everything else is."""
         if self._mode.wants_liger:
             self._recorder.record["liger_layers"] = install_liger_layers(pl_module.model, self.ledger)
-        (load_adapter if pl_module.has_adapters else load_weights)(pl_module.model, self._adapter)
+        load_start(pl_module.model, self._adapter)
         if pl_module.adapter_shadows is not None:
             pl_module.adapter_shadows.refresh()
         self.status_table = render_status_table(trainer.strategy.statuses())

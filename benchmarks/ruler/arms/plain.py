@@ -22,7 +22,7 @@ from benchmarks.ruler.cases import (
     quantization_config,
     run_case,
 )
-from benchmarks.ruler.judge import load_adapter, load_weights
+from benchmarks.ruler.judge import load_start
 from benchmarks.ruler.workloads import WorkloadFiles, lora_config
 
 MODES = ("recompute", "keep", "recompute+liger", "keep+liger")
@@ -53,7 +53,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
         def body(recorder: CaseRecorder, *, apply: bool = wants_liger and apply_liger) -> None:
             if apply:
                 _apply_liger(model)
-            (load_weights if files.workload.is_full else load_adapter)(model, start)
+            load_start(model, start)
             set_checkpointing(model, enabled=recorder.case.mode.startswith("recompute"))
             train(model, recorder, device=device, learning_rate=learning_rate_of(files.workload))
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.ruler.cases import MAX_GRADIENT_NORM, Case, CaseLog, CaseRecorder, learning_rate_of, run_case
-from benchmarks.ruler.judge import load_adapter, load_weights
+from benchmarks.ruler.judge import load_start
 from benchmarks.ruler.workloads import Pack, WorkloadFiles
 
 OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_fused": "adamw_torch_fused"}
@@ -59,7 +59,7 @@ def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: Cas
         recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda)
 
         def body(recorder: CaseRecorder) -> None:
-            (load_weights if files.workload.is_full else load_adapter)(trainer.model, start)
+            load_start(trainer.model, start)
             driver.recorder = recorder
             rows = [recorder.pack_at(step) for step in range(recorder.num_total)]
             trainer.train_dataset = _data_set(rows, share=recorder.case.label_share)

@@ -6,6 +6,7 @@ its planner). Full fine-tuning is asked for as its documentation says, full_fine
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Unsloth asks to be imported before everything it patches, and prints a warning otherwise.
@@ -14,7 +15,7 @@ from unsloth import FastLanguageModel
 
 from benchmarks.ruler.arms import sft
 from benchmarks.ruler.cases import Case, CaseLog, base_dtype
-from benchmarks.ruler.workloads import TARGET_MODULES, WorkloadFiles
+from benchmarks.ruler.workloads import TARGET_MODULES, Workload, WorkloadFiles
 
 MODES: dict[str, dict[str, Any]] = {
     "unsloth": {"use_gradient_checkpointing": "unsloth"},
@@ -22,6 +23,21 @@ MODES: dict[str, dict[str, Any]] = {
     "skip-auto": {"use_gradient_checkpointing": "unsloth", "checkpoint_skip_layers": "auto"},
     "skip-max": {"use_gradient_checkpointing": "unsloth", "checkpoint_skip_layers": "max"},
 }
+
+
+def add_adapters(model: Any, workload: Workload, *, target_modules: Sequence[str], mode: Mapping[str, Any]) -> Any:
+    """Return the model with adapters as Unsloth's documentation adds them; mode is one of MODES."""
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=workload.lora_rank,
+        lora_alpha=workload.lora_alpha,
+        lora_dropout=0,
+        bias="none",
+        target_modules=list(target_modules),
+        random_state=3407,
+        max_seq_length=workload.max_tokens,
+        **mode,
+    )
 
 
 def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
@@ -45,17 +61,7 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
             # TRL's own default, which would switch it on again when training begins.
             arguments["gradient_checkpointing"] = False
     else:
-        model = FastLanguageModel.get_peft_model(
-            model,
-            r=workload.lora_rank,
-            lora_alpha=workload.lora_alpha,
-            lora_dropout=0,
-            bias="none",
-            target_modules=list(TARGET_MODULES),
-            random_state=3407,
-            max_seq_length=workload.max_tokens,
-            **mode,
-        )
+        model = add_adapters(model, workload, target_modules=TARGET_MODULES, mode=mode)
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,

@@ -56,7 +56,7 @@ def find_obstacle(device: torch.device) -> str:
 def quantise_rows(
     x_TI: torch.Tensor, *, factor_I: torch.Tensor | None = None, round_scales_to_power_of_2: bool = False, backend: str = "auto"
 ) -> Fp8Rows:
-    """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes 448.
+    """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes 448, or nearly so.
 
     The arithmetic is fp32, each number is rounded to e4m3 once. Rows do not mix: a row with NaN or infinity gives NaN in its products, others stay.
 
@@ -67,7 +67,7 @@ def quantise_rows(
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
 
     Returns:
-        The rows, and the scale of each: its largest number over 448, at least 2^-100 / 448.
+        The rows, and the scale of each: its largest number over 448, at least 2^-100 / 448, or the next power of 2.
 
     Raises:
         ShapeError: Shape, dtype, device or layout is another.

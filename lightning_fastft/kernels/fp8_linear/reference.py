@@ -40,7 +40,7 @@ def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_sc
     largest_T = torch.full_like(peak_T, LARGEST)
     scale_T, inverse_T = peak_T / largest_T, largest_T / peak_T
     if round_scales_to_power_of_2:
-        scale_T = next_power_of_2(scale_T)
+        scale_T = _round_up_to_power_of_2(scale_T)
         inverse_T = 1 / scale_T
     return Fp8Rows((wide_TI * inverse_T[:, None]).to(FP8), scale_T)
 
@@ -53,7 +53,7 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
     for weight, scale_O in zip(weights, scales):
         if len(scale_O) and weight.packed_C.numel():
             peak_O = _block_scales(weight).abs().view(len(scale_O), -1).amax(1).clamp(min=LEAST_PEAK)
-            scale_O.copy_(next_power_of_2(peak_O / torch.full_like(peak_O, LARGEST)))
+            scale_O.copy_(_round_up_to_power_of_2(peak_O / torch.full_like(peak_O, LARGEST)))
 
 
 def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool) -> None:
@@ -73,7 +73,7 @@ def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | Non
     return (y_TO if scale_O is None else y_TO * scale_O).to(dtype)
 
 
-def next_power_of_2(scale: torch.Tensor) -> torch.Tensor:
+def _round_up_to_power_of_2(scale: torch.Tensor) -> torch.Tensor:
     """Return the power of 2 that is at least a positive fp32 number: where its fraction is not 0, its exponent grows by 1."""
     return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
 

@@ -40,7 +40,7 @@ SCALE_ROWS, SCALE_BLOCKS = 64, 32
 
 
 @triton.jit
-def _next_power_of_2(scale):
+def _round_up_to_power_of_2(scale):
     """Return the power of 2 that is at least a positive number: where its fraction is not 0, its exponent grows by 1."""
     bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
     return bits.to(tl.float32, bitcast=True)
@@ -80,7 +80,7 @@ def _quantise_rows_kernel(
     scale = tl.div_rn(peak, largest)
     inverse = tl.div_rn(largest, peak)
     if ROUND_SCALES:
-        scale = _next_power_of_2(scale)
+        scale = _round_up_to_power_of_2(scale)
         inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)
     tl.store(scale_ptr + row, scale)
     for index in tl.static_range(NUM_TILES):
@@ -121,7 +121,7 @@ def _row_scales_kernel(
         scale = block_scale(weight, rows[:, None] * NUM_BLOCKS + places[None, :], held, GROUP)
         peak = tl.maximum(peak, tl.max(tl.where(held, tl.abs(scale), 0.0), axis=1))
     peak = tl.maximum(peak, LEAST_PEAK)
-    tl.store(scale_ptr + rows, _next_power_of_2(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32))), mask=inside)
+    tl.store(scale_ptr + rows, _round_up_to_power_of_2(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32))), mask=inside)
 
 
 @triton.jit
