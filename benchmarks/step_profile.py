@@ -6,8 +6,8 @@ r"""Where the time of one of our training steps goes: kernels by name, how often
 Steps run through FineTuner, FastFTStrategy and Trainer, with BincountRouter where the model has experts and FusedKernels in modes with +fused;
 warm-up first, then timed steps, then steps under PyTorch's profiler, whose kernels are summed by name. Busy is the sum of kernel times, copies
 apart. A timed step is split at the Trainer's hooks: forward with what comes before it, backward, clip, optimizer with what comes behind it
-(FusedAdamW, which adamw_fused stands for, clips in its own pass: its clip is empty). Times are those of one step, without a judge: a figure that is
-compared with another system comes from benchmarks.train_step or benchmarks.moe.
+(FusedAdamW, which adamw_fused and adamw_fused_8bit stand for, clips in its own pass: its clip is empty). Times are those of one step, without a
+judge: a figure that is compared with another system comes from benchmarks.train_step or benchmarks.moe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from lightning.pytorch import Callback
 
 from benchmarks.ruler.arms import ours
-from benchmarks.ruler.cases import drop_frames
+from benchmarks.ruler.cases import OPTIMIZERS, drop_frames
 from benchmarks.ruler.judge import load_start
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", default=["recompute", "keep"])
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
+    parser.add_argument("--optimizer", default="adamw_8bit", choices=OPTIMIZERS)
     parser.add_argument("--shown", type=int, default=40, help="kernels in the table")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args(arguments)

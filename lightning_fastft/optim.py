@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from lightning_fastft.checks import check_bool, check_float
+from lightning_fastft.checks import check_bool, check_choice, check_float
 from lightning_fastft.errors import OptionError, ResumeError, ShapeError
+from lightning_fastft.kernels.adamw_step.codes import num_blocks
 from lightning_fastft.kernels.adamw_step.op import SkipFlag, StepOptions, TensorTable, adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import TableRow
 
@@ -19,6 +20,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 # What the pass can write beside a master; an owner of other copies is not told that they were written.
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
 _AVERAGES = ("exp_avg", "exp_avg_sq")
+# Of averages in 8 bits: the largest magnitude of each block of 256.
+_ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
+# Smaller parameters keep averages in fp32, as with bitsandbytes: norms and biases, whose few numbers tell little of each other's size.
+MIN_8BIT_SIZE = 4096
 _MASTER = "master"
 # Options of torch.optim.AdamW that change its numbers, and those that only choose how it computes them.
 _OTHER_RULES = ("amsgrad", "maximize")
@@ -48,11 +53,11 @@ class _Part(NamedTuple):
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW of fp32 and bf16 parameters on one device, in one pass over memory per parameter group.
 
-    State, its names and its files are those of torch.optim.AdamW, and each loads the other's; averages are fp32, also those of bf16 parameters. In
-    fp32 on a CPU the weights are bit-equal to torch's; on CUDA they have one rounding less. A parameter without gradient is left alone, and the step
-    is not counted for it. As in torch's fused optimizers, a tensor in ``found_inf`` (shape (), fp32, on the device) that is not 0 makes a step change
-    nothing: no weight, average, narrow copy or count. While it is set, ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is
-    asked.
+    State, its names and its files are those of torch.optim.AdamW, and each loads the other's; averages are fp32, also those of bf16 parameters, or
+    8 bits where asked for, in a state that no other optimizer loads. In fp32 on a CPU the weights are bit-equal to torch's; on CUDA they have one
+    rounding less. A parameter without gradient is left alone, and the step is not counted for it. As in torch's fused optimizers, a tensor in
+    ``found_inf`` (shape (), fp32, on the device) that is not 0 makes a step change nothing: no weight, average, narrow copy or count. While it is
+    set, ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is asked.
 
     Args:
         params: Parameters, or groups of them with options of their own. Plain contiguous tensors; fp32 or bf16; all that get gradients on one device.
@@ -62,17 +67,20 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: Decoupled decay per unit of learning rate, from 0.
         master_weights: Hold bf16 parameters in fp32 too: steps add to the master, ``state[...]["master"]``, and write the parameter as its rounded
             value, so that changes too small for bf16 add up. A parameter that somebody else has written since the last step is taken as it is then.
+        optim_bits: 32, or 8 for averages in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256 values and the largest magnitude of
+            each. Parameters of fewer than 4096 values keep fp32. A gradient that is not finite spoils the averages of its block: guard the steps.
 
     Raises:
         OptionError: A number is not allowed, or a parameter or gradient is none of the above; torch.optim.AdamW takes those.
 
     Cost:
-        Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter, 2 more for a narrow copy; clipping
-        reads gradients once more. No host synchronisation. 8 bytes of averages per parameter, and 4 of a master, from its first step on. Tables of
-        addresses are kept, and made anew where the parameters that have gradients are others than in the step before.
+        Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter (16 with averages in 8 bits), 2 more for
+        a narrow copy; clipping reads gradients once more. No host synchronisation. 8 bytes of averages per parameter (2.03 in 8 bits), and 4 of a
+        master, from its first step on. Tables of addresses are kept, and made anew where the parameters that have gradients are others than in the
+        step before.
 
     Source:
-        AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW.
+        AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW. Averages in 8 bits, arXiv 2110.02861.
 
     Example:
         >>> param = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -100,8 +108,10 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         master_weights: bool = False,
+        optim_bits: Literal[8, 32] = 32,
     ) -> None:
         self.master_weights = check_bool("master_weights", master_weights)
+        self.optim_bits = check_choice("optim_bits", optim_bits, (8, 32))
         self._forget()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -113,7 +123,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied, with counts that leave skipped steps out."""
         self._settle()
-        return {**super().__getstate__(), "master_weights": self.master_weights}
+        return {**super().__getstate__(), "master_weights": self.master_weights, "optim_bits": self.optim_bits}
 
     def _forget(self) -> None:
         self._tables: dict[int, TensorTable] = {}
@@ -154,10 +164,20 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def state_bytes(self, param: torch.Tensor) -> int:
         """Return the bytes of averages and master of a parameter."""
-        return param.numel() * (8 + 4 * self._has_master(param))
+        averages = 2 * (param.numel() + 4 * num_blocks(param.numel())) if self._is_in_8_bits(param) else 8 * param.numel()
+        return averages + 4 * param.numel() * self._has_master(param)
 
     def _has_master(self, param: torch.Tensor) -> bool:
         return self.master_weights and param.dtype is torch.bfloat16
+
+    def _is_in_8_bits(self, param: torch.Tensor) -> bool:
+        return self.optim_bits == 8 and param.numel() >= MIN_8BIT_SIZE
+
+    def _state_dtypes(self, param: torch.Tensor) -> dict[str, torch.dtype]:
+        """Return the names and dtypes of the state of a parameter, but for its count and master."""
+        if self._is_in_8_bits(param):
+            return dict.fromkeys(_AVERAGES, torch.uint8) | dict.fromkeys(_ABSMAXS, torch.float32)
+        return dict.fromkeys(_AVERAGES, torch.float32)
 
     def attach_copies(self, pairs: Callable[[], Pairs], on_written: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Have each step write narrow copies of parameters in the same pass.
@@ -342,12 +362,12 @@ class FusedAdamW(torch.optim.Optimizer):
         """Go on from a state of this class or of torch.optim.AdamW; averages are copied and held in fp32.
 
         Raises:
-            ResumeError: The state is that of another optimizer, or of AdamW with options that this class has not.
+            ResumeError: The state is that of another optimizer, or of AdamW with options that this one has not.
         """
         given: list[dict[str, Any]] = []
 
         def take(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            _check_state(state_dict, has_masters=self.master_weights)
+            self._check_given(state_dict)
             given.append(state_dict)
 
         # Behind hooks of others, which may give another state.
@@ -359,14 +379,26 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for name in (*_OTHER_RULES, *_OTHER_WAYS):
                 group.pop(name, None)
-        numbers = chain.from_iterable(group["params"] for group in given[0]["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, param in zip(numbers, params):
+        for number, param in self._pair_up(given[0]):
             # PyTorch has cast averages to the dtype of the parameter, and shares them with the state given where it had nothing to cast.
             if given[0]["state"].get(number):
-                self.state[param] = _copy_state(given[0]["state"][number], param.device)
+                self.state[param] = _copy_state(given[0]["state"][number], param.device, dtypes=self._state_dtypes(param))
                 if _MASTER in self.state[param]:
                     self._versions[param] = param._version
+
+    def _pair_up(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Return the numbers of parameters in a state with the parameters that they stand for."""
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        return zip(numbers, chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _check_given(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a state whose numbers would be lost or read as others."""
+        for group in state_dict["param_groups"]:
+            wanted = [name for name in _OTHER_RULES if group.get(name)]
+            if wanted:
+                raise ResumeError(f"The state is of AdamW with {', '.join(wanted)}, which FusedAdamW has not: resume with torch.optim.AdamW.")
+        for number, param in self._pair_up(state_dict):
+            _check_state(number, state_dict["state"].get(number, {}), names=set(self._state_dtypes(param)), has_masters=self.master_weights)
 
     def _find_parts(self) -> list[_Part]:
         """Group the parameters that have a gradient by group and steps made, each part with its table."""
@@ -401,8 +433,10 @@ class FusedAdamW(torch.optim.Optimizer):
         if not state:
             # The count stays on the host, where bias corrections are computed.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            for name in _AVERAGES:
-                state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format, requires_grad=False)
+            for name, dtype in self._state_dtypes(param).items():
+                shape = (num_blocks(param.numel()),) if name in _ABSMAXS else param.shape
+                # With a largest magnitude of 0 every code stands for 0.
+                state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
         if self._has_master(param):
             if _MASTER not in state:
                 state[_MASTER] = param.detach().float()
@@ -424,8 +458,9 @@ def is_steppable(param: torch.Tensor) -> bool:
 
 def _make_row(param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | None) -> TableRow:
     """Return what a step writes for a parameter: with a master, the parameter is the narrow copy."""
-    averages = (state["exp_avg"], state["exp_avg_sq"])
-    return TableRow(state[_MASTER], *averages, param, param) if _MASTER in state else TableRow(param, *averages, copy, param)
+    param_and_copy = (state[_MASTER], param) if _MASTER in state else (param, copy)
+    exp_avg, exp_avg_sq = (state[name] for name in _AVERAGES)
+    return TableRow(param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, *(state.get(name) for name in _ABSMAXS))
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -464,8 +499,16 @@ def _find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorT
     kept = () if table is None else table.rows
     if table is not None and len(kept) == len(rows) and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair)):
         return table
-    params, exp_avgs, exp_avg_sqs, shadows, owners = zip(*rows)
-    return TensorTable(params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, shadows=shadows, owners=owners)
+    params, exp_avgs, exp_avg_sqs, shadows, owners, *absmaxs = zip(*rows)
+    return TensorTable(
+        params,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        shadows=shadows,
+        owners=owners,
+        exp_avg_absmaxs=absmaxs[0],
+        exp_avg_sq_absmaxs=absmaxs[1],
+    )
 
 
 @contextlib.contextmanager
@@ -477,24 +520,24 @@ def _naming_the_alternative() -> Iterator[None]:
         raise OptionError(f"FusedAdamW cannot step these tensors. {error} Or use torch.optim.AdamW.") from error
 
 
-def _check_state(state_dict: dict[str, Any], *, has_masters: bool) -> None:
-    """Refuse a state whose numbers would be lost or read as others."""
-    for group in state_dict["param_groups"]:
-        wanted = [name for name in _OTHER_RULES if group.get(name)]
-        if wanted:
-            raise ResumeError(f"The state is of AdamW with {', '.join(wanted)}, which FusedAdamW has not: resume with torch.optim.AdamW.")
-    for number, state in state_dict["state"].items():
-        if _MASTER in state and not has_masters:
-            raise ResumeError(f"The state of parameter {number} has an fp32 master: resume with FusedAdamW(master_weights=True), in a FineTuner "
-                              "master_dtype='float32'.")  # fmt: skip
-        if state and set(state) - {_MASTER} != {"step", *_AVERAGES}:
-            raise ResumeError(f"The state of parameter {number} holds {sorted(state)}, AdamW's holds {sorted(('step', *_AVERAGES))}: resume with the "
-                              "optimizer that wrote it.")  # fmt: skip
+def _check_state(number: Any, state: dict[str, Any], *, names: set[str], has_masters: bool) -> None:  # noqa: ANN401 - an integer, or a name
+    """Refuse the state of a parameter that holds other things than its steps would write."""
+    found = set(state) - {_MASTER, "step"}
+    if _MASTER in state and not has_masters:
+        raise ResumeError(f"The state of parameter {number} has an fp32 master: resume with FusedAdamW(master_weights=True), in a FineTuner "
+                          "master_dtype='float32'.")  # fmt: skip
+    if state and found != names and found in ({*_AVERAGES}, {*_AVERAGES, *_ABSMAXS}):
+        held, other = (8, 32) if _ABSMAXS[0] in found else (32, 8)
+        raise ResumeError(f"The state of parameter {number} holds averages in {held} bits, and this optimizer has optim_bits={other}: resume with "
+                          f"FusedAdamW(optim_bits={held}).")  # fmt: skip
+    if state and (found != names or "step" not in state):
+        raise ResumeError(f"The state of parameter {number} holds {sorted(state)}, AdamW's holds {sorted(('step', *names))}: resume with the "
+                          "optimizer that wrote it.")  # fmt: skip
 
 
-def _copy_state(state: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a state of one's own: the count on the host, averages in fp32 on the device of their parameter."""
+def _copy_state(state: dict[str, Any], device: torch.device, *, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Return a state of one's own: the count on the host, all else on the device of its parameter."""
     copied = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
-    for name in (*_AVERAGES, *([_MASTER] if _MASTER in state else [])):
-        copied[name] = state[name].detach().to(device=device, dtype=torch.float32, memory_format=torch.contiguous_format, copy=True)
+    for name, dtype in (dtypes | ({_MASTER: torch.float32} if _MASTER in state else {})).items():
+        copied[name] = state[name].detach().to(device=device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
     return copied

@@ -368,6 +368,125 @@ def test_tables_are_kept_with_masters_too(monkeypatch):
     assert len(made) == 1
 
 
+# Averages in 8 bits.
+
+
+def fit_line(optimizer_of, *, num_steps=200):
+    """Return the losses of a small regression, and its parameters: a matrix in 8 bits, a bias below their least size."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(256, 64, generator=generator)
+    wanted = rows @ torch.randn(64, 80, generator=generator) + 1.0
+    layer = nn.Linear(64, 80)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    optimizer, losses = optimizer_of(list(layer.parameters())), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = (layer(rows) - wanted).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer, [param.detach() for param in layer.parameters()]
+
+
+def test_in_8_bits_a_fit_is_as_near_to_fp32_as_that_of_bitsandbytes():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    options = {"lr": 0.02, "weight_decay": 0.01}
+    losses = fit_line(lambda params: FusedAdamW(params, **options))[0]
+    ours, optimizer, params = fit_line(lambda params: FusedAdamW(params, optim_bits=8, **options))
+    theirs, other, their_params = fit_line(lambda params: bitsandbytes.optim.AdamW8bit(params, **options))
+    assert ours[-1] < 0.05 * ours[0]
+    distance, their_distance = (abs(found[-1] / losses[-1] - 1) for found in (ours, theirs))
+    assert distance <= max(2 * their_distance, 0.02)
+    # The same numbers but for the last digits, which decide a code here and there.
+    state, their_state = (each.state[next(iter(each.state))] for each in (optimizer, other))
+    assert (state["exp_avg_absmax"] / their_state["absmax1"] - 1).abs().median() < 0.01
+    assert all((one - their).norm() <= 0.01 * their.norm() for one, their in zip(params, their_params))
+
+
+def test_small_parameters_keep_averages_in_fp32_and_state_bytes_counts_what_is_held():
+    params = [nn.Parameter(torch.randn(63, 65)), nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(5001).bfloat16())]
+    optimizer = FusedAdamW(params, optim_bits=8, master_weights=True)
+    expected = [optimizer.state_bytes(param) for param in params]
+    give_gradients(0, params)
+    optimizer.step()
+    held = [sum(tensor.numel() * tensor.element_size() for name, tensor in optimizer.state[param].items() if name != "step") for param in params]
+    assert held == expected == [4095 * 8, 4096 * 2 + 16 * 8, 5001 * 2 + 20 * 8 + 5001 * 4]
+    assert [optimizer.state[param]["exp_avg"].dtype for param in params] == [torch.float32, torch.uint8, torch.uint8]
+    small = nn.Parameter(params[0].detach().clone())
+    assert optimizer.state[params[1]]["exp_avg"].shape == params[1].shape
+    plain = FusedAdamW([small])
+    small.grad = params[0].grad.clone()
+    before = small.detach().clone()
+    plain.step()
+    assert not torch.equal(small, before)
+    assert torch.equal(plain.state[small]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
+
+
+def make_8bit_params(dtype=torch.float32):
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((70, 70), (5,), (4100,))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_8_bits_a_run_goes_on_from_a_file_as_if_never_stopped(dtype):
+    params = make_8bit_params(dtype)
+    options = {"optim_bits": 8, "master_weights": dtype is torch.bfloat16}
+    optimizer = fused_adamw(params, **options)
+    run_steps(optimizer, params, range(4))
+    resumed = copy.deepcopy(params)
+    other = fused_adamw(resumed, **options)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    copied = copy.deepcopy(optimizer)
+    assert copied.optim_bits == 8
+    run_steps(optimizer, params, range(4, 8))
+    run_steps(other, resumed, range(4, 8))
+    assert_same_params(resumed, params)
+    for one, two in zip(params, resumed):
+        assert optimizer.state[one].keys() == other.state[two].keys()
+        assert all(torch.equal(tensor, other.state[two][name]) for name, tensor in optimizer.state[one].items())
+
+
+@pytest.mark.parametrize(("first", "second"), [(8, 32), (32, 8)])
+def test_states_of_8_and_32_bits_are_told_apart_and_nothing_changes(first, second):
+    params, others = make_8bit_params(), make_8bit_params()
+    optimizer, other = fused_adamw(params, optim_bits=first), fused_adamw(others, optim_bits=second)
+    run_steps(optimizer, params, range(2))
+    run_steps(other, others, range(3))
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ResumeError, match=rf"parameter 0 holds averages in {first} bits.*optim_bits={first}"):
+        other.load_state_dict(optimizer.state_dict())
+    after = other.state_dict()
+    assert before["state"].keys() == after["state"].keys()
+    assert all(torch.equal(value, after["state"][number][name]) for number, state in before["state"].items() for name, value in state.items())
+
+
+def test_in_8_bits_clipping_copies_and_a_skipped_step_are_those_of_32():
+    params = make_8bit_params()
+    optimizer = fused_adamw(params, optim_bits=8)
+    copies, told = [param.detach().bfloat16() for param in params], []
+    optimizer.attach_copies(lambda: list(zip(params, copies)), on_written=told.append)
+    optimizer.attach_guard(lambda norm: (~torch.isfinite(norm)).float())
+    give_gradients(0, params)
+    plain = copy.deepcopy(params)
+    for one, other in zip(plain, params):
+        one.grad = other.grad.clone()
+    torch.testing.assert_close(optimizer.clip_next(0.5), torch.nn.utils.clip_grad_norm_(plain, 0.5))
+    optimizer.step()
+    others = fused_adamw(plain, optim_bits=8)
+    others.step()
+    assert all((one - other).abs().max() < 1e-5 for one, other in zip(params, plain))
+    assert all(torch.equal(narrow, param.bfloat16()) for narrow, param in zip(copies, params))
+    kept = copy.deepcopy([optimizer.state[param] for param in params])
+    weights = [param.detach().clone() for param in params]
+    give_gradients(1, params)
+    params[0].grad[3, 3] = float("nan")
+    optimizer.step()
+    assert_same_params(params, weights)
+    found = optimizer.state_dict()["state"]
+    assert all(torch.equal(value, found[number][name]) for number, state in enumerate(kept) for name, value in state.items())
+
+
 def test_a_state_that_a_hook_gives_is_the_one_that_is_used():
     params = make_params()
     optimizer = fused_adamw(params)
@@ -549,6 +668,12 @@ def test_impossible_options_are_refused(options):
         FusedAdamW([torch.ones(2)], **options)
     with pytest.raises(OptionError, match=next(iter(options))):
         FusedAdamW([{"params": [torch.ones(2)], **options}])
+
+
+@pytest.mark.parametrize("bits", [4, 16, True, "8"])
+def test_other_widths_of_averages_are_refused(bits):
+    with pytest.raises(OptionError, match="optim_bits"):
+        FusedAdamW([torch.ones(2)], optim_bits=bits)
 
 
 def test_rules_of_torch_that_are_not_ours_are_refused():

@@ -14,6 +14,7 @@ from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, run_case
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.measure import HostWaits, StepClock, percentile, summarise_ms
 from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles, build, generate_lengths, make_packs, plan_packs, read_lengths
+from lightning_fastft.optim import FusedAdamW
 
 TINY = WORKLOADS["tiny"]
 
@@ -333,6 +334,20 @@ def test_parse_arm_reads_modes_shares_and_optimizers():
     assert (reference.num_steps, reference.num_warmup, reference.label_share) == (0, 1, 0.3)
     with pytest.raises(ValueError, match="An arm is"):
         parse_arm("nobody:keep", template=template)
+    for text in ("ours:keep/sgd", "unsloth:off/adamw_fused_8bit"):
+        with pytest.raises(ValueError, match="adamw_fused_8bit, the last one for ours alone"):
+            parse_arm(text, template=template)
+
+
+def test_ours_trains_with_averages_in_8_bits_on_either_device(files, records):
+    from benchmarks.ruler.arms import ours, plain
+
+    records(plain, "plain:reference")
+    (record,) = [row for row in records(ours, "ours:keep+fused/adamw_fused_8bit") if row["system"] == "ours"]
+    assert not record["reason"]
+    optimizer = ours.make_tuner(files, optimizer="adamw_fused_8bit", is_cuda=False).optimizer_factory([torch.nn.Parameter(torch.zeros(4096))])
+    assert isinstance(optimizer, FusedAdamW)
+    assert optimizer.optim_bits == 8
 
 
 def test_liger_flag_adds_to_every_mode_of_ours():

@@ -39,8 +39,9 @@ def _no_graph():
         yield
 
 
-def test_the_triton_kernels_pass_their_tests_on_the_device():
-    run_on_device("triton_adamw_step.py")
+@pytest.mark.parametrize("file", ["triton_adamw_step.py", "triton_adamw_8bit.py"])
+def test_the_triton_kernels_pass_their_tests_on_the_device(file):
+    run_on_device(file)
 
 
 @pytest.mark.parametrize("offset", [0, 1])

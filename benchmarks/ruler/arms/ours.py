@@ -40,6 +40,7 @@ from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.models.fp8_base import STATUS_NAME as FP8_STATUS
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.module import FineTuner
+from lightning_fastft.optim import FusedAdamW
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.status import render_status_table
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -101,6 +102,8 @@ def make_batch(documents: list[tuple[Any, Any]]) -> PackedBatch:
 
 def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
     """Return what FineTuner makes its optimizer with; None for its own."""
+    if name == "adamw_fused_8bit":
+        return functools.partial(FusedAdamW, optim_bits=8)
     if name == "adamw_fused" or not is_cuda:
         return None
     from bitsandbytes.optim import AdamW8bit

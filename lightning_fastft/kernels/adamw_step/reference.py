@@ -14,8 +14,9 @@ import torch
 
 from lightning_fastft.checks import check_tensor
 from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.adamw_step import codes
 
-# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once. Not yet measured; candidates:
+# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once; whole blocks of averages in 8 bits. Not yet measured; candidates:
 # python -m benchmarks.row_kernels --only adamw_step --tiles.
 CHUNK = 4096
 # What a vector access of a thread takes, in bytes; as many elements fill it in any dtype.
@@ -24,6 +25,7 @@ ALIGNMENT = 16
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
 _OWNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SHADOW_DTYPES = (torch.bfloat16, torch.float16)
+_WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "shadows", "exp_avg_absmaxs", "exp_avg_sq_absmaxs")
 
 
 class StepOptions(NamedTuple):
@@ -74,13 +76,23 @@ class SkipFlag(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """One tensor of a table: the master, its two averages, its shadow or None, and the tensor whose ``grad`` is its gradient."""
+    """One tensor of a table: the master, its two averages, its shadow or None, and the tensor whose ``grad`` is its gradient.
+
+    Averages in 8 bits come with the largest magnitudes of their blocks (``codes``); others have None there.
+    """
 
     param: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     shadow: torch.Tensor | None
     owner: torch.Tensor
+    exp_avg_absmax: torch.Tensor | None = None
+    exp_avg_sq_absmax: torch.Tensor | None = None
+
+    def written(self) -> dict[str, torch.Tensor]:
+        """Return what a step writes, by the name of the list that it comes from."""
+        tensors = (self.param, self.exp_avg, self.exp_avg_sq, self.shadow, self.exp_avg_absmax, self.exp_avg_sq_absmax)
+        return {name: tensor for name, tensor in zip(_WRITTEN, tensors) if tensor is not None}
 
 
 class TableGroup(NamedTuple):
@@ -89,6 +101,7 @@ class TableGroup(NamedTuple):
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     shadow_dtype: torch.dtype | None
+    average_dtype: torch.dtype
     rows: tuple[int, ...]
     row_C: torch.Tensor
     index_C: torch.Tensor
@@ -104,17 +117,20 @@ class TensorTable:
 
     Args:
         params: Masters, updated in place. Any shape; fp32 or bf16; contiguous; all on one device.
-        exp_avgs: Averages of the gradients. Shapes of params; fp32; contiguous.
-        exp_avg_sqs: Averages of their squares. Shapes of params; fp32; contiguous.
+        exp_avgs: Averages of the gradients. Shapes of params; fp32, or codes of the signed map in uint8; contiguous.
+        exp_avg_sqs: Averages of their squares. Shapes of params; fp32, or codes of the unsigned map in uint8; contiguous.
         shadows: Copies that compute reads, bf16 or fp16, contiguous, or None for a tensor without one; None where no tensor has one.
         owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params themselves.
+        exp_avg_absmaxs: Of averages in 8 bits: the largest magnitude of each block of 256 values, shape (B,), fp32, contiguous; None for a tensor
+            with averages in fp32. None where every tensor has those.
+        exp_avg_sq_absmaxs: The same of their squares.
 
     Raises:
         ShapeError: Shape, dtype, device or layout is another, tensors that are written share memory, or a gradient cannot be read.
         OptionError: The lists have different lengths.
 
     Cost:
-        5 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors once; no host synchronisation.
+        7 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors once; no host synchronisation.
 
     Source:
         own
@@ -137,13 +153,23 @@ class TensorTable:
         exp_avg_sqs: Sequence[torch.Tensor],
         shadows: Sequence[torch.Tensor | None] | None = None,
         owners: Sequence[torch.Tensor] | None = None,
+        exp_avg_absmaxs: Sequence[torch.Tensor | None] | None = None,
+        exp_avg_sq_absmaxs: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        shadows = [None] * len(params) if shadows is None else shadows
-        owners = params if owners is None else owners
-        lengths = {"params": len(params), "exp_avgs": len(exp_avgs), "exp_avg_sqs": len(exp_avg_sqs), "shadows": len(shadows), "owners": len(owners)}
+        nothing = [None] * len(params)
+        lists = {
+            "params": params,
+            "exp_avgs": exp_avgs,
+            "exp_avg_sqs": exp_avg_sqs,
+            "shadows": nothing if shadows is None else shadows,
+            "owners": params if owners is None else owners,
+            "exp_avg_absmaxs": nothing if exp_avg_absmaxs is None else exp_avg_absmaxs,
+            "exp_avg_sq_absmaxs": nothing if exp_avg_sq_absmaxs is None else exp_avg_sq_absmaxs,
+        }
+        lengths = {name: len(entries) for name, entries in lists.items()}
         if len(set(lengths.values())) != 1:
             raise OptionError(f"Every list must have one entry per tensor, got {lengths}.")
-        self.rows = tuple(TableRow(*row) for row in zip(params, exp_avgs, exp_avg_sqs, shadows, owners))
+        self.rows = tuple(TableRow(*row) for row in zip(*lists.values()))
         _check_rows(self.rows)
         self.device = torch.device("cpu")
         self.groups: tuple[TableGroup, ...] = ()
@@ -205,12 +231,16 @@ class TensorTable:
             [row.exp_avg_sq.data_ptr() for row in self.rows],
             [0 if row.shadow is None else row.shadow.data_ptr() for row in self.rows],
             [row.param.numel() for row in self.rows],
+            [0 if row.exp_avg_absmax is None else row.exp_avg_absmax.data_ptr() for row in self.rows],
+            [0 if row.exp_avg_sq_absmax is None else row.exp_avg_sq_absmax.data_ptr() for row in self.rows],
         ]
         self.address_AR = _send(torch.tensor(columns, dtype=torch.int64), self.device)
+        has_codes = any(row.exp_avg_absmax is not None for row in self.rows)
+        self.code_table = _send(codes.kernel_table(), self.device) if has_codes else None
         keys = [_dtypes(row, grad) for row, grad in zip(self.rows, grads)]
         self.groups = tuple(self._group(key, [index for index, other in enumerate(keys) if other == key]) for key in dict.fromkeys(keys))
 
-    def _group(self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None], rows: list[int]) -> TableGroup:
+    def _group(self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype], rows: list[int]) -> TableGroup:
         """Return the chunks of some rows, in the order of the rows."""
         num_chunks_R = torch.tensor([-(-self.rows[row].param.numel() // CHUNK) for row in rows], dtype=torch.int64)
         row_C = torch.tensor(rows, dtype=torch.int32).repeat_interleave(num_chunks_R)
@@ -255,7 +285,7 @@ def _step_row_unless(
     row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor], *, skip: SkipFlag | None
 ) -> None:
     """Update one tensor, and give every value back that it had where the step is to be skipped; the host is not asked which."""
-    written = [] if skip is None else [tensor for tensor in row[:4] if tensor is not None]
+    written = [] if skip is None else list(row.written().values())
     before = [tensor.clone() for tensor in written]
     _step_row(row, grad, options, corrections)
     for tensor, old in zip(written, before):
@@ -264,7 +294,16 @@ def _step_row_unless(
 
 
 def _step_row(row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor]) -> None:
-    """Update one tensor in fp32; only master and shadow are rounded, once."""
+    """Update one tensor in fp32; only master and shadow are rounded, once, and averages that are held in 8 bits."""
+    if row.exp_avg_absmax is not None and row.exp_avg_sq_absmax is not None:
+        stored = ((row.exp_avg, row.exp_avg_absmax), (row.exp_avg_sq, row.exp_avg_sq_absmax))
+        averages = [codes.decode(*pair, is_signed=is_signed) for pair, is_signed in zip(stored, (True, False))]
+        wide = row._replace(exp_avg=averages[0], exp_avg_sq=averages[1], exp_avg_absmax=None, exp_avg_sq_absmax=None)
+        _step_row(wide, grad, options, corrections)
+        for pair, average, is_signed in zip(stored, averages, (True, False)):
+            for tensor, new in zip(pair, codes.encode(average, is_signed=is_signed)):
+                tensor.copy_(new)
+        return
     rate, (correction, root_correction) = options.learning_rate, corrections
     param = row.param.float()
     param.mul_(1 - rate * options.weight_decay)
@@ -290,11 +329,8 @@ def _read_layout(rows: Sequence[TableRow], grads: Sequence[torch.Tensor | None])
     """Return all but the addresses of gradients: what the table must be rebuilt for when it changes."""
     return [
         (
-            row.param.data_ptr(),
             row.param.numel(),
-            row.exp_avg.data_ptr(),
-            row.exp_avg_sq.data_ptr(),
-            0 if row.shadow is None else row.shadow.data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (*row[:4], *row[5:])),
             _dtypes(row, grad),
         )
         for row, grad in zip(rows, grads)
@@ -306,15 +342,16 @@ def _read_addresses(grads: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if grad is None else grad.data_ptr() for grad in grads]
 
 
-def _dtypes(row: TableRow, grad: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+def _dtypes(row: TableRow, grad: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype]:
     """Return what one launch must know of a row."""
-    return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, None if row.shadow is None else row.shadow.dtype
+    shadow_dtype = None if row.shadow is None else row.shadow.dtype
+    return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, shadow_dtype, row.exp_avg.dtype
 
 
 def _is_aligned(row: TableRow, grad_address: int) -> bool:
     """Return whether each matrix of a row begins, and the row ends, where a vector access may."""
-    tensors = (row.param, row.exp_avg, row.exp_avg_sq, *(() if row.shadow is None else (row.shadow,)))
-    return all(number % ALIGNMENT == 0 for number in (row.param.numel(), grad_address, *(tensor.data_ptr() for tensor in tensors)))
+    addresses = (tensor.data_ptr() for tensor in row.written().values())
+    return all(number % ALIGNMENT == 0 for number in (row.param.numel(), grad_address, *addresses))
 
 
 def _check_rows(rows: Sequence[TableRow]) -> None:
@@ -328,17 +365,20 @@ def _check_rows(rows: Sequence[TableRow]) -> None:
 
 def _check_row(index: int, row: TableRow) -> None:
     """Refuse tensors of which one flat walk would read or write another part."""
-    param, exp_avg, exp_avg_sq, shadow, owner = row
+    param, exp_avg, exp_avg_sq, shadow, owner, *absmaxs = row
+    average_dtypes = (torch.float32,) if absmaxs == [None, None] else (torch.uint8,)
     if not isinstance(param, torch.Tensor):
         raise ShapeError(f"params[{index}] must be a tensor, got {type(param).__name__}.")
     for kind, tensor, dtypes in (
         ("params", param, _PARAM_DTYPES),
-        ("exp_avgs", exp_avg, (torch.float32,)),
-        ("exp_avg_sqs", exp_avg_sq, (torch.float32,)),
+        ("exp_avgs", exp_avg, average_dtypes),
+        ("exp_avg_sqs", exp_avg_sq, average_dtypes),
         *(() if shadow is None else (("shadows", shadow, _SHADOW_DTYPES),)),
     ):
         _check_like(f"{kind}[{index}]", tensor, param, dtypes)
         _check_memory(f"{kind}[{index}]", tensor)
+    for kind, absmax_B in zip(_WRITTEN[4:], absmaxs) if torch.uint8 in average_dtypes else ():
+        _check_absmax(f"{kind}[{index}]", absmax_B, param)
     _check_like(f"owners[{index}]", owner, param, _OWNER_DTYPES)
     if not owner.is_leaf:
         raise ShapeError(f"owners[{index}] was computed from other tensors and gets no gradient; give the parameter that autograd writes to.")
@@ -349,6 +389,20 @@ def _check_like(name: str, tensor: torch.Tensor, param: torch.Tensor, dtypes: Se
     check_tensor(name, tensor, ndim=param.ndim, dtypes=dtypes)
     if tensor.shape != param.shape or tensor.device != param.device:
         raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; its master is {tuple(param.shape)} on {param.device}: make it alike.")
+
+
+def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor) -> None:
+    """Refuse what is not one number per block of averages in 8 bits."""
+    if absmax_B is None:
+        raise ShapeError(f"{name} is None, and its tensor has the other one; averages in 8 bits have one number per block each.")
+    check_tensor(name, absmax_B, ndim=1, dtypes=(torch.float32,))
+    size = codes.num_blocks(param.numel())
+    if absmax_B.numel() != size or absmax_B.device != param.device:
+        raise ShapeError(
+            f"{name} is {tuple(absmax_B.shape)} on {absmax_B.device}; {param.numel()} values in blocks of {codes.BLOCK} have ({size},) on "
+            f"{param.device}."
+        )
+    _check_memory(name, absmax_B)
 
 
 def _check_gradient(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None:
@@ -381,6 +435,6 @@ def _check_apart(rows: Sequence[TableRow]) -> None:
 def _byte_ranges(rows: Sequence[TableRow]) -> Iterator[tuple[int, int, str]]:
     """Yield the addresses of the first and of one past the last byte that a step writes, and the name of the tensor."""
     for index, row in enumerate(rows):
-        for kind, tensor in zip(("params", "exp_avgs", "exp_avg_sqs", "shadows"), row):
-            if tensor is not None and tensor.numel():
+        for kind, tensor in row.written().items():
+            if tensor.numel():
                 yield tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), f"{kind}[{index}]"

@@ -1,8 +1,8 @@
 """AdamW for many tensors in one launch: the kernels find each tensor through a table of addresses on the device.
 
 Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all tensors together are cut into.
-Per element a step reads gradient, master and both averages and writes master, both averages and shadow: 28 bytes in fp32, 2 more with a shadow.
-A row without gradient has address 0 for it: its chunks have no element to read or write.
+Per element a step reads gradient, master and both averages and writes master, both averages and shadow: 28 bytes in fp32, 2 more with a shadow, 12
+less with averages in 8 bits. A row without gradient has address 0 for it: its chunks have no element to read or write.
 """
 
 # A jit body has no types that Python could check.
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.adamw_step import codes
 from lightning_fastft.kernels.adamw_step.reference import (
     ALIGNMENT,
     CHUNK,
@@ -29,6 +30,9 @@ NUM_WARPS = 8
 # 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not yet measured;
 # candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 NUM_PARTIALS = 1024
+# Of averages in 8 bits: blocks per program. On an H200 1 to 8 blocks on 1 to 8 warps took 0.53 to 0.65 ms for 100 M values, 16 more.
+NUM_BLOCKS = 4
+NUM_WARPS_8BIT = 4
 
 # Rows of the table of addresses.
 _PARAM = tl.constexpr(0)
@@ -36,9 +40,19 @@ _EXP_AVG = tl.constexpr(1)
 _EXP_AVG_SQ = tl.constexpr(2)
 _SHADOW = tl.constexpr(3)
 _SIZE = tl.constexpr(4)
+_EXP_AVG_ABSMAX = tl.constexpr(5)
+_EXP_AVG_SQ_ABSMAX = tl.constexpr(6)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 # More elements than a tensor has, and a multiple of every vector.
 _EVERYTHING = tl.constexpr(2**62)
+_NUM_CODES = tl.constexpr(codes.NUM_CODES)
+_WIDTH = tl.constexpr(codes.BLOCK)
+_ZERO = tl.constexpr(codes.zero_code(is_signed=True))
+# Where the zones of each map begin.
+_S1, _S2, _S3, _S4, _S5, _S6, _S7, _S8 = map(tl.constexpr, codes.thresholds(is_signed=True))
+_U1, _U2, _U3, _U4, _U5, _U6, _U7, _U8 = map(tl.constexpr, codes.thresholds(is_signed=False))
+# What a row of the table of codes is long.
+_TABLE_WIDTH = tl.constexpr(codes.NUM_CODES + codes.NUM_SLOPES)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -132,6 +146,141 @@ def _adamw_kernel(
 
 
 @triton.jit
+def _find_zone(size, T1, T2, T3, T4, T5, T6, T7, T8):
+    """Return how many of eight ascending thresholds a magnitude has reached."""
+    is_upper = size >= T5
+    is_high = size >= tl.where(is_upper, T7, T3)
+    is_last = size >= tl.where(is_upper, tl.where(is_high, T8, T6), tl.where(is_high, T4, T2))
+    # The lowest threshold is reached wherever one of the others is.
+    return tl.where(is_upper, 4, 0) + tl.where(is_high, 2, 0) + is_last.to(tl.int32) + (size >= T1).to(tl.int32)
+
+
+@triton.jit
+def _find_place(size, zone, slope_ptr, NUM_FIRST: tl.constexpr):
+    """Return the place of the nearest value of a zone, which holds those from NUM_FIRST * 2^(zone - 1) on to twice that."""
+    end = NUM_FIRST << zone
+    # Bounds of a zone's cells lie at 0.1 and 1 of its decade: a place is the slope times the magnitude and 8/9 of the first one.
+    place = (size * tl.load(slope_ptr + zone) + end.to(tl.float32) * (4.0 / 9.0)).to(tl.int32)
+    return tl.minimum(place, end - 1)
+
+
+@triton.jit
+def _encode_signed(values, table_ptr):
+    """Return the nearest codes of values in [-1, 1]."""
+    size = tl.abs(values)
+    zone = _find_zone(size, _S1, _S2, _S3, _S4, _S5, _S6, _S7, _S8)
+    place = _find_place(size, zone, table_ptr + _NUM_CODES, 1)
+    # 1 has no negative.
+    return tl.where(values < 0.0, _ZERO - tl.minimum(place, _ZERO), _ZERO + place).to(tl.uint8)
+
+
+@triton.jit
+def _encode_unsigned(values, table_ptr):
+    """Return the nearest codes of values in [0, 1]."""
+    zone = _find_zone(values, _U1, _U2, _U3, _U4, _U5, _U6, _U7, _U8)
+    place = _find_place(values, zone, table_ptr + _TABLE_WIDTH + _NUM_CODES, 2)
+    # Places are counted from 1.
+    return (tl.maximum(place, 1) - 1).to(tl.uint8)
+
+
+@triton.jit
+def _inverse(absmax):
+    """Return what brings a block to a largest magnitude of 1; 0 for a block of zeros."""
+    return tl.where(absmax > 0.0, 1.0 / absmax, 0.0)[:, None]
+
+
+@triton.jit
+def _adamw_8bit_kernel(
+    address_ptr,
+    grad_address_ptr,
+    row_ptr,
+    index_ptr,
+    rate_ptr,
+    scale_ptr,
+    found_inf_ptr,
+    number_ptr,
+    table_ptr,
+    num_rows,
+    rate,
+    decay,
+    beta1,
+    grad_share,
+    beta2,
+    square_share,
+    root_correction,
+    eps,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    SHADOW_DTYPE: tl.constexpr,
+    HAS_RATE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+):
+    """One program per chunk and NUM_BLOCKS blocks of it. With a learning rate on the device, rate and decay are those of a learning rate of 1.
+
+    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read or write. Roots and quotients
+    are the device's fast ones: their error is far below that of 8 bits.
+    """
+    row = tl.load(row_ptr + tl.program_id(0)).to(tl.int64)
+    start = tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * CHUNK + tl.program_id(1) * (NUM_BLOCKS * _WIDTH)
+    size = tl.load(address_ptr + _SIZE * num_rows + row)
+    num_readable = tl.where(tl.load(grad_address_ptr + row) != 0, size, 0)
+    if HAS_SKIP:
+        num_readable = tl.where(tl.load(found_inf_ptr) == 0.0, num_readable, 0)
+        rate = tl.load(number_ptr)
+        root_correction = tl.load(number_ptr + 1)
+    if IS_ALIGNED:
+        num_readable = tl.multiple_of(num_readable, _ALIGNMENT)
+    blocks = tl.arange(0, NUM_BLOCKS)
+    offs = blocks[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+    num_left = tl.maximum(tl.minimum(num_readable - start, NUM_BLOCKS * _WIDTH), 0).to(tl.int32)
+    if IS_ALIGNED:
+        num_left = tl.multiple_of(num_left, _ALIGNMENT)
+    inside = offs < num_left
+    is_block = blocks * _WIDTH < num_left
+
+    place_ptr = address_ptr + row
+    param_ptrs = _load_pointer(place_ptr + _PARAM * num_rows, PARAM_DTYPE, IS_ALIGNED) + start + offs
+    avg_ptrs = _load_pointer(place_ptr + _EXP_AVG * num_rows, tl.uint8, IS_ALIGNED) + start + offs
+    square_ptrs = _load_pointer(place_ptr + _EXP_AVG_SQ * num_rows, tl.uint8, IS_ALIGNED) + start + offs
+    avg_absmax_ptrs = tl.load(place_ptr + _EXP_AVG_ABSMAX * num_rows).to(tl.pointer_type(tl.float32)) + start // _WIDTH + blocks
+    square_absmax_ptrs = tl.load(place_ptr + _EXP_AVG_SQ_ABSMAX * num_rows).to(tl.pointer_type(tl.float32)) + start // _WIDTH + blocks
+    grad_ptrs = _load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + start + offs
+    grad = tl.load(grad_ptrs, mask=inside, other=0.0).to(tl.float32)
+    param = tl.load(param_ptrs, mask=inside, other=0.0).to(tl.float32)
+    avg = tl.load(table_ptr + tl.load(avg_ptrs, mask=inside, other=_ZERO).to(tl.int32))
+    square = tl.load(table_ptr + _TABLE_WIDTH + tl.load(square_ptrs, mask=inside, other=0).to(tl.int32))
+    avg *= tl.load(avg_absmax_ptrs, mask=is_block, other=0.0)[:, None]
+    square *= tl.load(square_absmax_ptrs, mask=is_block, other=0.0)[:, None]
+    if HAS_SCALE:
+        grad *= tl.load(scale_ptr)
+    if HAS_RATE:
+        learning_rate = tl.load(rate_ptr)
+        rate *= learning_rate
+        decay *= learning_rate
+
+    avg = beta1 * avg + grad_share * grad
+    square = beta2 * square + square_share * grad * grad
+    param -= decay * param + rate * (avg / (tl.sqrt(square) * (1.0 / root_correction) + eps))
+    # Beyond the end gradient and averages are 0, and so is what becomes of them.
+    avg_absmax = tl.max(tl.abs(avg), axis=1)
+    square_absmax = tl.max(square, axis=1)
+
+    rounded = param.to(PARAM_DTYPE)
+    tl.store(param_ptrs, rounded, mask=inside)
+    tl.store(avg_ptrs, _encode_signed(avg * _inverse(avg_absmax), table_ptr), mask=inside)
+    tl.store(square_ptrs, _encode_unsigned(square * _inverse(square_absmax), table_ptr), mask=inside)
+    tl.store(avg_absmax_ptrs, avg_absmax, mask=is_block)
+    tl.store(square_absmax_ptrs, square_absmax, mask=is_block)
+    if SHADOW_DTYPE is not None:
+        shadow_ptrs = _load_pointer(place_ptr + _SHADOW * num_rows, SHADOW_DTYPE, IS_ALIGNED) + start + offs
+        tl.store(shadow_ptrs, rounded.to(tl.float32).to(SHADOW_DTYPE), mask=inside)
+
+
+@triton.jit
 def _sum_squares_kernel(
     address_ptr,
     grad_address_ptr,
@@ -176,7 +325,7 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
         num_chunks = len(group.row_C)
         if num_chunks == 0:
             continue
-        _adamw_kernel[(num_chunks,)](
+        given = (
             table.address_AR,
             table.grad_address_R,
             group.row_C,
@@ -185,6 +334,8 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
             table.address_AR if scale is None else scale,
             table.address_AR if skip is None else skip.found_inf,
             table.address_AR if numbers_2 is None else numbers_2,
+        )
+        numbers = (
             len(table.rows),
             float(learning_rate / correction),
             float(learning_rate * options.weight_decay),
@@ -194,18 +345,23 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
             1.0 - options.beta2,
             root_correction,
             float(options.eps),
-            PARAM_DTYPE=_DTYPES[group.param_dtype],
-            GRAD_DTYPE=_DTYPES[group.grad_dtype],
-            SHADOW_DTYPE=None if group.shadow_dtype is None else _DTYPES[group.shadow_dtype],
-            HAS_RATE=rate_tensor is not None,
-            HAS_SCALE=scale is not None,
-            HAS_SKIP=skip is not None,
-            IS_ALIGNED=is_aligned,
-            BLOCK=CHUNK,
-            num_warps=NUM_WARPS,
         )
+        constants = {
+            "PARAM_DTYPE": _DTYPES[group.param_dtype],
+            "GRAD_DTYPE": _DTYPES[group.grad_dtype],
+            "SHADOW_DTYPE": None if group.shadow_dtype is None else _DTYPES[group.shadow_dtype],
+            "HAS_RATE": rate_tensor is not None,
+            "HAS_SCALE": scale is not None,
+            "HAS_SKIP": skip is not None,
+            "IS_ALIGNED": is_aligned,
+        }
+        if group.average_dtype is torch.uint8:
+            grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK))
+            _adamw_8bit_kernel[grid](*given, table.code_table, *numbers, **constants, CHUNK=CHUNK, NUM_BLOCKS=NUM_BLOCKS, num_warps=NUM_WARPS_8BIT)
+        else:
+            _adamw_kernel[(num_chunks,)](*given, *numbers, **constants, BLOCK=CHUNK, num_warps=NUM_WARPS)
     # Autograd counts writes to find a backward that would read a changed tensor; it does not see those of a kernel.
-    torch.autograd.graph.increment_version([tensor for row in table.rows if row.owner.grad is not None for tensor in row[:4] if tensor is not None])
+    torch.autograd.graph.increment_version([tensor for row in table.rows if row.owner.grad is not None for tensor in row.written().values()])
 
 
 def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: float) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""AdamW's averages in 8 bits: one code per value, and the largest magnitude of each block of 256 values.
+
+Axes: B blocks of a tensor, the last one perhaps shorter; Q codes.
+
+The value of a code is that of a fixed map times the magnitude of its block. The map is the dynamic one of bitsandbytes, ascending: 0, 1 and seven
+decades below 1, from 1e-7 on, each with twice as many values as the one below it, in the middles of equal cells. The signed map has 1 to 64 values
+per decade and the negatives of all but 1, the unsigned one 2 to 128. A value becomes the nearest code; zones of the kernel are the decades, with 0
+below and 1 above them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BLOCK = 256
+NUM_CODES = 256
+NUM_DECADES = 7
+# Decades, 0 and 1.
+NUM_ZONES = NUM_DECADES + 2
+# Places of the slopes behind the values of a map in the table of the kernel.
+NUM_SLOPES = 16
+
+
+def dynamic_map(*, is_signed: bool) -> torch.Tensor:
+    """Return the values of the codes, ascending. Shape (256,), float64.
+
+    Example:
+        >>> values = dynamic_map(is_signed=True)
+        >>> [round(values[code].item(), 4) for code in (0, 126, 127, 128, 255)]
+        [-0.993, -0.0, 0.0, 0.0, 1.0]
+    """
+    positive = [_decade(place) * (0.1 + 0.9 * (cell + 0.5) / cells) for place, cells in _cells(is_signed=is_signed) for cell in range(cells)]
+    negative = [-value for value in reversed(positive)] if is_signed else []
+    return torch.tensor([*negative, 0.0, *positive, 1.0], dtype=torch.float64)
+
+
+def zero_code(*, is_signed: bool) -> int:
+    """Return the code of 0."""
+    return NUM_CODES // 2 - 1 if is_signed else 0
+
+
+def thresholds(*, is_signed: bool) -> list[float]:
+    """Return where each zone above the first begins: half way between the last value of one and the first of the next."""
+    values = dynamic_map(is_signed=is_signed)[zero_code(is_signed=is_signed) :].tolist()
+    firsts = [1]
+    for _, cells in _cells(is_signed=is_signed):
+        firsts.append(firsts[-1] + cells)
+    return [(values[first - 1] + values[first]) / 2 for first in firsts]
+
+
+def slopes(*, is_signed: bool) -> list[float]:
+    """Return, per zone, how many codes a magnitude of 1 spans; for 1 itself what leads to its code, for 0 nothing."""
+    inner = [cells / (0.9 * _decade(place)) for place, cells in _cells(is_signed=is_signed)]
+    # The kernel's offset brings a magnitude of 1 to 8/9 of the way; what is left of it, and half of a code more.
+    top = 2 * _cells(is_signed=is_signed)[-1][1]
+    return [0.0, *inner, top / 9 + 0.5]
+
+
+def kernel_table() -> torch.Tensor:
+    """Return values and slopes of the signed and the unsigned map. Shape (2, 272), fp32."""
+    rows = []
+    for is_signed in (True, False):
+        found = slopes(is_signed=is_signed)
+        padded = torch.tensor(found + [0.0] * (NUM_SLOPES - len(found)), dtype=torch.float64)
+        rows.append(torch.cat([dynamic_map(is_signed=is_signed), padded]))
+    return torch.stack(rows).float()
+
+
+def num_blocks(num_values: int) -> int:
+    """Return how many blocks a tensor of so many values has."""
+    return -(-num_values // BLOCK)
+
+
+def decode(codes: torch.Tensor, absmax_B: torch.Tensor, *, is_signed: bool) -> torch.Tensor:
+    """Return the values of codes.
+
+    Args:
+        codes: Any shape, uint8, contiguous.
+        absmax_B: Largest magnitude of each block of 256 values, in the order of memory. fp32.
+        is_signed: Whether the codes are of the signed map.
+
+    Returns:
+        Shape of codes, fp32.
+
+    Example:
+        >>> codes, absmax_B = encode(torch.tensor([0.5, -2.0, 0.0]), is_signed=True)
+        >>> decode(codes, absmax_B, is_signed=True)
+        tensor([ 0.4953, -1.9859,  0.0000])
+    """
+    values = dynamic_map(is_signed=is_signed).to(device=codes.device, dtype=torch.float32)[codes.long()]
+    return (values.flatten() * absmax_B.repeat_interleave(BLOCK)[: codes.numel()]).view_as(codes)
+
+
+def encode(values: torch.Tensor, *, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest codes and the largest magnitudes of blocks, as decode reads them.
+
+    Args:
+        values: Any shape, fp32, contiguous; from 0 for the unsigned map. A block in which something is not finite has no meaning afterwards.
+        is_signed: Whether to take the signed map.
+
+    Example:
+        >>> encode(torch.tensor([0.0, 3.0]), is_signed=False)
+        (tensor([  0, 255], dtype=torch.uint8), tensor([3.]))
+    """
+    num_values = values.numel()
+    blocks_BV = torch.nn.functional.pad(values.flatten(), (0, num_blocks(num_values) * BLOCK - num_values)).view(-1, BLOCK)
+    absmax_B = blocks_BV.abs().amax(1)
+    inverse_B = torch.where(absmax_B > 0, 1 / absmax_B, 0.0)
+    grid = dynamic_map(is_signed=is_signed).to(values.device)
+    codes_BV = torch.bucketize((blocks_BV * inverse_B[:, None]).double(), (grid[1:] + grid[:-1]) / 2)
+    return codes_BV.flatten()[:num_values].view_as(values).to(torch.uint8), absmax_B
+
+
+def _cells(*, is_signed: bool) -> Sequence[tuple[int, int]]:
+    """Return the places of the decades and how many values each has."""
+    return [(place, 2 ** (place if is_signed else place + 1)) for place in range(NUM_DECADES)]
+
+
+def _decade(place: int) -> float:
+    """Return the upper bound of a decade."""
+    return 10.0 ** (place - NUM_DECADES + 1)
