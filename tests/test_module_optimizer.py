@@ -1,5 +1,6 @@
 """FineTuner's default optimizer: weights, clipping and compute copies in one pass, resumed from checkpoints of torch.optim.AdamW."""
 
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,6 +10,8 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_fastft import optim
+from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.errors import NotTrainingError, OptionError
 from lightning_fastft.models.adapters import _Shadow
@@ -225,6 +228,26 @@ def test_a_run_with_masters_is_resumed_to_the_bit(tmp_path):
         master = trainer.optimizers[0].state[twin]["master"]
         assert torch.equal(other.optimizers[0].state[parameter]["master"], master)
         assert not torch.equal(master, twin.float())
+
+
+def test_a_run_with_averages_in_8_bits_is_guarded_clipped_and_resumed_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(optim, "MIN_8BIT_SIZE", 256)
+    factory = functools.partial(FusedAdamW, lr=1e-3, optim_bits=8)
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1)
+    options = {"batches": packed_batches(1) * 6, "enable_checkpointing": True, "gradient_clip_val": 0.1}
+    guard = FiniteGuard()
+    whole, trainer = fit_tuner(tmp_path, module=narrow_tuner(optimizer=factory), callbacks=[keep, guard], **options)
+    resumed, other = fit_tuner(
+        tmp_path, module=narrow_tuner(optimizer=factory), callbacks=[FiniteGuard()], ckpt_path=tmp_path / "step=3.ckpt", **options
+    )
+    assert guard.status().state == "active"
+    assert_same_weights(resumed, whole)
+    held = set()
+    for parameter, twin in zip(trainable(resumed).values(), trainable(whole).values()):
+        state, own = (optimizers[0].state[each] for optimizers, each in ((other.optimizers, parameter), (trainer.optimizers, twin)))
+        assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
+        held.add(own["exp_avg"].dtype)
+    assert held == {torch.uint8, torch.float32}
 
 
 def test_memory_for_masters_is_planned(tmp_path):
