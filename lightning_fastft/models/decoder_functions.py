@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
-from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
@@ -29,6 +29,7 @@ from lightning_fastft.models.linears import (
     product,
     rows_for,
     rows_gradients,
+    rows_gradients_apart,
 )
 from lightning_fastft.models.values import unneeded
 from lightning_fastft.offload.segments import Session
@@ -519,10 +520,11 @@ def _block_gradients(
     num_watched = num_first + len(call.down.watched_tensors())
     gate_up, down = call.gate_up.with_watched(others[num_low:num_first]), call.down.with_watched(others[num_first:num_watched])
     num_needs = 2 + len(gate_up.tensors())
-    d_act_TF, d_low_TR = rows_gradients(down, d_out_TD, needs_x=True)
-    assert d_act_TF is not None
-    gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, need_act=any(needs[num_needs:]))
-    del d_act_TF
+    d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
+    # The gate's backward is the one that reads these rows: it adds what the adapter gives them.
+    addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, _read_rows(a_RF))
+    gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]))
+    del d_act_TF, addend
     d_gate_up_TP = gate.d_gate_up_NP
     d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
     if gate.act_NF is not None:

@@ -10,7 +10,7 @@ import torch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
-from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
+from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, LowRankRows
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
@@ -32,19 +32,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lightning_fastft.kernels.expert_gate import triton as gate
 
-names = ("d_act_ptr", "gate_up_ptr", "weight_ptr", "out_ptr", "act_ptr", "d_weight_ptr")
+names = ("d_act_ptr", "gate_up_ptr", "weight_ptr", "low_ptr", "factor_ptr", "out_ptr", "act_ptr", "d_weight_ptr")
+added = {"HAS_ADDEND": True, "BLOCK_N": gate.ADDEND_BLOCK_ROWS, "BLOCK_F": gate.ADDEND_MAX_BLOCK_COLUMNS, "BLOCK_R": gate.MAX_BLOCK_RANKS}
 for capability, dtype in ((80, "fp16"), (86, "fp32"), (90, "bf16")):
     for activation, is_interleaved in itertools.product(("silu", "gelu", "gelu_tanh", "clamped"), (False, True)):
         block = {"BLOCK_N": gate.BLOCK_ROWS, "BLOCK_F": gate.MAX_BLOCK_COLUMNS}
         forward = {"ACTIVATION": activation, "IS_INTERLEAVED": is_interleaved, "IS_WIDE": dtype == "fp32", **block}
-        backward = {**forward, "HAS_WEIGHT": True, "WRITE_ACT": True, "IN_PLACE": True}
-        for kernel, constants in ((gate._gate_forward_kernel, forward), (gate._gate_backward_kernel, backward)):
+        backward = {**forward, "HAS_WEIGHT": True, "HAS_ADDEND": False, "WRITE_ACT": True, "IN_PLACE": True, "BLOCK_R": 16}
+        cases = [(gate._gate_forward_kernel, forward), (gate._gate_backward_kernel, backward)]
+        if activation == "silu":
+            # As dense layers call it, and with all that a kernel can have.
+            cases.append((gate._gate_backward_kernel, {**backward, **added, "HAS_WEIGHT": is_interleaved, "IN_PLACE": is_interleaved}))
+        for kernel, constants in cases:
             signature = {name: "*" + dtype if name in names else "i32" for name in kernel.arg_names}
             signature |= {"limit": "fp32", "alpha": "fp32"} | dict.fromkeys(constants, "constexpr")
             if "d_weight_ptr" in signature:
                 signature["d_weight_ptr"] = "*fp32"
             source = ASTSource(kernel, signature, constexprs=constants)
-            triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": gate.NUM_WARPS})
+            done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": gate.NUM_WARPS})
+            assert done.metadata.shared <= 99 * 1024, (constants, done.metadata.shared)
 """
 
 
@@ -82,6 +88,25 @@ def make_inputs(num_rows, num_columns, dtype, form, *, device="cpu", weight_dtyp
     return d_act_NF, gate_up_NP, torch.rand(num_rows, device=device).to(weight_dtype)
 
 
+def make_addend(num_rows, num_columns, num_ranks, dtype, *, device="cpu"):
+    """A low-rank product about as large as the gradient it is added to; None without ranks."""
+    if num_ranks is None:
+        return None
+    low_NR, factor_RF = torch.randn(num_rows, num_ranks, device=device), torch.randn(num_ranks, num_columns, device=device)
+    return LowRankRows(low_NR.to(dtype), (factor_RF / max(num_ranks, 1) ** 0.5).to(dtype))
+
+
+def add_product(d_act_NF, addend, *, wide):
+    """The gradient with what is added to it, rounded nowhere in between."""
+    d_act_NF = d_act_NF.to(wide)
+    return d_act_NF if addend is None else d_act_NF + addend.low_NR.to(wide) @ addend.factor_RF.to(wide)
+
+
+def poisoned_addend(addend, *, num_rows):
+    """The first rows of an addend inside of NaN."""
+    return None if addend is None else LowRankRows(poisoned(addend.low_NR[:num_rows]), poisoned(addend.factor_RF))
+
+
 @contextmanager
 def fresh_memory_is_nan():
     torch.use_deterministic_algorithms(True)
@@ -113,17 +138,20 @@ def assert_weight_gradient(ours_N, *, plain_N, truth_N, largest_sum):
     assert error <= bound, f"d_weight: error {error:.3g} above {bound:.3g}"
 
 
-def check_against_truth(functions, num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=torch.float32):
+def check_against_truth(functions, num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=torch.float32, num_ranks=None):
     num_measured = max(num_rows, NUM_MEASURED_ROWS)
     d_act_NF, gate_up_NP, weight_N = make_inputs(num_measured, num_columns, dtype, form, device=device, weight_dtype=weight_dtype)
-    true_act, true_d_gate_up, true_d_weight = run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=torch.float64)
-    plain_act, plain_d_gate_up, plain_d_weight = run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=torch.float32)
-    largest_sum = (d_act_NF.double() * true_act).abs().sum(dim=1).max()
+    addend = make_addend(num_measured, num_columns, num_ranks, dtype, device=device)
+    true_d_act, plain_d_act = (add_product(d_act_NF, addend, wide=wide) for wide in (torch.float64, torch.float32))
+    true_act, true_d_gate_up, true_d_weight = run_formula(true_d_act, gate_up_NP, weight_N, form, wide=torch.float64)
+    plain_act, plain_d_gate_up, plain_d_weight = run_formula(plain_d_act, gate_up_NP, weight_N, form, wide=torch.float32)
+    largest_sum = (true_d_act * true_act).abs().sum(dim=1).max()
+    addend = poisoned_addend(addend, num_rows=num_rows)
     d_act_NF, gate_up_NP, weight_N = (tensor[:num_rows] for tensor in (d_act_NF, gate_up_NP, weight_N))
     d_act_NF, ours_gate_up_NP, weight_N = poisoned(d_act_NF), poisoned(gate_up_NP), poisoned(weight_N)
     with fresh_memory_is_nan():
         act_NF = functions.gate_forward(ours_gate_up_NP, form=form)
-        gradients = functions.gate_backward(d_act_NF, ours_gate_up_NP, form=form, weight_N=weight_N, need_act=True)
+        gradients = functions.gate_backward(d_act_NF, ours_gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True)
     assert torch.equal(ours_gate_up_NP, gate_up_NP)
     assert act_NF.shape == gradients.act_NF.shape == d_act_NF.shape
     assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
@@ -134,23 +162,25 @@ def check_against_truth(functions, num_rows, num_columns, dtype, form, *, device
     assert_weight_gradient(gradients.d_weight_N, plain_N=plain_d_weight, truth_N=true_d_weight, largest_sum=largest_sum)
 
 
-def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu"):
+def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu", num_ranks=None):
     d_act_NF, gate_up_NP, weight_N = make_inputs(num_rows, num_columns, dtype, form, device=device)
-    expected = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
+    arguments = {"form": form, "weight_N": weight_N, "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device), "need_act": True}
+    expected = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
     inner_NP = poisoned(gate_up_NP)
-    ours = functions.gate_backward(d_act_NF, inner_NP, form=form, weight_N=weight_N, need_act=True, out=inner_NP)
+    ours = functions.gate_backward(d_act_NF, inner_NP, **arguments, out=inner_NP)
     assert ours.d_gate_up_NP is inner_NP
     assert all(torch.equal(one, other) for one, other in zip(ours, expected))
     buffer = inner_NP._base
     assert buffer.isnan().sum() == buffer.numel() - inner_NP.numel()
 
 
-def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu"):
+def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu", num_ranks=None):
     d_act_NF, gate_up_NP, weight_N = make_inputs(21, 33, dtype, form, device=device)
-    arguments = {"form": form, "need_act": True}
+    addend = make_addend(21, 33, num_ranks, dtype, device=device)
+    arguments = {"form": form, "addend": addend, "need_act": True}
     expected = [functions.gate_forward(gate_up_NP, form=form)]
     expected += functions.gate_backward(d_act_NF, gate_up_NP, weight_N=weight_N, **arguments)
-    for tensor in (d_act_NF, gate_up_NP, weight_N):
+    for tensor in (d_act_NF, gate_up_NP, weight_N) if addend is None else (addend.low_NR, gate_up_NP, weight_N):
         tensor[13:] = float("nan")
     ours = [functions.gate_forward(gate_up_NP, form=form)]
     ours += functions.gate_backward(d_act_NF, gate_up_NP, weight_N=weight_N, **arguments)
@@ -171,6 +201,17 @@ def check_large_values(functions, dtype, form, *, device="cpu"):
     assert_within_bound("d_gate_up", gradients.d_gate_up_NP, plain=plain[1].to(dtype), truth=truth[1], dtype=dtype)
     largest_sum = truth[0].abs().sum()
     assert_weight_gradient(gradients.d_weight_N, plain_N=plain[2], truth_N=truth[2], largest_sum=largest_sum)
+
+
+def check_without_weights(functions, num_rows, num_columns, dtype, form, *, device="cpu", num_ranks=None):
+    """Weights of 1 change nothing, but the walk over the columns is another without any."""
+    d_act_NF, gate_up_NP, weight_N = make_inputs(num_rows, num_columns, dtype, form, device=device)
+    arguments = {"form": form, "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device), "need_act": True}
+    expected = functions.gate_backward(d_act_NF, gate_up_NP, weight_N=torch.ones_like(weight_N), **arguments)
+    ours = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
+    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
+    assert torch.equal(ours.act_NF, expected.act_NF)
+    assert ours.d_weight_N is None
 
 
 class PublicEntries:
@@ -213,6 +254,24 @@ def test_dtype_of_the_routing_weight(weight_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_ranks", [0, 1, 3, 16, 33, 130])
+def test_a_low_rank_product_is_added_to_the_gradient(num_ranks, dtype):
+    for form in FORMS:
+        check_against_truth(PublicEntries, 9, 33, dtype, form, num_ranks=num_ranks)
+    check_without_weights(PublicEntries, 9, 33, dtype, GateForm(), num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_float64_the_low_rank_product_equals_autograd(form):
+    d_act_NF, gate_up_NP, weight_N = make_inputs(7, 33, torch.float32, form, weight_dtype=torch.float64)
+    d_act_NF, gate_up_NP, addend = d_act_NF.double(), gate_up_NP.double(), make_addend(7, 33, 5, torch.float64)
+    _, *truth = run_formula(add_product(d_act_NF, addend, wide=torch.float64), gate_up_NP, weight_N, form, wide=torch.float64)
+    gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend)
+    for one, true in zip((gradients.d_gate_up_NP, gradients.d_weight_N), truth):
+        torch.testing.assert_close(one, true, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_large_values_stay_finite_and_true(form, dtype):
     check_large_values(PublicEntries, dtype, form)
@@ -221,12 +280,14 @@ def test_large_values_stay_finite_and_true(form, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_nan_stay_alone(form):
     check_rows_of_nan_stay_alone(PublicEntries, torch.bfloat16, form)
+    check_rows_of_nan_stay_alone(PublicEntries, torch.bfloat16, form, num_ranks=5)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_input_may_be_overwritten(form, dtype):
     check_in_place(PublicEntries, 9, 33, dtype, form)
+    check_in_place(PublicEntries, 9, 33, dtype, form, num_ranks=5)
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 6), (3, 0)])
@@ -240,6 +301,8 @@ def test_without_rows_or_columns(shape, is_interleaved):
     assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
     assert gradients.act_NF.shape == shape
     assert torch.equal(gradients.d_weight_N, torch.zeros(num_rows))
+    added = gate_backward(d_act_NF, gate_up_NP, form=form, addend=make_addend(num_rows, num_columns, 3, torch.float32))
+    assert added.d_gate_up_NP.shape == gate_up_NP.shape
 
 
 def test_without_weight_it_counts_as_one_and_has_no_gradient():
@@ -255,11 +318,12 @@ def test_no_graph_and_no_wait():
     gate_up_NP.requires_grad_()
     with Watch() as watch:
         act_NF = gate_forward(gate_up_NP, form=GateForm())
-        gradients = gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, need_act=True)
+        gradients = gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, addend=make_addend(7, 5, 3, torch.float32), need_act=True)
     assert watch.waits == []
     assert not any(tensor.requires_grad for tensor in (act_NF, *gradients))
 
 
+PRODUCT = "addend.low_NR.to(wide) @ addend.factor_RF.to(wide)"
 REFERENCE_FAULTS = {
     "limit on the wrong side of the gate": ("gate_NF.clamp(max=form.limit)", "gate_NF.clamp(min=form.limit)"),
     "up clamped on one side": ("up_NF.clamp(min=-form.limit, max=form.limit)", "up_NF.clamp(max=form.limit)"),
@@ -274,6 +338,9 @@ REFERENCE_FAULTS = {
     "weight not applied": ("d_act_NF = d_act_NF * weight_N.to(wide)[:, None]", "d_act_NF = d_act_NF"),
     "sum after the weight": ("d_weight_N = (d_act_NF * act_NF)", "d_weight_N = (d_act_NF * weight_N.to(wide)[:, None] * act_NF)"),
     "cube lost": ("(1 + 3.0 * TANH_CUBE", "(1 + TANH_CUBE"),
+    "low-rank product lost": ("d_act_NF + addend.low_NR", "d_act_NF + 0 * addend.low_NR"),
+    "low-rank product rounded": (f"d_act_NF + {PRODUCT}", f"d_act_NF + ({PRODUCT}).to(dtype)"),
+    "sum with the low-rank product rounded": (f"d_act_NF + {PRODUCT}", f"(d_act_NF + {PRODUCT}).to(dtype).to(wide)"),
     "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
 }
 
@@ -283,6 +350,7 @@ def check_every_part(functions, num_columns=130, dtype=torch.bfloat16):
         check_against_truth(functions, 9, num_columns, dtype, form)
         check_against_truth(functions, 9, num_columns, torch.float32, form)
         check_in_place(functions, 9, num_columns, dtype, form)
+        check_against_truth(functions, 9, num_columns, dtype, form, num_ranks=5)
 
 
 @pytest.mark.parametrize("fault", REFERENCE_FAULTS)
@@ -314,6 +382,16 @@ def test_without_a_fault_the_same_check_passes():
         ({"out": torch.ones(3, 4)}, ShapeError, "must be"),
         ({"out": torch.ones(3, 8).bfloat16()}, ShapeError, "dtype"),
         ({"out": torch.ones(8).expand(3, 8)}, ShapeError, "overlap"),
+        ({"addend": (torch.ones(3, 2), torch.ones(2, 4))}, OptionError, "LowRankRows"),
+        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(3, 4))}, ShapeError, "must be"),
+        ({"addend": LowRankRows(torch.ones(2, 2), torch.ones(2, 4))}, ShapeError, "must be"),
+        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 5))}, ShapeError, "must be"),
+        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(4))}, ShapeError, "2 axes"),
+        ({"addend": LowRankRows(torch.ones(3, 2).bfloat16(), torch.ones(2, 4))}, ShapeError, "dtype"),
+        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 4).double())}, ShapeError, "dtype"),
+        ({"addend": LowRankRows(torch.ones(2, 3).T, torch.ones(2, 4))}, ShapeError, "contiguous"),
+        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(4, 2).T)}, ShapeError, "contiguous"),
+        ({"addend": LowRankRows(torch.ones(3, 2), torch.ones(2, 4, device="meta"))}, ShapeError, "meta"),
         ({"form": None}, OptionError, "GateForm"),
         ({"form": GateForm(activation="relu")}, OptionError, "'silu', 'gelu'"),
         ({"form": GateForm(is_interleaved=None)}, OptionError, "is_interleaved"),
@@ -341,6 +419,10 @@ def test_memory_that_is_partly_an_input_is_refused():
             gate_backward(d_act_NF, gate_up_NP, form=GateForm(), out=out)
     for out in (buffer[20:44].view(3, 8), buffer[44:68].view(3, 8)):
         gate_backward(d_act_NF, gate_up_NP.clone() if out.data_ptr() != gate_up_NP.data_ptr() else gate_up_NP, form=GateForm(), out=out)
+    # What every row reads must not lie in what one row writes, in place or not.
+    for addend in (LowRankRows(torch.ones(3, 2), buffer[30:38].view(2, 4)), LowRankRows(buffer[30:36].view(3, 2), torch.ones(2, 4))):
+        with pytest.raises(ShapeError, match="shares memory"):
+            gate_backward(d_act_NF, gate_up_NP, form=GateForm(), addend=addend, out=gate_up_NP)
     expanded_NP = torch.ones(8).expand(3, 8)
     with pytest.raises(ShapeError, match="overlap"):
         gate_backward(d_act_NF, expanded_NP, form=GateForm(), out=expanded_NP)

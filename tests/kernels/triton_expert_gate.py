@@ -17,7 +17,9 @@ from tests.kernels.test_expert_gate import (
     check_in_place,
     check_large_values,
     check_rows_of_nan_stay_alone,
+    check_without_weights,
     fresh_memory_is_nan,
+    make_addend,
     make_inputs,
 )
 from tests.kernels.truth import load_with_fault
@@ -25,8 +27,13 @@ from tests.kernels.truth import load_with_fault
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = triton.MAX_BLOCK_COLUMNS
 ROWS = (1, triton.BLOCK_ROWS - 1, triton.BLOCK_ROWS, triton.BLOCK_ROWS + 1, 65)
+ADDEND_TILE = triton.ADDEND_MAX_BLOCK_COLUMNS
+ADDEND_ROWS = triton.ADDEND_BLOCK_ROWS
+RANKS = (0, 1, 3, 15, 16, 17, triton.MAX_BLOCK_RANKS, triton.MAX_BLOCK_RANKS + 1, 3 * triton.MAX_BLOCK_RANKS + 5)
 COLUMNS = (1, 2, 5, 16, 33, 130, TILE - 1, TILE, TILE + 1, 2 * TILE + 37)
 NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+# The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
+PRODUCT_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else DTYPES
 CLAMPED = GateForm(is_interleaved=True, activation="clamped")
 
 
@@ -49,6 +56,26 @@ def test_number_of_rows(num_rows, form):
     check_against_truth(triton, num_rows, 33, NARROW, form, device=DEVICE)
 
 
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_low_rank_product_is_added_in_every_form(form, dtype):
+    check_against_truth(triton, ADDEND_ROWS + 1, ADDEND_TILE + 5, dtype, form, device=DEVICE, num_ranks=5)
+    check_without_weights(triton, ADDEND_ROWS + 1, ADDEND_TILE + 5, dtype, form, device=DEVICE, num_ranks=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_number_of_ranks(num_ranks, dtype):
+    check_against_truth(triton, 9, 33, dtype, GateForm(), device=DEVICE, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("num_columns", [1, 15, 16, 17, ADDEND_TILE - 1, ADDEND_TILE, ADDEND_TILE + 1, 2 * ADDEND_TILE + 37])
+@pytest.mark.parametrize("num_rows", [1, ADDEND_ROWS - 1, ADDEND_ROWS, 2 * ADDEND_ROWS + 1])
+def test_number_of_rows_and_columns_with_a_low_rank_product(num_rows, num_columns):
+    check_against_truth(triton, num_rows, num_columns, NARROW, GateForm(), device=DEVICE, num_ranks=16)
+    check_without_weights(triton, num_rows, num_columns, NARROW, GateForm(), device=DEVICE, num_ranks=16)
+
+
 @pytest.mark.parametrize("form", [CLAMPED._replace(limit=1.5, alpha=0.7), CLAMPED._replace(limit=0.0, alpha=1.0)])
 def test_other_limits_and_steepness(form):
     check_against_truth(triton, 9, 33, torch.float32, form, device=DEVICE)
@@ -68,6 +95,7 @@ def test_large_values_stay_finite_and_true(form, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_nan_stay_alone(form):
     check_rows_of_nan_stay_alone(triton, torch.bfloat16, form, device=DEVICE)
+    check_rows_of_nan_stay_alone(triton, torch.bfloat16, form, device=DEVICE, num_ranks=5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,6 +103,7 @@ def test_rows_of_nan_stay_alone(form):
 @pytest.mark.parametrize("form", [GateForm(), CLAMPED])
 def test_the_input_may_be_overwritten(form, num_columns, dtype):
     check_in_place(triton, 9, num_columns, dtype, form, device=DEVICE)
+    check_in_place(triton, ADDEND_ROWS + 1, num_columns, dtype, form, device=DEVICE, num_ranks=5)
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 6), (3, 0)])
@@ -89,6 +118,9 @@ def test_without_rows_or_columns(shape, is_interleaved):
     assert act_NF.shape == gradients.act_NF.shape == shape
     assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
     assert torch.equal(gradients.d_weight_N, torch.zeros_like(weight_N))
+    addend = make_addend(num_rows, num_columns, 3, torch.float32, device=DEVICE)
+    added = triton.gate_backward(d_act_NF, gate_up_NP, form=GateForm(is_interleaved), weight_N=weight_N, addend=addend)
+    assert torch.equal(added.d_weight_N, torch.zeros_like(weight_N))
 
 
 def test_without_weight_it_counts_as_one_and_has_no_gradient():
@@ -99,10 +131,12 @@ def test_without_weight_it_counts_as_one_and_has_no_gradient():
     assert ours.act_NF is ours.d_weight_N is None
 
 
+@pytest.mark.parametrize("num_ranks", [None, 16])
 @pytest.mark.parametrize("form", [GateForm(), CLAMPED])
-def test_two_runs_are_bit_equal(form):
+def test_two_runs_are_bit_equal(form, num_ranks):
     d_act_NF, gate_up_NP, weight_N = make_inputs(65, 2 * TILE + 37, torch.bfloat16, form, device=DEVICE)
-    first, second = (triton.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True) for _ in range(2))
+    addend = make_addend(65, 2 * TILE + 37, num_ranks, torch.bfloat16, device=DEVICE)
+    first, second = (triton.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 
@@ -123,6 +157,7 @@ ROW_STRIDES = "gate_up_NP,\n        act_NF,\n        gate_up_NP.stride(0),"
 WALK = "min(begin + columns_per_program, num_columns), BLOCK_F):"
 BARRIER = "            # A value may be read by more than one thread: all have read before one of them writes.\n            tl.debug_barrier()\n"
 EARLY_STORE = BARRIER + "            tl.store(out_rows[:, None] + cols[None, :], d_act.to(out_ptr.dtype.element_ty), mask=inside)\n"
+FACTOR_COLUMNS = "& (cols < num_columns)[None, :], other=0.0)\n        product_FN"
 FAULTS = {
     "limit on the wrong side of the gate": ("tl.where(raw_gate > limit, limit, raw_gate)", "tl.where(raw_gate < limit, limit, raw_gate)"),
     "up clamped on one side": ("tl.where(raw_up < -limit, -limit, raw_up)) + 1.0", "raw_up) + 1.0"),
@@ -157,25 +192,29 @@ FAULTS = {
     "wrong stride of the gradient": ("d_act_ptr + rows * d_act_stride", "d_act_ptr + rows * num_columns"),
     "wrong stride of the output": ("out_ptr + rows * out_stride", "out_ptr + rows * 2 * num_columns"),
     "written before it is read": (BARRIER, EARLY_STORE),
+    "low-rank product lost": ("d_act += addend", "d_act += 0.0"),
+    "low-rank product rounded": ("d_act += addend", "d_act += addend.to(out_ptr.dtype.element_ty).to(tl.float32)"),
+    "sum with the low-rank product rounded": ("d_act += addend", "d_act = (d_act + addend).to(out_ptr.dtype.element_ty).to(tl.float32)"),
+    "low-rank product of the last ranks only": ("tl.trans(low), product_FN,", "tl.trans(low), tl.zeros_like(product_FN),"),
+    "low-rank product of the first ranks only": ("tl.range(0, num_ranks, BLOCK_R,", "tl.range(0, min(num_ranks, BLOCK_R), BLOCK_R,"),
+    "last rank lost": ("ranks < num_ranks", "ranks < num_ranks - 1"),
+    "ranks beyond the last are read": ("ranks < num_ranks", "ranks < num_ranks + 1"),
+    "factor beyond the last column is read": (FACTOR_COLUMNS, FACTOR_COLUMNS.replace("num_columns", "num_columns + 1")),
+    "factor of the first tile": ("factor_stride + cols[None, :]", "factor_stride + tl.arange(0, BLOCK_F)[None, :]"),
+    "wrong stride of the factor": ("[:, None] * factor_stride", "[:, None] * num_columns"),
+    "wrong stride of the narrow rows": ("low_ptr + rows * low_stride", "low_ptr + rows * num_ranks"),
+    "sum without the low-rank product": ("weight_terms += d_act * act", "weight_terms += (d_act - (addend if HAS_ADDEND else 0.0)) * act"),
 }  # fmt: skip
-
-
-def check_without_weights(functions, num_rows, num_columns, form):
-    """Weights of 1 change nothing, but the walk over the columns is another without any."""
-    d_act_NF, gate_up_NP, weight_N = make_inputs(num_rows, num_columns, NARROW, form, device=DEVICE)
-    expected = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=torch.ones_like(weight_N), need_act=True)
-    ours = functions.gate_backward(d_act_NF, gate_up_NP, form=form, need_act=True)
-    assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
-    assert torch.equal(ours.act_NF, expected.act_NF)
 
 
 def check_every_part(functions):
     for form in FORMS:
-        check_without_weights(functions, 9, TILE + 5, form)
+        check_without_weights(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
     for form in FORMS:
         check_against_truth(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
     for form in (GateForm(), CLAMPED):
         check_in_place(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
+        check_against_truth(functions, ADDEND_ROWS + 1, ADDEND_TILE + 5, NARROW, form, device=DEVICE, num_ranks=triton.MAX_BLOCK_RANKS + 1)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

@@ -129,6 +129,12 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_layers_own(family):
     assert_model_as_near(model, truth=copy.deepcopy(model).double())
 
 
+@pytest.mark.parametrize("family", ["llama biased", "qwen3", "gemma3"])
+def test_adapters_in_bfloat16_are_as_near_to_the_truth_as_the_layers_own(family):
+    model = build(family, "lora", dtype=torch.bfloat16, **WIDE)
+    assert_model_as_near(model, truth=copy.deepcopy(model).double())
+
+
 @pytest.mark.parametrize(
     ("family", "adapter_dtype"), [("qwen2", torch.bfloat16), ("qwen2", torch.float32), ("phi3", torch.bfloat16), ("gemma3", torch.float32)]
 )

@@ -1,6 +1,6 @@
 """The gate of an expert: the activation between its two products and its gradient, each in one pass over memory.
 
-Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up.
+Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank product.
 Neither function builds a graph: the layer's own Function calls both.
 """
 
@@ -14,7 +14,7 @@ from lightning_fastft.checks import check_choice, check_columns, check_float, ch
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.expert_gate import reference
-from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients
+from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients, LowRankRows
 
 _DTYPES = (*TRITON_DTYPES, torch.float64)
 
@@ -58,6 +58,7 @@ def gate_backward(
     *,
     form: GateForm,
     weight_N: torch.Tensor | None = None,
+    addend: LowRankRows | None = None,
     need_act: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -65,13 +66,15 @@ def gate_backward(
     """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the rebuilt activation.
 
     The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp passes the gradient of a value
-    on its bound and 0 beyond. Sums have one order: two calls are bit-equal.
+    on its bound and 0 beyond. A low-rank product that belongs to d_act_NF is formed and added in fp32 (float64 for float64), tile by tile, never
+    in memory. Sums have one order: two calls are bit-equal.
 
     Args:
         d_act_NF: Gradient of the activation, not yet multiplied with weight_N. Shape (N, F); dtype and device of gate_up_NP; last axis contiguous.
         gate_up_NP: What ``gate_forward`` was given.
         form: What ``gate_forward`` was given.
         weight_N: Routing weight of each row. Shape (N,); bf16, fp16, fp32 or float64; any stride. None for 1.
+        addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for nothing.
         need_act: Return the activation, as ``gate_forward`` gave it, for gradients of the second product's weight.
         out: Where d_gate_up_NP is written: a tensor like gate_up_NP, or gate_up_NP itself, whose values are then lost. None for new memory.
         backend: As in ``gate_forward``.
@@ -86,7 +89,8 @@ def gate_backward(
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
-        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host synchronisation. "reference" makes fp32 copies.
+        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host synchronisation. With an addend 2 N R F FLOP more, and the
+        factor is read once for every 16 rows, from the cache where it fits. "reference" makes fp32 copies.
 
     Source:
         The chain rule; torch.clamp's convention at its bounds.
@@ -101,10 +105,13 @@ def gate_backward(
     _check_d_act(d_act_NF, gate_up_NP)
     if weight_N is not None:
         _check_weight(weight_N, gate_up_NP)
+    if addend is not None:
+        _check_addend(addend, d_act_NF)
     if out is not None:
-        _check_out(out, gate_up_NP, d_act_NF)
+        _check_out(out, gate_up_NP, d_act_NF, addend)
+    module = _choose(backend, gate_up_NP)
     with torch.no_grad():
-        return _choose(backend, gate_up_NP).gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=need_act, out=out)
+        return module.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=need_act, out=out)
 
 
 def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
@@ -153,14 +160,31 @@ def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
         )
 
 
-def _check_out(out: torch.Tensor, gate_up_NP: torch.Tensor, d_act_NF: torch.Tensor) -> None:
+def _check_addend(addend: LowRankRows, d_act_NF: torch.Tensor) -> None:
+    """Refuse factors whose product is not one number for each of the gradient."""
+    if not isinstance(addend, LowRankRows):
+        raise OptionError(f"addend must be LowRankRows or None, got {type(addend).__name__}.")
+    for name, tensor in zip(("addend.low_NR", "addend.factor_RF"), addend):
+        check_tensor(name, tensor, ndim=2, dtypes=(d_act_NF.dtype,))
+        check_columns(name, tensor)
+        if tensor.device != d_act_NF.device:
+            raise ShapeError(f"{name} is on {tensor.device}, d_act_NF on {d_act_NF.device}.")
+    low_NR, factor_RF = addend
+    if (low_NR.shape[0], factor_RF.shape[1]) != d_act_NF.shape or low_NR.shape[1] != factor_RF.shape[0]:
+        raise ShapeError(
+            f"addend.low_NR is {tuple(low_NR.shape)} and addend.factor_RF {tuple(factor_RF.shape)}; their product must be {tuple(d_act_NF.shape)}."
+        )
+
+
+def _check_out(out: torch.Tensor, gate_up_NP: torch.Tensor, d_act_NF: torch.Tensor, addend: LowRankRows | None) -> None:
     """Refuse memory in which one program would write what another one has still to read."""
     check_tensor("out", out, ndim=2, dtypes=(gate_up_NP.dtype,))
     if out.shape != gate_up_NP.shape or out.device != gate_up_NP.device:
         raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(gate_up_NP.shape)} on {gate_up_NP.device}.")
     check_columns("out", out)
     check_rows_apart("out", out)
-    if out is gate_up_NP:
-        return
-    if do_ranges_overlap(out, d_act_NF) or (not is_same_memory(out, gate_up_NP) and do_ranges_overlap(out, gate_up_NP)):
-        raise ShapeError("out shares memory with d_act_NF or with a part of gate_up_NP. Give gate_up_NP itself, memory of its own, or None.")
+    others = [d_act_NF, *(addend or ())]
+    if not is_same_memory(out, gate_up_NP):
+        others.append(gate_up_NP)
+    if any(do_ranges_overlap(out, other) for other in others):
+        raise ShapeError("out shares memory with another input or with a part of gate_up_NP. Give gate_up_NP itself, memory of its own, or None.")

@@ -1,6 +1,6 @@
 """The gate of an expert in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
 
-Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up.
+Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank product.
 Every form is ``share(gate) * gate * up``: the share is ``sigmoid(2 u)`` where tanh-GELU writes ``(1 + tanh(u)) / 2``, which is the same number.
 """
 
@@ -40,6 +40,18 @@ class GateForm(NamedTuple):
     alpha: float = 1.702
 
 
+class LowRankRows(NamedTuple):
+    """What is added to the gradient of the activation before anything is made of it: ``low[n] @ factor``.
+
+    Args:
+        low_NR: Narrow rows, their scale in them. Shape (N, R); dtype of the gradient; last axis contiguous, any distance between rows.
+        factor_RF: Their matrix. Shape (R, F); dtype of the gradient; last axis contiguous, any distance between rows.
+    """
+
+    low_NR: torch.Tensor
+    factor_RF: torch.Tensor
+
+
 class GateGradients(NamedTuple):
     """Gradient of the first product's output, the rebuilt activation, and the gradient of the routing weights; None where not asked for."""
 
@@ -61,6 +73,7 @@ def gate_backward(
     *,
     form: GateForm,
     weight_N: torch.Tensor | None = None,
+    addend: LowRankRows | None = None,
     need_act: bool = False,
     out: torch.Tensor | None = None,
 ) -> GateGradients:
@@ -71,6 +84,8 @@ def gate_backward(
     glu_NF = _glu(gate_NF, form)
     act_NF = glu_NF * factor_NF
     d_act_NF = d_act_NF.to(wide)
+    if addend is not None:
+        d_act_NF = d_act_NF + addend.low_NR.to(wide) @ addend.factor_RF.to(wide)
     d_weight_N = None
     if weight_N is not None:
         d_weight_N = (d_act_NF * act_NF).sum(dim=1)

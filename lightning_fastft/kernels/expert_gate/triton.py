@@ -1,6 +1,7 @@
 """The gate of an expert on a GPU: one pass over memory forward, one backward.
 
-Axes: N routed slots, sorted by expert (walked in blocks of rows); F expert width (walked in tiles of columns); P = 2 F columns that hold gate and up.
+Axes: N routed slots, sorted by expert (walked in blocks of rows); F expert width (walked in tiles of columns); P = 2 F columns that hold gate and up;
+R ranks of a low-rank product.
 Forward P is read and F written. Backward F + P are read and P written, and F more where the activation is wanted again. Rows do not mix.
 Programs that walk over all columns take 0.56 ms for 8,192 x 17,408 on an H200: where no sum is made over a row, columns are spread over programs
 (python -m benchmarks.row_kernels --only expert_gate: "sums of rows" is the form that walks).
@@ -16,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients
+from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients, LowRankRows
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of 768 or 1536. Not
@@ -24,6 +25,13 @@ from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 BLOCK_ROWS = 8
 MAX_BLOCK_COLUMNS = 256
 NUM_WARPS = 4
+# With a low-rank product as many values in tiles that tl.dot takes, which wants no fewer than 16 along each axis. Tall ones read the factor less
+# often: 2 R / rows bytes of it per value in bf16, from the L2 cache, beside 10 to 12 from memory. Not yet measured; candidates as above.
+ADDEND_BLOCK_ROWS = 16
+ADDEND_MAX_BLOCK_COLUMNS = 128
+# Of one step; more ranks are more steps.
+MAX_BLOCK_RANKS = 32
+_MIN_BLOCK = 16
 
 _TANH_SCALE = tl.constexpr(TANH_SCALE)
 _TANH_CUBE = tl.constexpr(TANH_CUBE)
@@ -96,6 +104,35 @@ def _load_gate_and_up(row_ptrs, start, inside_rows, num_columns, IS_INTERLEAVED:
 
 
 @triton.jit
+def _low_rank_tile(
+    low_rows,
+    factor_ptr,
+    factor_stride,
+    cols,
+    inside_rows,
+    num_columns,
+    num_ranks,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Return a tile of the low-rank product in fp32.
+
+    Made transposed, and by the caller before it loads anything: Triton 3.9 then changes the product's layout once. As it stands, or later, all that
+    follows is computed in the layout of tensor cores: five changes through shared memory, 30 barriers instead of 4 and 128 registers instead of 106.
+    """
+    product_FN = tl.zeros((BLOCK_F, BLOCK_N), dtype=tl.float32)
+    for first in tl.range(0, num_ranks, BLOCK_R, num_stages=1):
+        ranks = first + tl.arange(0, BLOCK_R)
+        inside_ranks = ranks < num_ranks
+        low = tl.load(low_rows[:, None] + ranks[None, :], mask=inside_rows[:, None] & inside_ranks[None, :], other=0.0)
+        factor_ptrs = factor_ptr + ranks.to(tl.int64)[:, None] * factor_stride + cols[None, :]
+        factor = tl.load(factor_ptrs, mask=inside_ranks[:, None] & (cols < num_columns)[None, :], other=0.0)
+        product_FN = tl.dot(tl.trans(factor), tl.trans(low), product_FN, input_precision="ieee")
+    return tl.trans(product_FN)
+
+
+@triton.jit
 def _gate_forward_kernel(
     gate_up_ptr,
     act_ptr,
@@ -127,15 +164,20 @@ def _gate_backward_kernel(
     d_act_ptr,
     gate_up_ptr,
     weight_ptr,
+    low_ptr,
+    factor_ptr,
     out_ptr,
     act_ptr,
     d_weight_ptr,
     d_act_stride,
     gate_up_stride,
     weight_stride,
+    low_stride,
+    factor_stride,
     out_stride,
     num_rows,
     num_columns,
+    num_ranks,
     columns_per_program,
     limit,
     alpha,
@@ -143,10 +185,12 @@ def _gate_backward_kernel(
     IS_INTERLEAVED: tl.constexpr,
     IS_WIDE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     WRITE_ACT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """One program per block of rows and span of columns; with weights that is all of them, so that the sum of a row has one place and one order."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -155,6 +199,7 @@ def _gate_backward_kernel(
     gate_up_rows = gate_up_ptr + rows * gate_up_stride
     out_rows = out_ptr + rows * out_stride
     act_rows = act_ptr + rows * num_columns
+    low_rows = low_ptr + rows * low_stride
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + rows * weight_stride, mask=inside_rows, other=0.0).to(tl.float32)[:, None]
         weight_terms = tl.zeros((BLOCK_N, BLOCK_F), dtype=tl.float32)
@@ -163,8 +208,12 @@ def _gate_backward_kernel(
     for start in range(begin, min(begin + columns_per_program, num_columns), BLOCK_F):
         cols = start + tl.arange(0, BLOCK_F)
         inside = inside_rows[:, None] & (cols < num_columns)[None, :]
+        if HAS_ADDEND:
+            addend = _low_rank_tile(low_rows, factor_ptr, factor_stride, cols, inside_rows, num_columns, num_ranks, BLOCK_N, BLOCK_F, BLOCK_R)
         gate, up = _load_gate_and_up(gate_up_rows, start, inside_rows, num_columns, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
         d_act = tl.load(d_act_rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_ADDEND:
+            d_act += addend
         if IN_PLACE:
             # A value may be read by more than one thread: all have read before one of them writes.
             tl.debug_barrier()
@@ -220,6 +269,7 @@ def gate_backward(
     *,
     form: GateForm,
     weight_N: torch.Tensor | None = None,
+    addend: LowRankRows | None = None,
     need_act: bool = False,
     out: torch.Tensor | None = None,
 ) -> GateGradients:
@@ -231,22 +281,27 @@ def gate_backward(
     d_weight_N = None if weight_N is None else torch.empty(num_rows, dtype=torch.float32, device=device)
     if num_rows == 0:
         return GateGradients(d_gate_up_NP, act_NF, d_weight_N)
-    # Without columns the loop is empty and every sum is 0.
-    block_columns = min(next_power_of_2(max(num_columns, 1)), MAX_BLOCK_COLUMNS)
+    block_rows, block_columns, block_ranks = _backward_blocks(num_columns, addend)
+    low_NR, factor_RF = (d_act_NF, d_act_NF) if addend is None else addend
     num_spans = 1 if weight_N is not None else max(ceil_div(num_columns, block_columns), 1)
-    _gate_backward_kernel[(ceil_div(num_rows, BLOCK_ROWS), num_spans)](
+    _gate_backward_kernel[(ceil_div(num_rows, block_rows), num_spans)](
         d_act_NF,
         gate_up_NP,
         d_act_NF if weight_N is None else weight_N,
+        low_NR,
+        factor_RF,
         d_gate_up_NP,
         d_gate_up_NP if act_NF is None else act_NF,
         d_gate_up_NP if d_weight_N is None else d_weight_N,
         d_act_NF.stride(0),
         gate_up_NP.stride(0),
         0 if weight_N is None else weight_N.stride(0),
+        0 if addend is None else low_NR.stride(0),
+        0 if addend is None else factor_RF.stride(0),
         d_gate_up_NP.stride(0),
         num_rows,
         num_columns,
+        0 if addend is None else low_NR.shape[1],
         num_columns if num_spans == 1 else block_columns,
         float(form.limit),
         float(form.alpha),
@@ -254,10 +309,25 @@ def gate_backward(
         IS_INTERLEAVED=form.is_interleaved,
         IS_WIDE=gate_up_NP.dtype is torch.float32,
         HAS_WEIGHT=weight_N is not None,
+        HAS_ADDEND=addend is not None,
         WRITE_ACT=act_NF is not None,
         IN_PLACE=out is not None,
-        BLOCK_N=BLOCK_ROWS,
+        BLOCK_N=block_rows,
         BLOCK_F=block_columns,
+        BLOCK_R=block_ranks,
         num_warps=NUM_WARPS,
     )
     return GateGradients(d_gate_up_NP, act_NF, d_weight_N)
+
+
+def _backward_blocks(num_columns: int, addend: LowRankRows | None) -> tuple[int, int, int]:
+    """Return rows and columns of a tile and ranks of a step; without columns the walk is empty and every sum is 0."""
+    columns = next_power_of_2(max(num_columns, 1))
+    if addend is None:
+        return BLOCK_ROWS, min(columns, MAX_BLOCK_COLUMNS), _MIN_BLOCK
+    num_ranks = addend.low_NR.shape[1]
+    return (
+        ADDEND_BLOCK_ROWS,
+        min(max(columns, _MIN_BLOCK), ADDEND_MAX_BLOCK_COLUMNS),
+        min(max(next_power_of_2(num_ranks), _MIN_BLOCK), MAX_BLOCK_RANKS),
+    )
