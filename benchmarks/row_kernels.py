@@ -3,6 +3,7 @@
     python -m benchmarks.row_kernels
     python -m benchmarks.row_kernels --only cross_entropy --tiles --forms
     python -m benchmarks.row_kernels --only rms_norm expert_gate --tiles
+    python -m benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336 --tiles
     python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
 
 RMSNorm, expert gate, losses of rows of logits, norm and rotation of heads, block-diagonal matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW
@@ -48,7 +49,7 @@ HEAD_WIDTH, NUM_KV_HEADS, RANK = 128, 8, 16
 # The constants of each kernel that --tiles sets, and what may be better than what is in use.
 CONSTANTS = {
     "rms_norm": ("TILE_SIZE", "VALUES_PER_THREAD", "MIN_WARPS", "MAX_WARPS", "MAX_PROGRAMS"),
-    "expert_gate": ("BLOCK_ROWS", "MAX_BLOCK_COLUMNS", "NUM_WARPS"),
+    "expert_gate": ("BLOCK_ROWS", "MAX_BLOCK_COLUMNS", "NUM_WARPS", "ADDEND_BLOCK_ROWS", "ADDEND_MAX_BLOCK_COLUMNS", "MAX_BLOCK_RANKS"),
     "cross_entropy": ("MAX_LANES", "MAX_DEPTH", "NUM_WARPS"),
     "qk_rope": ("MAX_TILE", "NUM_WARPS"),
     "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
@@ -58,7 +59,13 @@ CONSTANTS = {
 }
 CANDIDATES = {
     "rms_norm": ("2048,32,4,4,512", "2048,32,8,8,512", "2048,32,16,16,512", "2048,32,32,32,512", "2048,32,8,16,256", "2048,32,8,16,1024"),
-    "expert_gate": ("4,512,4", "2,1024,4", "4,256,4", "8,512,8", "4,1024,8"),
+    "expert_gate": (
+        "4,512,4,16,64,32",
+        "2,1024,4,32,64,32",
+        "4,256,4,32,32,32",
+        "8,512,8,32,128,32",
+        "4,1024,8,64,64,32",
+    ),
     "cross_entropy": ("1024,4,4", "2048,2,8", "2048,8,8", "4096,2,16", "4096,4,16", "8192,2,32", "8192,4,32"),
     "qk_rope": ("1024,4", "4096,4", "2048,8"),
     "block_diagonal": ("512,4", "1024,4", "4096,4", "8192,4", "8192,8"),
@@ -120,7 +127,9 @@ FORMS = {
         "no cache hints": Form([(", eviction_policy=FIRST_WALK", "", ""), *_NO_HINTS]),
     },
     "rms_norm": {
-        "sum behind the root": Form([("tl.sum(d_normed * row, axis=1) * (mean_scale * rstd)", "", "tl.sum(d_normed * normed, axis=1) * mean_scale")]),
+        "sum behind the root": Form(
+            [("_sum_of_products(d_normed, row) * (mean_scale * rstd)", "", "_sum_of_products(d_normed, normed) * mean_scale")]
+        ),
     },
 }
 
@@ -347,9 +356,12 @@ def row_cases(sizes: Sizes) -> list[Case]:
     }
     products: dict[str, tuple[int, Callable[[str], Run]]] = {
         "forward": (3 * gates, gate_forward(rows, expert_width)),
-        "backward, activation": (6 * gates, gate_backward(rows, expert_width, has_weights=False)),
+        "backward, activation": (6 * gates, gate_backward(rows, expert_width)),
         "backward, sums of rows": (6 * gates + 8 * rows, gate_backward(rows, expert_width, has_weights=True)),
     }
+    for num_ranks in (RANK, 4 * RANK):
+        factors = 2 * num_ranks * (rows + expert_width)
+        products[f"backward, {num_ranks} ranks added"] = (6 * gates + factors, gate_backward(rows, expert_width, num_ranks=num_ranks))
     head_width, num_heads, num_kv_heads = head_sizes(width)
     columns = (num_heads + 2 * num_kv_heads) * head_width
     angles, head_weights = 4 * rows * head_width, 4 * head_width
@@ -450,15 +462,16 @@ def gate_forward(num_rows: int, width: int) -> Callable[[str], Run]:
     return make
 
 
-def gate_backward(num_rows: int, width: int, *, has_weights: bool) -> Callable[[str], Run]:
-    """Gradients and the activation again; with routing weights a program walks over all columns of its rows."""
+def gate_backward(num_rows: int, width: int, *, has_weights: bool = False, num_ranks: int = 0) -> Callable[[str], Run]:
+    """Gradients and the activation again; with routing weights a program walks over all columns of its rows, with ranks it adds their product."""
 
     def make(device: str) -> Run:
-        from lightning_fastft.kernels.expert_gate.reference import GateForm
+        from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 
         gate_up_NP, d_act_NF = _randn(num_rows, 2 * width, device=device), _randn(num_rows, width, device=device)
         weight_N = torch.rand(num_rows, device=device) if has_weights else None
-        return lambda module: module.gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, need_act=True)
+        addend = LowRankRows(_randn(num_rows, num_ranks, device=device), _randn(num_ranks, width, device=device)) if num_ranks else None
+        return lambda module: module.gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, addend=addend, need_act=True)
 
     return make
 

@@ -217,13 +217,12 @@ def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None 
     Cost:
         2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones where there are many rows, which are copied
         next to their adapters, and where joint.base computes, which costs a pass over the output to add addend_TO; else one per layer; no host
-        synchronisation.
+        synchronisation. A product of all layers without addend_TO adds their biases itself; elsewhere they cost a pass over the output.
     """
     parts = joint.parts
     if addend_TO is None and _has_augmented(joint, x_TI.shape[0]):
         return _augmented_product(joint, x_TI)
     y_TO = _base_product(joint, x_TI, addend_TO=addend_TO)
-    _add_bias(y_TO, parts)
     low_TR = narrow_rows(joint, x_TI)
     if low_TR is not None:
         for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
@@ -254,14 +253,28 @@ def rows_gradients(joint: Joint, d_TO: torch.Tensor, *, needs_x: bool) -> tuple[
     Cost:
         As input_gradient and low_rows_gradient; where adapters ride in the base's product, one product gives both.
     """
-    if not needs_x or not _has_augmented(joint, d_TO.shape[0]):
+    if not needs_x:
+        return None, low_rows_gradient(joint, d_TO)
+    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(joint, d_TO)
+    return d_x_TI if d_low_TR is None or a_RI is None else d_x_TI.addmm_(d_low_TR, a_RI), d_low_TR
+
+
+def rows_gradients_apart(joint: Joint, d_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradient of the rows without that of their adapters, low_rows_gradient's, and A of all layers: ``first + second @ third`` is whole.
+
+    For a caller that adds the last product where it reads the rows next: in memory it costs another pass over them.
+
+    Cost:
+        As rows_gradients without that product.
+    """
+    a_RI = _joint_a(joint.parts)
+    if not _has_augmented(joint, d_TO.shape[0]):
         d_low_TR = low_rows_gradient(joint, d_TO)
-        return input_gradient(joint, d_TO, d_low_TR) if needs_x else None, d_low_TR
-    num_inputs, a_RI = joint.num_inputs, _joint_a(joint.parts)
-    assert a_RI is not None
+        return _base_gradient(joint, d_TO), d_low_TR, a_RI
+    num_inputs = joint.num_inputs
     d_rows = d_TO @ joint.dense.with_adapters(joint.parts, num_inputs=num_inputs, dtype=d_TO.dtype)
     d_low_TR = torch.cat([d_rows[:, num_inputs:][:, ranks] * part.scale for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank], dim=1)
-    return d_rows[:, :num_inputs].addmm_(d_low_TR, a_RI), d_low_TR
+    return d_rows[:, :num_inputs], d_low_TR, a_RI
 
 
 def low_rows_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor | None:
@@ -289,15 +302,7 @@ def input_gradient(joint: Joint, d_TO: torch.Tensor, d_low_TR: torch.Tensor | No
     Cost:
         2 T I O FLOP and those of the adapters; no host synchronisation.
     """
-    d_x_TI: torch.Tensor | None = None
-    if joint.base is not None:
-        d_x_TI = joint.base.backward_product(joint.parts, d_TO)
-    else:
-        for columns, weight_OI in _dense_pieces(joint, d_TO):
-            d_piece = d_TO[:, columns]
-            d_x_TI = d_piece @ weight_OI if d_x_TI is None else d_x_TI.addmm_(d_piece, weight_OI)
-    assert d_x_TI is not None
-    a_RI = _joint_a(joint.parts)
+    d_x_TI, a_RI = _base_gradient(joint, d_TO), _joint_a(joint.parts)
     return d_x_TI if d_low_TR is None or a_RI is None else d_x_TI.addmm_(d_low_TR, a_RI)
 
 
@@ -382,20 +387,35 @@ def _copy_rows(out_OI: torch.Tensor, rows_OI: torch.Tensor) -> None:
 
 
 def _base_product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x @ W^T`` of every layer side by side, and what is added to that of a single layer."""
+    """Return ``x @ W^T + bias`` of every layer side by side, and what is added to that of a single layer."""
+    pieces = [] if joint.base is not None else _dense_pieces(joint, x_TI)
+    if len(pieces) == 1 and addend_TO is None:
+        return _biased_product(x_TI, pieces[0][1], joint.parts)
     if joint.base is not None:
         y_TO = joint.base.forward_product(joint.parts, x_TI)
-        return y_TO if addend_TO is None else y_TO.add_(addend_TO)
-    pieces = _dense_pieces(joint, x_TI)
-    if addend_TO is not None:
+        if addend_TO is not None:
+            y_TO.add_(addend_TO)
+    elif addend_TO is not None:
         ((_, weight_OI),) = pieces
-        return torch.addmm(addend_TO, x_TI, weight_OI.T)
-    if len(pieces) == 1:
-        return x_TI @ pieces[0][1].T
-    y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in joint.parts))
-    for columns, weight_OI in pieces:
-        torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
+        y_TO = torch.addmm(addend_TO, x_TI, weight_OI.T)
+    else:
+        y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in joint.parts))
+        for columns, weight_OI in pieces:
+            torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
+    _add_bias(y_TO, joint.parts)
     return y_TO
+
+
+def _base_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor:
+    """Return ``d @ W`` of every layer, summed."""
+    if joint.base is not None:
+        return joint.base.backward_product(joint.parts, d_TO)
+    d_x_TI: torch.Tensor | None = None
+    for columns, weight_OI in _dense_pieces(joint, d_TO):
+        d_piece = d_TO[:, columns]
+        d_x_TI = d_piece @ weight_OI if d_x_TI is None else d_x_TI.addmm_(d_piece, weight_OI)
+    assert d_x_TI is not None
+    return d_x_TI
 
 
 def _augmented_product(joint: Joint, x_TI: torch.Tensor) -> Product:
@@ -412,13 +432,20 @@ def _augmented_product(joint: Joint, x_TI: torch.Tensor) -> Product:
     low_TR = narrow_rows(joint, x_TI)
     assert low_TR is not None
     rows[:, num_inputs : num_inputs + num_ranks] = low_TR
-    y_TO = rows @ joint.dense.with_adapters(parts, num_inputs=num_inputs, dtype=x_TI.dtype).T
-    _add_bias(y_TO, parts)
-    return Product(y_TO, low_TR)
+    return Product(_biased_product(rows, joint.dense.with_adapters(parts, num_inputs=num_inputs, dtype=x_TI.dtype), parts), low_TR)
 
 
 def _aligned(num_columns: int) -> int:
     return -(-num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+
+
+def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:
+    """Return ``x @ W^T + bias`` of all layers in one product; on CUDA it adds the bias to its fp32 sums, in place of another pass over the output."""
+    if all(part.bias is None for part in parts):
+        return x_TI @ weight_OI.T
+    # As bitsandbytes does, a bias takes the dtype of the rows.
+    biases = [x_TI.new_zeros(part.num_outputs) if part.bias is None else part.bias.to(x_TI.dtype) for part in parts]
+    return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
 
 
 def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions, TensorTable
-from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
@@ -48,6 +48,13 @@ def adamw_step(triton):
         flag = SkipFlag(found_inf=torch.zeros((), device=DEVICE), num_skipped=torch.zeros((), dtype=torch.float64, device=DEVICE))
         triton.adamw_step(table, options=StepOptions(learning_rate=0.1, step=3), scale=torch.ones((), device=DEVICE), skip=flag)
         triton.grad_norm(table)
+    # Averages in 8 bits: a chunk and a bit, the last block not full.
+    param = numbers(5000)
+    param.grad = torch.randn_like(param)
+    stored = [[torch.zeros(5000, dtype=torch.uint8, device=DEVICE)] for _ in range(2)]
+    absmaxs = [[torch.ones(20, device=DEVICE)] for _ in range(2)]
+    table = TensorTable([param], exp_avgs=stored[0], exp_avg_sqs=stored[1], exp_avg_absmaxs=absmaxs[0], exp_avg_sq_absmaxs=absmaxs[1])
+    triton.adamw_step(table, options=StepOptions(learning_rate=0.1, step=3), scale=torch.ones((), device=DEVICE), skip=flag)
 
 
 def block_diagonal(triton):
@@ -68,6 +75,8 @@ def expert_gate(triton):
             gate_up, d_act = numbers(5, 26, dtype=dtype), numbers(5, 13, dtype=dtype)
             triton.gate_forward(gate_up, form=form)
             triton.gate_backward(d_act, gate_up, form=form, weight_N=numbers(5), need_act=True)
+            addend = LowRankRows(numbers(5, 3, dtype=dtype), numbers(3, 13, dtype=dtype))
+            triton.gate_backward(d_act, gate_up, form=form, weight_N=numbers(5), addend=addend, need_act=True)
             triton.gate_backward(d_act, gate_up, form=form, out=gate_up)
 
 

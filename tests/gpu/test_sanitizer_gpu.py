@@ -27,6 +27,7 @@ HOW_TO_INSTALL = (
 ERROR_CODE = 99
 # Processes of a tool, which may run side by side: every kernel is compiled and watched, minutes in all.
 NUM_LANES = 4
+TIMEOUT_S = 600
 
 
 def find_sanitizer():
@@ -40,6 +41,15 @@ def find_sanitizer():
 
 def launched(text):
     return {(folder, kernel) for folder, kernel, num_launches in LAUNCHED.findall(text) if int(num_launches) > 0}
+
+
+def run_alone(command, *, environment, timeout_s=TIMEOUT_S):
+    """Run a command without this process's standard input, which under pytest-xdist is the worker's channel; fail with its output after a while."""
+    given = {"cwd": ROOT, "env": environment, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        return subprocess.run(command, **given, timeout=timeout_s, text=True, check=False)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{command[0]} did not end within {timeout_s} s; its output so far:\n{(error.stdout or b'').decode(errors='replace')[-8000:]}")
 
 
 def kernels():
@@ -59,8 +69,8 @@ def test_every_folder_is_in_one_lane():
 def test_every_kernel_is_launched_by_the_case_of_its_folder():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "tests.gpu.sanitizer"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = run_alone([sys.executable, "-m", "tests.gpu.sanitizer"], environment=environment)
+    assert done.returncode == 0, done.stdout[-6000:]
     assert launched(done.stdout) == kernels()
     print(f"R14: {len(kernels())} kernels in {len(CASES)} folders")
 
@@ -76,6 +86,24 @@ def test_a_new_kernel_is_seen(tmp_path, decorator):
     path = tmp_path / "triton.py"
     path.write_text(f"@{decorator}\ndef helper(x): pass\n\n@{decorator}\ndef anew(x): helper(x)\n\ndef launch(x):\n    anew[(3,)](x, num_warps=4)\n")
     assert kernels_of(path) == ["anew"]
+
+
+def test_a_command_finds_its_standard_input_at_an_end():
+    """Whatever this process's own is: here a pipe that nobody closes."""
+    kept, (read_end, write_end) = os.dup(0), os.pipe()
+    os.dup2(read_end, 0)
+    try:
+        done = run_alone([sys.executable, "-c", "import sys; print(repr(sys.stdin.read()))"], environment=dict(os.environ), timeout_s=20)
+    finally:
+        os.dup2(kept, 0)
+        for descriptor in (kept, read_end, write_end):
+            os.close(descriptor)
+    assert done.stdout == "''\n"
+
+
+def test_a_command_that_hangs_fails_with_its_output():
+    with pytest.raises(pytest.fail.Exception, match=r"did not end within 0.5 s; its output so far:\nthe first case"):
+        run_alone(["sh", "-c", "echo the first case; exec sleep 60"], environment=dict(os.environ), timeout_s=0.5)
 
 
 def test_a_case_that_leaves_a_kernel_out_is_seen():
@@ -96,11 +124,10 @@ def test_the_sanitizer_has_nothing_to_report(tool, lane):
     environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(ERROR_CODE), "--target-processes", "application-only"]
     names = lanes()[lane]
-    done = subprocess.run([*command, sys.executable, "-m", "tests.gpu.sanitizer", *names], cwd=ROOT, env=environment, capture_output=True, text=True)
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text[-8000:]
-    assert re.search(TOOLS[tool], text, flags=re.MULTILINE), text[-4000:]
-    assert launched(text) == {found for found in kernels() if found[0] in names}
+    done = run_alone([*command, sys.executable, "-m", "tests.gpu.sanitizer", *names], environment=environment)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert re.search(TOOLS[tool], done.stdout, flags=re.MULTILINE), done.stdout[-4000:]
+    assert launched(done.stdout) == {found for found in kernels() if found[0] in names}
 
 
 @pytest.mark.gpu
@@ -117,6 +144,6 @@ def test_a_write_beyond_a_tensor_is_reported(tmp_path):
     )
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERROR_CODE), "--target-processes", "application-only"]
-    done = subprocess.run([*command, sys.executable, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_alone([*command, sys.executable, str(path)], environment=environment)
     assert done.returncode != 0
-    assert "Invalid __global__ write" in done.stdout + done.stderr
+    assert "Invalid __global__ write" in done.stdout

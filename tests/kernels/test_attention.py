@@ -267,6 +267,30 @@ def test_varlen_calls_the_flash_operators_rightly(case, stand_in_flash):
         assert distance(ours, theirs) <= bound * largest_value(theirs, truth) * math.sqrt(theirs.numel())
 
 
+def test_sinks_are_folded_in_fp32_and_leave_what_is_remembered(monkeypatch):
+    """The output is rounded once, the sink's gradient sums exact products; what the plan of memory remembers is read again by the next run."""
+
+    def no_gradients(d_out, q, k, v, *_, **__):
+        return tuple(torch.zeros_like(x) for x in (q, k, v))
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", no_gradients)
+    context = make_context([9, 6])
+    q, k, v, sink = make_inputs(context, dtype=torch.bfloat16, has_sinks=True)
+    sink = sink.detach().float().requires_grad_()
+    remembered = (torch.randn_like(q).detach(), torch.randn(4, 15), torch.zeros(2), torch.empty(0))
+    kept = [tensor.clone() for tensor in remembered]
+    out = flash.varlen_attention(q, k, v, context=context, scale=SCALE, window=None, sink_H=sink, remember=lambda compute: remembered)
+    total_HT = torch.logaddexp(kept[1], sink.detach()[:, None])
+    assert torch.equal(out, (kept[0] * torch.exp(kept[1] - total_HT).t()[..., None]).bfloat16())
+    assert all(torch.equal(one, other) for one, other in zip(remembered, kept))
+
+    d_out = torch.randn_like(out)
+    (d_sink,) = torch.autograd.grad(out, sink, d_out)
+    delta_HT = (d_out.double() * out.detach().double()).sum(-1).t()
+    truth = -(torch.exp(sink.detach()[:, None] - total_HT) * delta_HT).sum(1)
+    torch.testing.assert_close(d_sink.double(), truth, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_the_flash_operators_have_the_arguments_that_are_passed(name):
     """Run on every torch version of the CI: a changed argument list shows here, not on a GPU."""

@@ -25,6 +25,7 @@ NUM_FOR_SHARE, SHARE = 200, 0.01
 
 COMPILE_SCRIPT = """
 import itertools
+import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -34,7 +35,7 @@ POINTERS = ("x_ptr", "residual_ptr", "y_ptr", "sum_ptr", "d_y_ptr", "d_sum_ptr",
 ONES = {"num_rows", "num_columns", "num_steps", "x_stride", "residual_stride", "d_y_stride", "sum_stride", "d_sum_stride", "out_stride"}
 FLOATS = ("mean_scale", "eps", "weight_offset")
 for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (90, "bf16", "fp32")):
-    for num_columns, is_set in itertools.product((1, 128, 2880, 16384), (False, True)):
+    for num_columns, is_set in itertools.product((1, 13, 128, 2880, 16384), (False, True)):
         block_rows, block_columns, num_warps = norm._tile(num_columns)
         block = {"BLOCK_T": block_rows, "BLOCK_D": block_columns}
         forward = {"HAS_RESIDUAL": is_set, "IS_WEIGHT_WIDE": is_set, **block}
@@ -47,7 +48,13 @@ for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (9
             signature |= dict.fromkeys(constants, "constexpr")
             signature = {name: signature[name] for name in kernel.arg_names}
             source = ASTSource(kernel, signature, constexprs=constants)
-            triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+            ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}).asm["ptx"]
+            # A product that lanes exchange may be fused with the sum after it: each lane rounds its own less than that of the other, so that lanes
+            # hold different sums of one row, and all of them write theirs to one place in shared memory.
+            exchanged = set(re.findall(r"shfl[.]sync[.]bfly[.]b32\\s+%\\w+, (%\\w+),", ptx))
+            products = set(re.findall(r"mul[.]f32\\s+(%\\w+),", ptx))
+            assert exchanged or num_columns == 1, (kernel.__name__, num_columns)
+            assert not exchanged & products, (kernel.__name__, num_columns, capability)
 """
 
 

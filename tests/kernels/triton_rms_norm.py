@@ -177,7 +177,7 @@ ONE_COLUMN_MORE = "inside_rows[:, None] & (cols < num_columns + 1)[None, :]"
 LOAD_OF_D_SUM = "        if HAS_D_SUM:\n            d_sum = tl.load("
 FAULTS = {
     "eps lost": ("* mean_scale + eps", "* mean_scale"),
-    "root of the sum": ("tl.sum(row * row, axis=1) * mean_scale", "tl.sum(row * row, axis=1)"),
+    "root of the sum": ("_sum_of_products(row, row) * mean_scale", "_sum_of_products(row, row)"),
     "residual lost": ("row += tl.load(residual_ptr", "row += 0.0 * tl.load(residual_ptr"),
     "the sum is normed before it is rounded": ("row = rounded.to(tl.float32)", "row = row"),
     "offset of the weight lost": ("other=0.0).to(tl.float32) + weight_offset\n\n    rstd", "other=0.0).to(tl.float32)\n\n    rstd"),
@@ -185,12 +185,12 @@ FAULTS = {
     "normed row not rounded": ("if not IS_WEIGHT_WIDE:", "if False:"),
     "normed row rounded in the wide form": ("if not IS_WEIGHT_WIDE:", "if True:"),
     "fp32 lost": ("row * rstd[:, None]\n    if not", "row * rstd.to(tl.float16).to(tl.float32)[:, None]\n    if not"),
-    "squares in the narrow dtype": ("tl.sum(row * row, axis=1)", "tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32)"),
+    "squares in the narrow dtype": ("_sum_of_products(row, row)", "tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32)"),
     "root of the first row": ("tl.load(rstd_ptr + rows, mask", "tl.load(rstd_ptr + rows * 0, mask"),
     "root of the first row is saved": ("tl.store(rstd_ptr + rows, rstd, mask", "tl.store(rstd_ptr + rows, tl.max(rstd, axis=0), mask"),
     "root taken for a constant": ("(d_normed - normed * along[:, None])", "d_normed"),
     "second factor of the root lost": ("along[:, None]) * rstd[:, None]", "along[:, None])"),
-    "share along the row is the sum": ("axis=1) * (mean_scale * rstd)", "axis=1) * rstd"),
+    "share along the row is the sum": ("_sum_of_products(d_normed, row) * (mean_scale * rstd)", "_sum_of_products(d_normed, row) * rstd"),
     "weight not in the gradient": ("d_normed = d_y * weight[None, :]", "d_normed = d_y"),
     "gradient of the sum lost": ("d_x += d_sum", "d_x += 0.0 * d_sum"),
     "gradient rounded before it is added": ("d_x += d_sum", "d_x = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) + d_sum"),

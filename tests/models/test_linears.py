@@ -70,6 +70,28 @@ def test_outputs_and_gradients_are_those_of_the_definition(num_rows, has_room):
     check(make_joint(), num_rows, has_room=has_room)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [1, MANY - 1, MANY])
+def test_gradients_apart_are_those_of_the_definition_once_they_are_added(num_rows):
+    joint = make_joint()
+    x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(joint, num_rows)
+    rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(joint, d_TO)
+    _, _, true_d_x_TI, _ = truth(joint, x_TI, d_TO)
+    whole_TI = rest_TI.double() + d_low_again_TR.double() @ a_RI.double()
+    assert ((whole_TI - true_d_x_TI).norm() / true_d_x_TI.norm()).item() < 1e-6
+    assert torch.equal(d_low_again_TR, d_low_TR)
+    assert torch.equal(rest_TI.addmm_(d_low_again_TR, a_RI), d_x_TI)
+
+
+def test_without_adapters_nothing_is_left_apart():
+    joint = make_joint()
+    bare = joint._replace(parts=joint.parts[1:2])
+    d_TO = torch.randn(5, NUM_OUTPUTS[1])
+    rest_TI, d_low_TR, a_RI = linears.rows_gradients_apart(bare, d_TO)
+    assert d_low_TR is a_RI is None
+    assert torch.equal(rest_TI, linears.input_gradient(bare, d_TO, None))
+
+
 def test_from_so_many_rows_on_weights_are_copied_next_to_their_adapters():
     joint = make_joint()
     run(joint, MANY - 1)
@@ -106,10 +128,84 @@ def test_copies_move_whole_words_where_they_can(dtype, tolerance, num_inputs, st
     check(make_joint(dtype=dtype, num_inputs=num_inputs, stride=stride), 2 * num_inputs, tolerance=tolerance)
 
 
+def biased(joint, *, dtype=None):
+    """The same layers, each with a bias much larger than a product."""
+    parts = []
+    for place, part in enumerate(joint.parts):
+        bias_O = 100.0 * (place + 1) + torch.arange(float(part.num_outputs))
+        parts.append(part._replace(bias=bias_O.to(dtype or part.weight.dtype)))
+    return joint._replace(parts=tuple(parts))
+
+
+def packed(joint, monkeypatch):
+    """The same layers as packed weights, which become dense below each other."""
+    monkeypatch.setattr(linears, "read_params4bit", lambda weight: weight)
+    monkeypatch.setattr(linears, "dequantise_many", lambda weights, *, outs: [out.copy_(weight) for out, weight in zip(outs, weights)])
+    return joint._replace(parts=tuple(part._replace(is_packed=True) for part in joint.parts))
+
+
+def count_passes(monkeypatch):
+    """The calls that read and write an output once more to add biases."""
+    calls, add_bias = [], linears._add_bias
+    monkeypatch.setattr(linears, "_add_bias", lambda y_TO, parts: (calls.append(parts), add_bias(y_TO, parts)))
+    return calls
+
+
+def without_adapters(part):
+    return part._replace(a_RI=None, b_OR=None, narrow_a_RI=None, narrow_b_OR=None)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
+def test_biases_are_added_by_the_product_that_carries_adapters(dtype, tolerance, bias_dtype, monkeypatch):
+    calls = count_passes(monkeypatch)
+    check(biased(make_joint(dtype=dtype), dtype=bias_dtype), MANY, tolerance=tolerance)
+    check(biased(packed(make_joint(dtype=dtype), monkeypatch), dtype=bias_dtype), 3, tolerance=tolerance)
+    assert calls == []
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_biases_are_added_by_a_product_without_adapters(num_layers, monkeypatch):
+    calls = count_passes(monkeypatch)
+    joint = biased(make_joint(dtype=torch.bfloat16))
+    if num_layers > 1:
+        joint = packed(joint, monkeypatch)
+    joint = joint._replace(parts=tuple(without_adapters(part) for part in joint.parts[:num_layers]))
+    x_TI = torch.randn(7, NUM_INPUTS).bfloat16()
+    with torch.no_grad():
+        out = linears.product(joint, x_TI)
+        true = torch.cat([x_TI.double() @ part.weight.double().T + part.bias.double() for part in joint.parts], 1)
+        assert ((out.y_TO.double() - true).abs() <= torch.finfo(torch.bfloat16).eps * true.abs()).all()
+    assert calls == []
+
+
+def test_weights_that_lie_apart_and_a_product_with_an_addend_get_their_biases_in_a_pass(monkeypatch):
+    calls = count_passes(monkeypatch)
+    joint = biased(make_joint())
+    check(joint, MANY - 1)
+    assert len(calls) == 2
+    first = joint._replace(parts=(without_adapters(joint.parts[0]),))
+    x_TI, addend_TO = torch.randn(7, NUM_INPUTS), torch.randn(7, 40)
+    with torch.no_grad():
+        (part,) = first.parts
+        torch.testing.assert_close(linears.product(first, x_TI, addend_TO=addend_TO).y_TO, addend_TO + x_TI @ part.weight.T + part.bias)
+    assert len(calls) == 3
+
+
+def test_a_bias_is_read_in_every_call():
+    joint = biased(make_joint())
+    check(joint, MANY)
+    with torch.no_grad():
+        joint.parts[1].bias.mul_(-1.0)
+    check(joint, MANY)
+
+
+BIASED_PRODUCT = linears._biased_product
 FAULTS = {
     "adapters of another place": ("write_block_diagonal", lambda out, blocks: out.zero_()),
-    "weights of another call": ("_copy_rows", lambda out, rows: None),
-    "outputs of the first layer doubled": ("_add_bias", lambda y, parts: y[:, :40].mul_(2.0)),
+    "weights lost": ("_copy_rows", lambda out, rows: out.zero_()),
+    "biases lost": ("_biased_product", lambda x_TI, weight_OI, parts: x_TI @ weight_OI.T),
+    "biases of other layers": ("_biased_product", lambda x_TI, weight_OI, parts: BIASED_PRODUCT(x_TI, weight_OI, parts[::-1])),
 }
 
 

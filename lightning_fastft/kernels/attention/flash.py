@@ -103,7 +103,8 @@ class _FlashAttention(torch.autograd.Function):
         out_THW, lse_HT, rng_state, unused = compute() if remember is None else remember(compute)
         if sink_H is not None:
             total_HT = torch.logaddexp(lse_HT, sink_H.float()[:, None])
-            out_THW = (out_THW * torch.exp(lse_HT - total_HT).t()[..., None]).to(q_THW.dtype)
+            # In fp32, rounded once, in one pass; into memory of its own, because the kernel's output may be remembered.
+            out_THW = torch.mul(out_THW, torch.exp(lse_HT - total_HT).t()[..., None], out=torch.empty_like(out_THW))
             lse_HT = total_HT
         ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused)
         ctx.max_length, ctx.scale, ctx.window_left = max_length, scale, window_left
@@ -122,7 +123,9 @@ class _FlashAttention(torch.autograd.Function):
         )  # fmt: skip
         d_sink_H = None
         if sink_H is not None and ctx.needs_input_grad[3]:
-            delta_HT = (d_out_THW.float() * out_THW.float()).sum(dim=-1).t()
+            # The fp32 zero makes the products fp32 while both factors are read as they are: 12 in place of 28 bytes per value.
+            zero_111 = d_out_THW.new_zeros(1, 1, 1, dtype=torch.float32)
+            delta_HT = torch.addcmul(zero_111, d_out_THW, out_THW).sum(dim=-1).t()
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
         if ctx.shares is not None:
             ctx.shares.collect(d_k_TGW, d_v_TGW)
