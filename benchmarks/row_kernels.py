@@ -55,7 +55,7 @@ CONSTANTS = {
     "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
     "nf4_linear": ("TILE_WORDS", "NUM_WARPS"),
     "fp8_linear": ("TILE_COLUMNS", "NUM_WARPS", "MAX_TILES", "BLOCK_ROWS", "TRANSPOSED_BLOCK_ROWS", "CHUNK_BLOCKS", "NUM_WEIGHT_WARPS"),
-    "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS"),
+    "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS", "NUM_BLOCKS", "NUM_WARPS_8BIT"),
 }
 CANDIDATES = {
     "rms_norm": ("2048,32,4,4,512", "2048,32,8,8,512", "2048,32,16,16,512", "2048,32,32,32,512", "2048,32,8,16,256", "2048,32,8,16,1024"),
@@ -78,7 +78,14 @@ CANDIDATES = {
         "2048,8,8,128,128,2,4",
         "2048,8,4,32,128,8,4",
     ),
-    "adamw_step": ("2048,4,1024", "2048,8,1024", "4096,4,1024", "8192,8,1024", "4096,8,512", "4096,8,2048"),
+    "adamw_step": (
+        "2048,4,1024,8,4",
+        "2048,8,1024,4,2",
+        "4096,4,1024,2,2",
+        "8192,8,1024,2,1",
+        "4096,8,512,8,8",
+        "4096,8,2048,16,8",
+    ),
 }
 
 # Earlier forms: from where to where the text of triton.py is replaced, by what; and the constants that they had.
@@ -407,6 +414,7 @@ def weight_cases(sizes: Sizes) -> list[Case]:
         Case("block_diagonal", "block_diagonal", f"{outputs} x {2 * RANK}", 6 * outputs * RANK, block_diagonal(outputs, width)),
         Case("nf4_linear", "nf4_linear to dense", f"{outputs} x {width}", nf4_bytes(outputs * width), nf4_to_dense(outputs, width)),
         Case("adamw_step", "adamw_step, fp32 with bf16 shadow", f"{rows} x {width}", 30 * rows * width, adamw_step(rows, width, is_norm=False)),
+        Case("adamw_step", "adamw_step, bf16, averages in 8 bits", f"{rows} x {width}", 10 * rows * width, adamw_8bit_step(rows, width)),
         Case("adamw_step", "adamw_step gradient norm", f"{rows} x {width}", 4 * rows * width + 4, adamw_step(rows, width, is_norm=True)),
     ]
 
@@ -514,7 +522,7 @@ def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
         angle_TW = torch.rand(num_rows, head_width, device=device)
         cos_TW, sin_TW = angle_TW.cos().to(narrow(device)), angle_TW.sin().to(narrow(device))
         q_weight_W, k_weight_W = _randn(head_width, device=device), _randn(head_width, device=device)
-        return lambda module: [module.qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)]
+        return lambda module: [*module.qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)]
 
     return make
 
@@ -630,6 +638,31 @@ def adamw_step(num_rows: int, width: int, *, is_norm: bool) -> Callable[[str], R
             with torch.no_grad():
                 module.adamw_step(table, options=StepOptions(learning_rate=1e-3, step=3))
             return param, exp_avg, exp_avg_sq, shadow
+
+        return run
+
+    return make
+
+
+def adamw_8bit_step(num_rows: int, width: int) -> Callable[[str], Run]:
+    """Step of one bf16 parameter with bf16 gradient and averages in 8 bits."""
+
+    def make(device: str) -> Run:
+        from lightning_fastft.kernels.adamw_step import codes
+        from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
+
+        # The interpreter cuts bf16 off instead of rounding it, and a parameter is never fp16.
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        param, grad = (torch.randn(num_rows, width, device=device).to(dtype) for _ in range(2))
+        average, square = torch.randn(num_rows, width, device=device), torch.rand(num_rows, width, device=device)
+        param.grad = grad
+        (exp_avg, absmax_B), (exp_avg_sq, absmax_sq_B) = codes.encode(average, is_signed=True), codes.encode(square, is_signed=False)
+        table = TensorTable([param], exp_avgs=[exp_avg], exp_avg_sqs=[exp_avg_sq], exp_avg_absmaxs=[absmax_B], exp_avg_sq_absmaxs=[absmax_sq_B])
+
+        def run(module: Any) -> Sequence[torch.Tensor | None]:
+            with torch.no_grad():
+                module.adamw_step(table, options=StepOptions(learning_rate=1e-3, step=3))
+            return param, absmax_B, absmax_sq_B
 
         return run
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
-from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
@@ -110,7 +110,7 @@ def split_heads(qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares) -> tuple[t
         shares: Asked in the backward for the gradients of keys and values, before those that autograd brings.
 
     Cost:
-        As qk_rope_forward; saves the raw projection where it is normed.
+        As qk_rope_heads; saves the raw projection where it is normed.
     """
     return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares)
 
@@ -266,9 +266,8 @@ class _SplitHeads(torch.autograd.Function):
         # Keys and values have none where attention hands over shares.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
-        out_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
-        heads_THW = out_TC.view(out_TC.shape[0], -1, form.head_width)
-        return heads_THW.split((form.num_heads, form.num_kv_heads, form.num_kv_heads), dim=1)
+        heads = qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+        return heads.q_THW, heads.k_TGW, heads.v_TGW
 
     @staticmethod
     @once_differentiable
@@ -291,7 +290,7 @@ class _SplitHeads(torch.autograd.Function):
 def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:
     """Return the gradients of queries, keys and values as the kernel reads them, zeros where there is none."""
     like = next(d for d in found if d is not None)
-    counts = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
+    counts = form.head_counts
     return HeadGradients(
         *(like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous() for d, count in zip(found, counts, strict=True))
     )

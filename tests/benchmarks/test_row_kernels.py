@@ -30,7 +30,7 @@ raise SystemExit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_every_kernel_and_every_form_has_a_time(tmp_path):
     pytest.importorskip("triton")
-    arguments = ["--device", "cpu", "--runs", "1", "--out", str(tmp_path), "--forms", "--tiles", "block_diagonal=512,4", "adamw_step=256,4,64"]
+    arguments = ["--device", "cpu", "--runs", "1", "--out", str(tmp_path), "--forms", "--tiles", "block_diagonal=512,4", "adamw_step=256,4,64,1,1"]
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -40,7 +40,7 @@ def test_every_kernel_and_every_form_has_a_time(tmp_path):
     timed = {(row["workload"], row["system"]) for row in rows if row["metric"] == "time"}
     expected = set()
     for case in CASES:
-        arms = [*FORMS.get(case.kernel, {}), *{"block_diagonal": ["512,4"], "adamw_step": ["256,4,64"]}.get(case.kernel, [])]
+        arms = [*FORMS.get(case.kernel, {}), *{"block_diagonal": ["512,4"], "adamw_step": ["256,4,64,1,1"]}.get(case.kernel, [])]
         expected |= {(f"{case.name}, {case.workload}", arm) for arm in arms}
         assert sum(workload == f"{case.name}, {case.workload}" for workload, _ in timed) == len(arms) + 1
     assert expected < timed

@@ -173,6 +173,7 @@ def qk_rope(triton):
             cos, sin = (numbers(5, form.num_rotated, dtype=dtype) for _ in range(2))
             weights = {f"{name}_weight_W": numbers(form.head_width, dtype=dtype) if form.has_norm else None for name in "qk"}
             triton.qk_rope_forward(qkv, cos, sin, form=form, **weights)
+            triton.qk_rope_heads(qkv, cos, sin, form=form, **weights)
             triton.qk_rope_forward(qkv.clone(), cos, sin, form=form, out=qkv.clone(), **weights)
             raw = qkv if form.has_norm else None
             triton.qk_rope_backward(d_qkv, raw, cos, sin, form=form, needs_weight=form.has_norm, **weights)

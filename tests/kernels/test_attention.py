@@ -331,19 +331,20 @@ def test_cudnn_gets_bucketed_shapes_and_the_window(monkeypatch, window):
     assert context.num_builds == {"cudnn_varlen": 1}
 
 
-def test_cudnn_gets_pieces_of_rows_as_they_are_and_copies_of_heads_outermost(monkeypatch):
+def test_cudnn_gets_contiguous_tensors_as_they_are_and_copies_of_others(monkeypatch):
     from lightning_fastft.kernels.attention import cudnn_backend
 
     given = []
     monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(sdpa_torch=lambda *heads, **_: (given.extend(heads), (heads[0], None))[1]))
     context = make_context([9, 1])
-    rows = torch.randn(10, 8, 16)
-    heads = rows.split((4, 2, 2), dim=1)
+    heads = [torch.randn(10, count, 16) for count in (4, 2, 2)]
     cudnn_backend.cudnn_attention(*heads, context=context, scale=SCALE, window=None)
     assert [each.data_ptr() for each in given] == [each.data_ptr() for each in heads]
     outermost = [torch.randn(count, 10, 16).transpose(0, 1) for count in (4, 2, 2)]
-    cudnn_backend.cudnn_attention(*outermost, context=context, scale=SCALE, window=None)
-    assert all(each.is_contiguous() for each in given[3:])
+    between = torch.randn(10, 8, 16).split((4, 2, 2), dim=1)
+    for others in (outermost, between):
+        cudnn_backend.cudnn_attention(*others, context=context, scale=SCALE, window=None)
+        assert all(each.is_contiguous() for each in given[-3:])
 
 
 def test_cudnn_missing_says_what_to_install(monkeypatch):

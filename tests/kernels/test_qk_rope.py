@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.qk_rope import reference
-from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
@@ -245,6 +245,11 @@ def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
     expected_out, fresh_TC = (poisoned(torch.full_like(qkv_TC, float("nan"))) for _ in range(2))
     dense_out, *dense = run_ours(functions, inputs, form)
     assert functions.qk_rope_forward(strided[1], cos_TW, sin_TW, **weights, out=expected_out) is expected_out
+    with fresh_memory_is_nan():
+        heads = functions.qk_rope_heads(strided[1], cos_TW, sin_TW, **weights)
+    for one, other in zip(heads, expected_out.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1), strict=True):
+        assert one.is_contiguous()
+        assert torch.equal(one, other)
     _, *expected = run_ours(functions, strided, form, out=fresh_TC)
     assert expected[0] is fresh_TC
     # Another order of a norm's sum turns some roundings over; a value that is not written, or in another place, is far off.
@@ -319,6 +324,7 @@ class PublicEntries:
     """The public functions, called as the modules of the backends are."""
 
     qk_rope_forward = staticmethod(qk_rope_forward)
+    qk_rope_heads = staticmethod(qk_rope_heads)
     qk_rope_backward = staticmethod(qk_rope_backward)
 
 

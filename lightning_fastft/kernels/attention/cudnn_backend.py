@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lightning_fastft.errors import MissingDependencyError
-from lightning_fastft.kernels.attention.flash import side_by_side
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
 
 
@@ -43,9 +42,10 @@ def cudnn_attention(
     """
     start_B1, max_length = context.once("cudnn_varlen", context.device, lambda: _bucketed_offsets(context))
     is_windowed = window is not None and window < context.max_length
-    # Without the log-sum-exp it refuses to differentiate; with heads outermost in memory (phi3, glm4_moe) its gradients are wrong (seen with 1.32).
+    # Without the log-sum-exp it refuses to differentiate. With heads outermost in memory (phi3, glm4_moe) its gradients are wrong, and with other
+    # heads between those of a token and the next those of q and k are NaN at 32,768 tokens (both seen with 1.32).
     out_THW, _ = _load_attention()(
-        *(side_by_side(x) for x in (q_THW, k_TGW, v_TGW)), scale=scale, is_causal=True, window_left=window if is_windowed else -1,
+        *(x.contiguous() for x in (q_THW, k_TGW, v_TGW)), scale=scale, is_causal=True, window_left=window if is_windowed else -1,
         cu_seqlens_q=start_B1, cu_seqlens_kv=start_B1, max_seqlen_q=max_length, max_seqlen_kv=max_length, return_lse=True,
     )  # fmt: skip
     return out_THW

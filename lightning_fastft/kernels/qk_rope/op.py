@@ -23,7 +23,7 @@ from lightning_fastft.checks import (
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.qk_rope import reference
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 
 MAX_HEAD_WIDTH = 1024
 _DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -78,15 +78,61 @@ def qk_rope_forward(
         >>> qk_rope_forward(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form)
         tensor([[-2.,  1., -4.,  3.,  5.,  6.]])
     """
-    _check_form(form)
-    _check_rows("qkv_TC", qkv_TC, form)
-    _check_angles(cos_TW, sin_TW, qkv_TC, form, device=qkv_TC.device)
-    _check_weights(q_weight_W, k_weight_W, qkv_TC, form, device=qkv_TC.device)
+    _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
     if out is not None:
         replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
         _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
     with torch.no_grad():
         return _choose(backend, qkv_TC).qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out)
+
+
+def qk_rope_heads(
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Heads:
+    """Return queries and keys normed and rotated, and values as they are, in three contiguous tensors, as attention reads them.
+
+    The numbers are those of ``qk_rope_forward``.
+
+    Args:
+        qkv_TC: As in ``qk_rope_forward``.
+        cos_TW: As in ``qk_rope_forward``.
+        sin_TW: As cos_TW.
+        form: Where the heads stand, what is normed, which columns are a pair.
+        q_weight_W: As in ``qk_rope_forward``.
+        k_weight_W: As q_weight_W, for the key heads.
+        backend: As in ``qk_rope_forward``.
+
+    Returns:
+        q_THW: Shape (T, num_heads, head_width), dtype and device of qkv_TC; contiguous; no graph.
+        k_TGW: Shape (T, num_kv_heads, head_width).
+        v_TGW: As k_TGW.
+
+    Raises:
+        ShapeError: As in ``qk_rope_forward``.
+        OptionError: As in ``qk_rope_forward``.
+
+    Cost:
+        Reads and writes qkv_TC once; no host synchronisation. "reference" makes fp32 copies.
+
+    Source:
+        As ``qk_rope_forward``.
+
+    Example:
+        >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
+        >>> cos, sin = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+        >>> qk_rope_heads(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form).k_TGW
+        tensor([[[-4.,  3.]]])
+    """
+    _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
+    with torch.no_grad():
+        return _choose(backend, qkv_TC).qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
 
 
 def qk_rope_backward(
@@ -184,6 +230,21 @@ def _choose(backend: str, x_TC: torch.Tensor) -> ModuleType:
     from lightning_fastft.kernels.qk_rope import triton
 
     return triton
+
+
+def _check_forward(
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None,
+    k_weight_W: torch.Tensor | None,
+) -> None:
+    """Refuse what a forward would read wrongly."""
+    _check_form(form)
+    _check_rows("qkv_TC", qkv_TC, form)
+    _check_angles(cos_TW, sin_TW, qkv_TC, form, device=qkv_TC.device)
+    _check_weights(q_weight_W, k_weight_W, qkv_TC, form, device=qkv_TC.device)
 
 
 def _check_form(form: RopeForm) -> None:

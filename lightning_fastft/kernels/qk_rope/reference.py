@@ -57,7 +57,12 @@ class RopeForm(NamedTuple):
     @property
     def num_columns(self) -> int:
         """Columns of all query, key and value heads."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
+        return sum(self.head_counts) * self.head_width
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Query, key and value heads of a token."""
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
 
 class HeadGradients(NamedTuple):
@@ -75,6 +80,20 @@ class HeadGradients(NamedTuple):
     d_q_THW: torch.Tensor
     d_k_TJW: torch.Tensor
     d_v_TJW: torch.Tensor
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of all tokens, each contiguous.
+
+    Args:
+        q_THW: Shape (T, num_heads, head_width).
+        k_TGW: Shape (T, num_kv_heads, head_width).
+        v_TGW: As k_TGW.
+    """
+
+    q_THW: torch.Tensor
+    k_TGW: torch.Tensor
+    v_TGW: torch.Tensor
 
 
 class RopeGradients(NamedTuple):
@@ -106,6 +125,21 @@ def qk_rope_forward(
     cos_first, cos_second, sin_first, sin_second = _split_angles(cos_TW, sin_TW, form, wide)
     x_THW = _mix_pairs(x_THW, cos_first, cos_second, -sin_first, sin_second, form)
     return _write(x_THW, qkv_TC, form, out)
+
+
+def qk_rope_heads(
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+) -> Heads:
+    """Return what qk_rope_forward returns in three tensors."""
+    joint_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+    heads = joint_TC.view(len(joint_TC), -1, form.head_width).split(form.head_counts, dim=1)
+    return Heads(*(x_THW.contiguous() for x_THW in heads))
 
 
 def qk_rope_backward(

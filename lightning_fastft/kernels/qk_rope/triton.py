@@ -11,11 +11,13 @@ Gradients of weights: each program sums its own tokens, a second small kernel ad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm, RopeGradients
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 # 2048 values on 4 warps: one read of 16 bytes per thread, half of the pairs and matrix in bf16; 67 % of 4.2 TB/s on an H200
@@ -213,11 +215,15 @@ def _forward_kernel(
     sin_ptr,
     q_weight_ptr,
     k_weight_ptr,
-    out_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    v_out_ptr,
     in_stride,
     cos_stride,
     sin_stride,
-    out_stride,
+    q_out_stride,
+    k_out_stride,
+    v_out_stride,
     eps,
     weight_offset,
     NUM_HEADS: tl.constexpr,
@@ -240,19 +246,17 @@ def _forward_kernel(
     cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
     sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
     q_in_ptr = in_ptr + token * in_stride
-    q_out_ptr = out_ptr + token * out_stride
     k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
-    k_out_ptr = q_out_ptr + NUM_HEADS * HEAD_WIDTH
     _forward_heads(
-        q_in_ptr, q_out_ptr, q_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+        q_in_ptr, q_out_ptr + token * q_out_stride, q_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
         NUM_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, IS_WEIGHT_WIDE, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
     )  # fmt: skip
     _forward_heads(
-        k_in_ptr, k_out_ptr, k_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
+        k_in_ptr, k_out_ptr + token * k_out_stride, k_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
         NUM_KV_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, IS_WEIGHT_WIDE, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
     )  # fmt: skip
     if COPY_VALUES:
-        _copy_columns(k_in_ptr + NUM_KV_HEADS * HEAD_WIDTH, k_out_ptr + NUM_KV_HEADS * HEAD_WIDTH, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
+        _copy_columns(k_in_ptr + NUM_KV_HEADS * HEAD_WIDTH, v_out_ptr + token * v_out_stride, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
 
 
 @triton.jit
@@ -445,19 +449,51 @@ def qk_rope_forward(
 ) -> torch.Tensor:
     """Return q and k normed and rotated beside v; same contract as the reference."""
     out_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device) if out is None else out
-    if qkv_TC.shape[0] == 0:
-        return out_TC
-    _forward_kernel[(qkv_TC.shape[0],)](
+    heads = out_TC.split([count * form.head_width for count in form.head_counts], dim=1)
+    _write_heads(heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, out=out)
+    return out_TC
+
+
+def qk_rope_heads(
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    *,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None = None,
+    k_weight_W: torch.Tensor | None = None,
+) -> Heads:
+    """Return q, k and v in three tensors; same contract as the reference."""
+    heads = Heads(*(qkv_TC.new_empty(len(qkv_TC), count, form.head_width) for count in form.head_counts))
+    _write_heads(heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, out=None)
+    return heads
+
+
+def _write_heads(
+    heads: Sequence[torch.Tensor],
+    qkv_TC: torch.Tensor,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None,
+    k_weight_W: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None,
+) -> None:
+    """Write queries, keys and values where each stands; with ``out`` that is memory of the caller's, which may be that of qkv_TC."""
+    if len(qkv_TC) == 0:
+        return
+    _forward_kernel[(len(qkv_TC),)](
         qkv_TC,
         cos_TW,
         sin_TW,
         qkv_TC if q_weight_W is None else q_weight_W,
         qkv_TC if k_weight_W is None else k_weight_W,
-        out_TC,
+        *heads,
         qkv_TC.stride(0),
         cos_TW.stride(0),
         sin_TW.stride(0),
-        out_TC.stride(0),
+        *(each.stride(0) for each in heads),
         float(form.eps),
         float(form.weight_offset),
         **_form_constants(form),
@@ -467,7 +503,6 @@ def qk_rope_forward(
         COPY_VALUES=not _is_same_memory(out, qkv_TC),
         num_warps=NUM_WARPS,
     )
-    return out_TC
 
 
 def qk_rope_backward(
