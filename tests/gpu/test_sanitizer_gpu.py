@@ -28,6 +28,9 @@ ERROR_CODE = 99
 # Processes of a tool, which may run side by side: every kernel is compiled and watched, minutes in all.
 NUM_LANES = 4
 TIMEOUT_S = 600
+# The sanitizer lets go of a process that has not used CUDA after some seconds, and its first use of it then hangs: first of all, and with more time.
+CASES_SCRIPT = "import torch; torch.zeros(1, device='cuda'); import sys, tests.gpu.sanitizer as cases; cases.main(sys.argv[1:])"
+LAUNCH_TIMEOUT_S = 300
 
 
 def find_sanitizer():
@@ -50,6 +53,12 @@ def run_alone(command, *, environment, timeout_s=TIMEOUT_S):
         return subprocess.run(command, **given, timeout=timeout_s, text=True, check=False)
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"{command[0]} did not end within {timeout_s} s; its output so far:\n{(error.stdout or b'').decode(errors='replace')[-8000:]}")
+
+
+def watched_by(sanitizer, tool):
+    """The beginning of a command that a tool of the sanitizer watches."""
+    options = {"--tool": tool, "--error-exitcode": ERROR_CODE, "--target-processes": "application-only", "--launch-timeout": LAUNCH_TIMEOUT_S}
+    return [sanitizer, *(str(part) for option in options.items() for part in option)]
 
 
 def kernels():
@@ -122,9 +131,8 @@ def test_the_sanitizer_has_nothing_to_report(tool, lane):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Otherwise torch hands out parts of large blocks, and an access beyond a tensor lies in the next one.
     environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(ERROR_CODE), "--target-processes", "application-only"]
     names = lanes()[lane]
-    done = run_alone([*command, sys.executable, "-m", "tests.gpu.sanitizer", *names], environment=environment)
+    done = run_alone([*watched_by(sanitizer, tool), sys.executable, "-c", CASES_SCRIPT, *names], environment=environment)
     assert done.returncode == 0, done.stdout[-8000:]
     assert re.search(TOOLS[tool], done.stdout, flags=re.MULTILINE), done.stdout[-4000:]
     assert launched(done.stdout) == {found for found in kernels() if found[0] in names}
@@ -143,7 +151,6 @@ def test_a_write_beyond_a_tensor_is_reported(tmp_path):
         "    tl.store(ptr + tl.arange(0, BLOCK), 1.0)\n\nbeyond[(1,)](torch.empty(5, device='cuda'), BLOCK=4096)\ntorch.cuda.synchronize()\n"
     )
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERROR_CODE), "--target-processes", "application-only"]
-    done = run_alone([*command, sys.executable, str(path)], environment=environment)
+    done = run_alone([*watched_by(sanitizer, "memcheck"), sys.executable, str(path)], environment=environment)
     assert done.returncode != 0
     assert "Invalid __global__ write" in done.stdout
