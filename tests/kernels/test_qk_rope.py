@@ -247,12 +247,14 @@ def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
     assert functions.qk_rope_forward(strided[1], cos_TW, sin_TW, **weights, out=expected_out) is expected_out
     with fresh_memory_is_nan():
         heads = functions.qk_rope_heads(strided[1], cos_TW, sin_TW, **weights)
-    for one, other in zip(heads, expected_out.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1), strict=True):
-        assert one.is_contiguous()
-        assert torch.equal(one, other)
+    expected_heads = expected_out.unflatten(1, (-1, form.head_width)).split(form.head_counts, dim=1)
+    assert all(one.is_contiguous() and not one.isnan().any() for one in heads)
+    assert torch.equal(heads[2], expected_heads[2])
     _, *expected = run_ours(functions, strided, form, out=fresh_TC)
     assert expected[0] is fresh_TC
     # Another order of a norm's sum turns some roundings over; a value that is not written, or in another place, is far off.
+    for one, other in zip(heads, expected_heads):
+        assert relative_error(one, other) <= {torch.float32: 1e-6}.get(dtype, 2**-8)
     for written, elsewhere in ((expected_out, dense_out), (fresh_TC, dense[0])):
         assert relative_error(written, elsewhere) <= {torch.float32: 1e-6}.get(dtype, 2**-8)
         assert written._base.isnan().sum() == written._base.numel() - written.numel()
