@@ -239,8 +239,8 @@ FAULTS = {
     "last value not copied": (VALUE_STORE, VALUE_STORE.replace(", mask=cols < NUM_COLUMNS)", ", mask=cols < NUM_COLUMNS - 1)", 2)),
     "wrong stride": ("        qkv_TC.stride(0),\n", "        form.num_columns,\n"),
     "wrong stride of cos": (
-        "        out_TC,\n        qkv_TC.stride(0),\n        cos_TW.stride(0),\n",
-        "        out_TC,\n        qkv_TC.stride(0),\n        form.num_rotated,\n",
+        "        *heads,\n        qkv_TC.stride(0),\n        cos_TW.stride(0),\n",
+        "        *heads,\n        qkv_TC.stride(0),\n        form.num_rotated,\n",
     ),
     "wrong stride of the gradient": ("            d_q.stride(0),\n", "            form.num_columns,\n"),
     "wrong stride of the raw rows": ("            raw_TC.stride(0),\n", "            form.num_columns,\n"),
