@@ -95,9 +95,9 @@ def test_without_eps_nothing_is_divided_by_zero():
     check_without_eps(triton, device=DEVICE)
 
 
-@pytest.mark.parametrize(("form", "dtype"), FORM_AND_DTYPE)
+@pytest.mark.parametrize(("form", "dtype"), thinned(FORMS, DTYPES, keep=lambda form, dtype: form % len(DTYPES) == dtype))
 def test_inputs_may_be_overwritten(form, dtype):
-    check_in_place(triton, 5, form, dtype, device=DEVICE)
+    check_in_place(triton, 3, form, dtype, device=DEVICE)
 
 
 @pytest.mark.parametrize("form", SHARED_FORMS)
