@@ -30,7 +30,7 @@ import torch
 from lightning.pytorch import Callback
 
 from benchmarks.ruler.arms import ours
-from benchmarks.ruler.cases import OPTIMIZERS, drop_frames
+from benchmarks.ruler.cases import OUR_OPTIMIZERS, drop_frames
 from benchmarks.ruler.judge import load_start
 from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", default=["recompute", "keep"])
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--optimizer", default="adamw_8bit", choices=OPTIMIZERS)
+    parser.add_argument("--optimizer", default="adamw_8bit", choices=OUR_OPTIMIZERS)
     parser.add_argument("--shown", type=int, default=40, help="kernels in the table")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args(arguments)

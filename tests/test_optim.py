@@ -477,6 +477,7 @@ def test_in_8_bits_clipping_copies_and_a_skipped_step_are_those_of_32():
     others.step()
     assert all((one - other).abs().max() < 1e-5 for one, other in zip(params, plain))
     assert all(torch.equal(narrow, param.bfloat16()) for narrow, param in zip(copies, params))
+    assert [len(written) for written in told] == [len(copies)]
     kept = copy.deepcopy([optimizer.state[param] for param in params])
     weights = [param.detach().clone() for param in params]
     give_gradients(1, params)

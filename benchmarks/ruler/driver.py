@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.ruler.cases import OPTIMIZERS, Case, CaseLog
+from benchmarks.ruler.cases import OPTIMIZERS, OUR_OPTIMIZERS, Case, CaseLog
 from benchmarks.ruler.report import read_records
 
 # Less than this is not enough to import, load and warm up.
@@ -39,8 +39,9 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
     cases = []
     for item in modes.split(","):
         rest, _, optimizer = item.partition("/")
-        if optimizer and optimizer not in OPTIMIZERS[: 3 if system == "ours" else 2]:
-            raise ValueError(f"Optimizers are {', '.join(OPTIMIZERS)}, the last one for ours alone; got {text!r}.")
+        known = OUR_OPTIMIZERS if system == "ours" else OPTIMIZERS
+        if optimizer and optimizer not in known:
+            raise ValueError(f"Optimizers of {system} are {', '.join(known)}; got {text!r}.")
         mode, _, share = rest.partition("@")
         case = replace(template, system=system, mode=mode, label_share=float(share or 1.0), optimizer=optimizer or template.optimizer)
         if mode.partition("+")[0] == "reference":

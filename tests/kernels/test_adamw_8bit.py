@@ -338,7 +338,7 @@ REFERENCE_FAULTS = {
     "largest magnitudes not written": ("for tensor, new in zip(pair, codes", "for tensor, new in zip(pair[:1], codes"),
     "averages not written": ("                tensor.copy_(new)\n", "                tensor\n"),
     "shadow lost": ("wide = row._replace(", "wide = row._replace(shadow=None, "),
-    "written in a skipped step": ("else list(row.written().values())", "else list(row.written().values())[:-1]"),
+    "written in a skipped step": ("else row.written()", "else row.written()[:-1]"),
 }  # fmt: skip
 CODE_FAULTS = {
     "largest magnitude of two blocks": ("blocks_BV.abs().amax(1)", "blocks_BV.abs().amax().expand(len(blocks_BV))"),

@@ -527,7 +527,7 @@ REFERENCE_FAULTS = {
     "flag not read": ("torch.where(skip.found_inf == 0, tensor, old)", "tensor"),
     "flag read backwards": ("skip.found_inf == 0, tensor", "skip.found_inf != 0, tensor"),
     "NaN in the flag taken for a step": ("skip.found_inf == 0, tensor, old", "skip.found_inf != 1, tensor, old"),
-    "first of the written tensors given back": ("else list(row.written().values())", "else list(row.written().values())[:1]"),
+    "first of the written tensors given back": ("else row.written()", "else row.written()[:1]"),
     "skipped steps counted": ("step = options.step - num_skipped", "step = options.step + 0 * num_skipped"),
     "norm of the first tensors": ("for grad in table.gradients() if", "for grad in table.gradients()[:-1] if"),
     "norm without root": (".sum().sqrt().float()", ".sum().float()"),

@@ -1,6 +1,6 @@
 """AdamW's averages in 8 bits: one code per value, and the largest magnitude of each block of 256 values.
 
-Axes: B blocks of a tensor, the last one perhaps shorter; Q codes.
+Axes: B blocks of a tensor, the last one perhaps shorter; V values of a block.
 
 The value of a code is that of a fixed map times the magnitude of its block. The map is the dynamic one of bitsandbytes, ascending: 0, 1 and seven
 decades below 1, from 1e-7 on, each with twice as many values as the one below it, in the middles of equal cells. The signed map has 1 to 64 values

@@ -89,10 +89,13 @@ class TableRow(NamedTuple):
     exp_avg_absmax: torch.Tensor | None = None
     exp_avg_sq_absmax: torch.Tensor | None = None
 
-    def written(self) -> dict[str, torch.Tensor]:
-        """Return what a step writes, by the name of the list that it comes from."""
-        tensors = (self.param, self.exp_avg, self.exp_avg_sq, self.shadow, self.exp_avg_absmax, self.exp_avg_sq_absmax)
-        return {name: tensor for name, tensor in zip(_WRITTEN, tensors) if tensor is not None}
+    def places(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what a step writes, in the order of _WRITTEN; None for what a row has not."""
+        return self.param, self.exp_avg, self.exp_avg_sq, self.shadow, self.exp_avg_absmax, self.exp_avg_sq_absmax
+
+    def written(self) -> list[torch.Tensor]:
+        """Return what a step writes."""
+        return [tensor for tensor in self.places() if tensor is not None]
 
 
 class TableGroup(NamedTuple):
@@ -171,9 +174,12 @@ class TensorTable:
             raise OptionError(f"Every list must have one entry per tensor, got {lengths}.")
         self.rows = tuple(TableRow(*row) for row in zip(*lists.values()))
         _check_rows(self.rows)
+        # Per row what a step writes, read once: every step asks for it.
+        self.written = [row.written() for row in self.rows]
         self.device = torch.device("cpu")
         self.groups: tuple[TableGroup, ...] = ()
         self.aligned: tuple[bool, ...] = ()
+        self._fits: list[bool] = []
         self._layout: list[tuple[object, ...]] | None = None
         self._grad_addresses: list[int] = []
         self.refresh()
@@ -198,7 +204,7 @@ class TensorTable:
     def is_current(self) -> bool:
         """Return whether every address on the device is still that of its tensor; compares numbers on the host."""
         grads = self.gradients()
-        return self._layout == _read_layout(self.rows, grads) and self._grad_addresses == _read_addresses(grads)
+        return self._layout == self._read_layout(grads) and self._grad_addresses == _read_addresses(grads)
 
     def refresh(self) -> None:
         """Send the addresses that have changed to the device, without waiting for it.
@@ -210,7 +216,7 @@ class TensorTable:
             2 to 3 microseconds of host time per tensor, measured with 500 of them; 8 bytes per tensor are sent where gradients have moved.
         """
         grads = self.gradients()
-        layout, addresses = _read_layout(self.rows, grads), _read_addresses(grads)
+        layout, addresses = self._read_layout(grads), _read_addresses(grads)
         is_new = layout != self._layout
         if is_new:
             # A tensor may have become another one since the table was made.
@@ -218,7 +224,7 @@ class TensorTable:
             self._build(grads)
         if is_new or addresses != self._grad_addresses:
             self.grad_address_R = _send(torch.tensor(addresses, dtype=torch.int64), self.device)
-            self.aligned = tuple(all(_is_aligned(self.rows[row], addresses[row]) for row in group.rows) for group in self.groups)
+            self.aligned = tuple(all(self._fits[row] and addresses[row] % ALIGNMENT == 0 for row in group.rows) for group in self.groups)
         # Last, so that a table that could not be rebuilt is not taken for a current one.
         self._layout, self._grad_addresses = layout, addresses
 
@@ -237,8 +243,16 @@ class TensorTable:
         self.address_AR = _send(torch.tensor(columns, dtype=torch.int64), self.device)
         has_codes = any(row.exp_avg_absmax is not None for row in self.rows)
         self.code_table = _send(codes.kernel_table(), self.device) if has_codes else None
+        self._fits = [_fits_vectors(row, tensors) for row, tensors in zip(self.rows, self.written)]
         keys = [_dtypes(row, grad) for row, grad in zip(self.rows, grads)]
         self.groups = tuple(self._group(key, [index for index, other in enumerate(keys) if other == key]) for key in dict.fromkeys(keys))
+
+    def _read_layout(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[object, ...]]:
+        """Return all but the addresses of gradients: what the table must be rebuilt for when it changes."""
+        return [
+            (row.param.numel(), *[tensor.data_ptr() for tensor in tensors], _dtypes(row, grad))
+            for row, tensors, grad in zip(self.rows, self.written, grads)
+        ]
 
     def _group(self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype], rows: list[int]) -> TableGroup:
         """Return the chunks of some rows, in the order of the rows."""
@@ -285,7 +299,7 @@ def _step_row_unless(
     row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor], *, skip: SkipFlag | None
 ) -> None:
     """Update one tensor, and give every value back that it had where the step is to be skipped; the host is not asked which."""
-    written = [] if skip is None else list(row.written().values())
+    written = [] if skip is None else row.written()
     before = [tensor.clone() for tensor in written]
     _step_row(row, grad, options, corrections)
     for tensor, old in zip(written, before):
@@ -325,18 +339,6 @@ def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def _read_layout(rows: Sequence[TableRow], grads: Sequence[torch.Tensor | None]) -> list[tuple[object, ...]]:
-    """Return all but the addresses of gradients: what the table must be rebuilt for when it changes."""
-    return [
-        (
-            row.param.numel(),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in (*row[:4], *row[5:])),
-            _dtypes(row, grad),
-        )
-        for row, grad in zip(rows, grads)
-    ]
-
-
 def _read_addresses(grads: Sequence[torch.Tensor | None]) -> list[int]:
     """Return the address of each gradient, 0 for none."""
     return [0 if grad is None else grad.data_ptr() for grad in grads]
@@ -348,10 +350,9 @@ def _dtypes(row: TableRow, grad: torch.Tensor | None) -> tuple[torch.dtype, torc
     return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, shadow_dtype, row.exp_avg.dtype
 
 
-def _is_aligned(row: TableRow, grad_address: int) -> bool:
-    """Return whether each matrix of a row begins, and the row ends, where a vector access may."""
-    addresses = (tensor.data_ptr() for tensor in row.written().values())
-    return all(number % ALIGNMENT == 0 for number in (row.param.numel(), grad_address, *addresses))
+def _fits_vectors(row: TableRow, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether what a step writes begins, and the row ends, where a vector access may."""
+    return all(number % ALIGNMENT == 0 for number in (row.param.numel(), *[tensor.data_ptr() for tensor in tensors]))
 
 
 def _check_rows(rows: Sequence[TableRow]) -> None:
@@ -435,6 +436,6 @@ def _check_apart(rows: Sequence[TableRow]) -> None:
 def _byte_ranges(rows: Sequence[TableRow]) -> Iterator[tuple[int, int, str]]:
     """Yield the addresses of the first and of one past the last byte that a step writes, and the name of the tensor."""
     for index, row in enumerate(rows):
-        for kind, tensor in row.written().items():
-            if tensor.numel():
+        for kind, tensor in zip(_WRITTEN, row.places()):
+            if tensor is not None and tensor.numel():
                 yield tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), f"{kind}[{index}]"

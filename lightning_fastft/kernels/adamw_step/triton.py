@@ -30,7 +30,8 @@ NUM_WARPS = 8
 # 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not yet measured;
 # candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 NUM_PARTIALS = 1024
-# Of averages in 8 bits: blocks per program. On an H200 1 to 8 blocks on 1 to 8 warps took 0.53 to 0.65 ms for 100 M values, 16 more.
+# Of averages in 8 bits: blocks per program. 100 M bf16 values took 550 us on an H200, six other candidates 508 (chunks of 8192, 2 blocks on 1 warp)
+# to 696: python -m benchmarks.row_kernels --only "averages in 8 bits" --rows 16384 --width 6144 --tiles.
 NUM_BLOCKS = 4
 NUM_WARPS_8BIT = 4
 
@@ -361,7 +362,9 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
         else:
             _adamw_kernel[(num_chunks,)](*given, *numbers, **constants, BLOCK=CHUNK, num_warps=NUM_WARPS)
     # Autograd counts writes to find a backward that would read a changed tensor; it does not see those of a kernel.
-    torch.autograd.graph.increment_version([tensor for row in table.rows if row.owner.grad is not None for tensor in row.written().values()])
+    torch.autograd.graph.increment_version(
+        [tensor for row, tensors in zip(table.rows, table.written) if row.owner.grad is not None for tensor in tensors]
+    )
 
 
 def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: float) -> torch.Tensor:

@@ -116,7 +116,7 @@ class _FlashAttention(torch.autograd.Function):
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
         if ctx.shares is not None:
-            k_TGW, v_TGW = (ctx.shares.repeat(side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
+            k_TGW, v_TGW = (ctx.shares.repeat(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
             d_out_THW, q_THW, k_TGW, v_TGW, out_THW, lse_HT, start_S1, start_S1, ctx.max_length, ctx.max_length, 0.0, True, rng_state, unused,
             scale=ctx.scale, window_size_left=ctx.window_left, window_size_right=0,
@@ -133,7 +133,7 @@ class _FlashAttention(torch.autograd.Function):
         return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None, None
 
 
-def side_by_side(x_TGW: torch.Tensor) -> torch.Tensor:
+def _side_by_side(x_TGW: torch.Tensor) -> torch.Tensor:
     """Return heads that are contiguous within each token; the tensor itself where they are."""
     return x_TGW if x_TGW.stride()[1:] == (x_TGW.shape[2], 1) else x_TGW.contiguous()
 
