@@ -1,4 +1,4 @@
-"""The kernels that move rows and multiply nothing: the time of each beside the bytes that it must move.
+"""The kernels that move rows and multiply little or nothing: the time of each beside the bytes that it must move.
 
     python -m benchmarks.row_kernels
     python -m benchmarks.row_kernels --only cross_entropy --tiles --forms
@@ -6,15 +6,17 @@
     python -m benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336 --tiles
     python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
 
-RMSNorm, expert gate, losses of rows of logits, norm and rotation of heads, block-diagonal matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW
-step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120 and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss).
+RMSNorm, expert gate, thin product added in place, losses of rows of logits, norm and rotation of heads, block-diagonal matrix, rows and NF4 in e4m3,
+NF4 made dense and the AdamW step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120 and 17,408 columns; 2,048 rows of logits over the
+vocabularies of Qwen3 and gpt-oss).
 Before a kernel is timed its results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and
 behind a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The table has the median, the bytes
 that inputs and outputs hold, each counted once, and what part of 4.2 TB/s they would be moved at; rows.csv has p10 and p90 too.
 
 With --tiles the candidates for the constants of each kernel are timed beside those in use, or those given as KERNEL=V,V (order in CONSTANTS). With
 --forms earlier forms of a kernel, made by a change of its text, are timed beside it: of cross_entropy "two reductions a tile", in which all threads
-of a program agree on maximum and sum at every tile, and "no cache hints"; of rms_norm a backward whose sum waits for the one in the root.
+of a program agree on maximum and sum at every tile, and "no cache hints"; of rms_norm a backward whose sum waits for the one in the root; of
+low_rank_add torch's addmm_, behind torch's sum with the residual.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 import tempfile
@@ -55,6 +58,7 @@ CONSTANTS = {
     "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
     "nf4_linear": ("TILE_WORDS", "NUM_WARPS"),
     "fp8_linear": ("TILE_COLUMNS", "NUM_WARPS", "MAX_TILES", "BLOCK_ROWS", "TRANSPOSED_BLOCK_ROWS", "CHUNK_BLOCKS", "NUM_WEIGHT_WARPS"),
+    "low_rank_add": ("BLOCK_ROWS", "BLOCK_COLUMNS", "NUM_WARPS", "TRANSPOSED", "MAX_BLOCK_RANKS"),
     "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS", "NUM_BLOCKS", "NUM_WARPS_8BIT"),
 }
 CANDIDATES = {
@@ -77,6 +81,11 @@ CANDIDATES = {
         "2048,8,8,64,128,4,8",
         "2048,8,8,128,128,2,4",
         "2048,8,4,32,128,8,4",
+    ),
+    # Rows, columns, warps, both orders of the product.
+    "low_rank_add": tuple(
+        f"{rows},{columns},{warps},{is_transposed},32"
+        for rows, columns, warps, is_transposed in itertools.product((16, 32, 64), (64, 128, 256), (4, 8), (1, 0))
     ),
     "adamw_step": (
         "2048,4,1024,8,4",
@@ -108,6 +117,13 @@ _TWO_REDUCTIONS = """\
         total = total * tl.exp(highest - new_highest) + tl.sum(tl.exp(value - new_highest), axis=0)
         highest = new_highest
 """
+_ADDMM = """\
+    if residual_TN is not None:
+        torch.add(base_TN, residual_TN, out=sum_TN)
+    elif sum_TN is not base_TN:
+        sum_TN.copy_(base_TN)
+    sum_TN.addmm_(low_TR, factor_RN)
+"""
 _NO_HINTS = (
     (', eviction_policy="evict_first"', "", ""),
     (', cache_modifier=".cs"', "", ""),
@@ -138,6 +154,7 @@ FORMS = {
             [("_sum_of_products(d_normed, row) * (mean_scale * rstd)", "", "_sum_of_products(d_normed, normed) * mean_scale")]
         ),
     },
+    "low_rank_add": {"torch addmm_": Form([("    _add_low_rank_kernel[", "    return sum_TN\n", _ADDMM)])},
 }
 
 
@@ -213,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiles", nargs="*", metavar="KERNEL=V,V", help="time other constants too: those given, or all candidates")
     parser.add_argument("--forms", action="store_true", help="time earlier forms too")
     parser.add_argument("--rows", type=int, help="tokens")
-    parser.add_argument("--width", type=int, help="columns of norms, rotation and AdamW")
+    parser.add_argument("--width", type=int, help="columns of norms, thin products, rotation and AdamW")
     parser.add_argument("--expert-width", type=int, help="columns of the gate")
     parser.add_argument("--loss-rows", type=int, help="rows of logits")
     parser.add_argument("--vocabularies", type=int, nargs="+", help="columns of logits")
@@ -239,7 +256,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 def all_arms(kernel: str, *, tiles: list[str] | None, wants_forms: bool, folder: Path) -> Iterator[tuple[str, ModuleType, str | None]]:
     """Yield name, module and constants (None for those in use) of everything that is timed for one kernel."""
     module = importlib.import_module(f"lightning_fastft.kernels.{kernel}.triton")
-    in_use = ",".join(str(getattr(module, name)) for name in CONSTANTS[kernel])
+    in_use = ",".join(str(int(getattr(module, name))) for name in CONSTANTS[kernel])
     yield f"in use {in_use}", module, None
     if tiles is not None:
         given = [text.partition("=") for text in tiles]
@@ -369,12 +386,27 @@ def row_cases(sizes: Sizes) -> list[Case]:
     for num_ranks in (RANK, 4 * RANK):
         factors = 2 * num_ranks * (rows + expert_width)
         products[f"backward, {num_ranks} ranks added"] = (6 * gates + factors, gate_backward(rows, expert_width, num_ranks=num_ranks))
+    thin: dict[str, tuple[int, bool, bool]] = {
+        f"{RANK} ranks": (RANK, False, True),
+        f"{RANK} ranks, residual": (RANK, True, True),
+        f"{3 * RANK} ranks, factor in rows": (3 * RANK, False, False),
+    }
     head_width, num_heads, num_kv_heads = head_sizes(width)
     columns = (num_heads + 2 * num_kv_heads) * head_width
     angles, head_weights = 4 * rows * head_width, 4 * head_width
     return [
         *(Case("rms_norm", f"rms_norm {name}", f"{rows} x {width}", *rest) for name, rest in norms.items()),
         *(Case("expert_gate", f"expert_gate {name}", f"{rows} x {expert_width}", *rest) for name, rest in products.items()),
+        *(
+            Case(
+                "low_rank_add",
+                f"low_rank_add {name}",
+                f"{rows} x {width}",
+                (3 if has_residual else 2) * states + 2 * num_ranks * (rows + width),
+                low_rank_add(rows, width, num_ranks=num_ranks, has_residual=has_residual, is_factor_transposed=is_factor_transposed),
+            )
+            for name, (num_ranks, has_residual, is_factor_transposed) in thin.items()
+        ),
         Case("qk_rope", "qk_rope forward", f"{rows} x {columns}", 4 * rows * columns + angles + head_weights, rope_forward(rows, width)),
     ]
 
@@ -480,6 +512,18 @@ def gate_backward(num_rows: int, width: int, *, has_weights: bool = False, num_r
         weight_N = torch.rand(num_rows, device=device) if has_weights else None
         addend = LowRankRows(_randn(num_rows, num_ranks, device=device), _randn(num_ranks, width, device=device)) if num_ranks else None
         return lambda module: module.gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, addend=addend, need_act=True)
+
+    return make
+
+
+def low_rank_add(num_rows: int, width: int, *, num_ranks: int, has_residual: bool, is_factor_transposed: bool) -> Callable[[str], Run]:
+    """A thin product added in place, as a layer adds its adapter: forward by B transposed, backward by A as it is stored."""
+
+    def make(device: str) -> Run:
+        base_TN, low_TR = _randn(num_rows, width, device=device), _randn(num_rows, num_ranks, device=device)
+        factor_RN = _randn(width, num_ranks, device=device).T if is_factor_transposed else _randn(num_ranks, width, device=device)
+        residual_TN = _randn(num_rows, width, device=device) if has_residual else None
+        return lambda module: [module.add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=base_TN)]
 
     return make
 

@@ -122,6 +122,14 @@ def host_gather(triton):
         triton.gather_rows(table if DEVICE == "cpu" else table.pin_memory(), whole([4, 0, 3, 3], torch.int64))
 
 
+def low_rank_add(triton):
+    for dtype in DTYPES:
+        for factor in (numbers(3, 13, dtype=dtype), numbers(13, 3, dtype=dtype).T):
+            base, low, residual = numbers(5, 13, dtype=dtype), numbers(5, 3, dtype=dtype), numbers(5, 13, dtype=dtype)
+            triton.add_low_rank(base, low, factor)
+            triton.add_low_rank(base, low, factor, residual_TN=residual, out=residual)
+
+
 def nf4_parts(num_experts, num_blocks, *, is_nested=True):
     """Any bytes are weights: places in the tables, scales of the scales for every 256 blocks."""
     packed = torch.randint(0, 256, (num_experts, num_blocks * 32), dtype=torch.uint8, device=DEVICE)
@@ -204,7 +212,7 @@ CASES = {
     case.__name__: case
     for case in (
         adamw_step, block_diagonal, cross_entropy, expert_gate, expert_pack, expert_rows, expert_sort, fp8_linear, grouped_mm, host_gather,
-        nf4_experts, nf4_linear, qk_rope, repeat_heads, rms_norm,
+        low_rank_add, nf4_experts, nf4_linear, qk_rope, repeat_heads, rms_norm,
     )
 }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """The gate of an expert: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
 
 import os
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, LowRankRows
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
+from tests.kernels.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,15 +104,6 @@ def add_product(d_act_NF, addend, *, wide):
 def poisoned_addend(addend, *, num_rows):
     """The first rows of an addend inside of NaN."""
     return None if addend is None else LowRankRows(poisoned(addend.low_NR[:num_rows]), poisoned(addend.factor_RF))
-
-
-@contextmanager
-def fresh_memory_is_nan():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def assert_gate_value(name, ours, *, plain, truth, dtype):

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
+from tests.kernels.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, one_unit, poisoned
 from tests.models.packs import relative_error
 
 ROOT = Path(__file__).parents[2]
@@ -142,15 +141,6 @@ def run_ours(functions, inputs, form, **arguments):
     raw_TC = qkv_TC if form.has_norm else None
     gradients = functions.qk_rope_backward(d_qkv_TC, raw_TC, cos_TW, sin_TW, form=form, needs_weight=form.has_norm, **weights, **arguments)
     return out_TC, *gradients
-
-
-@contextmanager
-def fresh_memory_is_nan():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def assert_value(name, ours, *, plain, truth, rounded_truth, dtype):

@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -73,3 +75,14 @@ def load_with_fault(module, old, new, folder, *, except_in=None):
     faulty = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(faulty)
     return faulty
+
+
+@contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Whatever PyTorch allocates holds NaN until it is written."""
+    # Unlike use_deterministic_algorithms this does not import torch's compiler, which takes two seconds.
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")

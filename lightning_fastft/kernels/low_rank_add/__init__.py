@@ -1,0 +1,1 @@
+"""A thin product added to a wide matrix."""

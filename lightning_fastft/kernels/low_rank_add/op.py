@@ -1,0 +1,110 @@
+"""A thin product added to a wide matrix, and to a residual stream with it, in one pass over memory.
+
+Axes: T rows, N columns, R ranks.
+The function builds no graph: the Function of a layer calls it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.checks import check_columns, check_rows_apart, check_tensor, do_ranges_overlap, is_same_memory
+from lightning_fastft.errors import ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, plain_numbers, uses_triton
+from lightning_fastft.kernels.low_rank_add import reference
+
+_DTYPES = (*TRITON_DTYPES, torch.float64)
+
+
+def add_low_rank(
+    base_TN: torch.Tensor,
+    low_TR: torch.Tensor,
+    factor_RN: torch.Tensor,
+    *,
+    residual_TN: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return ``base + residual + low @ factor``.
+
+    Products and sums are fp32 (float64 for float64), and the result is rounded once. Sums have one order: two calls are bit-equal. Rows do not mix:
+    a row of NaN stays alone.
+
+    Args:
+        base_TN: What the product is added to. Shape (T, N); bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows.
+        low_TR: Narrow rows, their scale in them. Shape (T, R), any R; dtype and device of base_TN; last axis contiguous, any distance between rows.
+        factor_RN: Their matrix. Shape (R, N); dtype and device of base_TN; any strides: a transposed view is read where it is.
+        residual_TN: A second summand, like base_TN, rows any distance apart. None for 0.
+        out: Where the sum is written: a tensor like base_TN in memory of its own, rows any distance apart, or base_TN or residual_TN itself, whose
+            values are then lost. None for new memory.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+
+    Returns:
+        sum_TN: Shape (T, N), dtype and device of base_TN, no graph; contiguous, or ``out``.
+
+    Raises:
+        ShapeError: Shape, dtype, device or layout is another, or ``out`` overlaps an input without being base_TN or residual_TN.
+        OptionError: The backend is unknown, or cannot serve these tensors.
+
+    Cost:
+        Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; the narrow rows and their matrix come from the cache where they fit. No
+        host synchronisation. "reference" makes fp32 copies.
+
+    Source:
+        LoRA, arXiv 2106.09685.
+
+    Example:
+        >>> base, low, factor = torch.ones(2, 3), torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0, 10.0, 100.0]])
+        >>> add_low_rank(base, low, factor)
+        tensor([[  2.,  11., 101.],
+                [  3.,  21., 201.]])
+    """
+    check_tensor("base_TN", base_TN, ndim=2, dtypes=_DTYPES)
+    check_columns("base_TN", base_TN)
+    _check_factors(low_TR, factor_RN, base_TN)
+    if residual_TN is not None:
+        _check_alike("residual_TN", residual_TN, base_TN)
+    if out is not None:
+        _check_alike("out", out, base_TN)
+        _check_out(out, may_be=(base_TN, residual_TN), must_not_meet=(low_TR, factor_RN))
+    # Autocast would round what the plain twin multiplies.
+    with plain_numbers(base_TN.device.type):
+        return _choose(backend, base_TN).add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)
+
+
+def _choose(backend: str, base_TN: torch.Tensor) -> ModuleType:
+    """Return the module that does the work."""
+    if not uses_triton(backend, base_TN.device, dtype=base_TN.dtype):
+        return reference
+    from lightning_fastft.kernels.low_rank_add import triton
+
+    return triton
+
+
+def _check_factors(low_TR: torch.Tensor, factor_RN: torch.Tensor, base_TN: torch.Tensor) -> None:
+    """Refuse factors whose product is not one number for each of the base."""
+    for name, tensor in (("low_TR", low_TR), ("factor_RN", factor_RN)):
+        check_tensor(name, tensor, ndim=2, dtypes=(base_TN.dtype,))
+        if tensor.device != base_TN.device:
+            raise ShapeError(f"{name} is on {tensor.device}, base_TN on {base_TN.device}.")
+    check_columns("low_TR", low_TR)
+    if (low_TR.shape[0], factor_RN.shape[1]) != base_TN.shape or low_TR.shape[1] != factor_RN.shape[0]:
+        raise ShapeError(f"low_TR is {tuple(low_TR.shape)} and factor_RN {tuple(factor_RN.shape)}; their product must be {tuple(base_TN.shape)}.")
+
+
+def _check_alike(name: str, tensor: torch.Tensor, base_TN: torch.Tensor) -> None:
+    """Refuse a tensor of other rows or columns."""
+    check_tensor(name, tensor, ndim=2, dtypes=(base_TN.dtype,))
+    if tensor.shape != base_TN.shape or tensor.device != base_TN.device:
+        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as base_TN: {tuple(base_TN.shape)} on {base_TN.device}.")
+    check_columns(name, tensor)
+
+
+def _check_out(out: torch.Tensor, *, may_be: tuple[torch.Tensor | None, ...], must_not_meet: tuple[torch.Tensor, ...]) -> None:
+    """Refuse memory in which one program would write what another one has still to read."""
+    check_rows_apart("out", out)
+    others = [*must_not_meet, *(other for other in may_be if other is not None and not is_same_memory(out, other))]
+    if any(do_ranges_overlap(out, other) for other in others):
+        raise ShapeError("out shares memory with an input or with a part of one. Give base_TN or residual_TN itself, memory of its own, or None.")

@@ -1,0 +1,267 @@
+"""A thin product added to a wide matrix: truth and refusals on a CPU by the plain twin; the kernel itself in the interpreter and by the compiler."""
+
+import os
+
+import pytest
+import torch
+
+from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.kernels.low_rank_add import reference
+from lightning_fastft.kernels.low_rank_add.op import add_low_rank
+from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.kernels.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
+
+NAMES = ("base", "low", "factor", "residual")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLACES = ("new", "apart", "base", "residual")
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of which ours are the first.
+NUM_MEASURED_ROWS = 129
+BESIDE = 1024.0
+# With enough values, one that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+NUM_FOR_SHARE, SHARE = 200, 0.01
+# Triton's interpreter cuts bf16 off instead of rounding it.
+ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
+
+# The first argument is a lane, of which each has its cases; with a second one the kernel has no barrier.
+COMPILE_SCRIPT = """
+import sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_fastft.kernels.low_rank_add import triton as low_rank_add
+from tests.kernels.truth import load_with_fault
+
+lane, *without_barrier = sys.argv[1:]
+if without_barrier:
+    low_rank_add = load_with_fault(low_rank_add, "tl.debug_barrier()", "pass", tempfile.mkdtemp())
+kernel = low_rank_add._add_low_rank_kernel
+cases = {
+    "promises": ((80, "fp16", 16, True), (90, "bf16", 32, False)),
+    "faults": ((80, "fp16", 32, False), (86, "fp32", 32, True), (86, "fp32", 16, False), (90, "bf16", 16, True)),
+}
+for capability, dtype, ranks, is_transposed in cases[lane]:
+    constants = {"HAS_RESIDUAL": ranks == 32, "IN_PLACE": ranks == 16, "TRANSPOSED": is_transposed}
+    constants |= {"BLOCK_T": low_rank_add.BLOCK_ROWS, "BLOCK_N": low_rank_add.BLOCK_COLUMNS, "BLOCK_R": ranks}
+    # As a launch has them: of a factor in rows or of a transposed one.
+    constants["factor_column_stride" if is_transposed else "factor_rank_stride"] = 1
+    signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constexprs=constants)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": low_rank_add.NUM_WARPS})
+    assert done.metadata.shared <= 99 * 1024, (constants, done.metadata.shared)
+    between = done.asm["ttir"].rpartition("tt.load")[2].partition("tt.store")[0]
+    assert ("barrier" in between) is constants["IN_PLACE"], "between the last read and the write: " + between
+"""
+
+
+def make_inputs(num_rows, num_columns, num_ranks, dtype, *, device="cpu", has_residual=False):
+    """Base, narrow rows, factor and residual; the product is about as large as the base."""
+    base_TN, low_TR = torch.randn(num_rows, num_columns, device=device), torch.randn(num_rows, num_ranks, device=device)
+    factor_RN = torch.randn(num_ranks, num_columns, device=device) / max(num_ranks, 1) ** 0.5
+    residual_TN = torch.randn(num_rows, num_columns, device=device).to(dtype) if has_residual else None
+    return base_TN.to(dtype), low_TR.to(dtype), factor_RN.to(dtype), residual_TN
+
+
+def formula(base_TN, low_TR, factor_RN, residual_TN, *, wide):
+    """The sum in another dtype."""
+    sum_TN = base_TN.to(wide) + low_TR.to(wide) @ factor_RN.to(wide)
+    return sum_TN if residual_TN is None else sum_TN + residual_TN.to(wide)
+
+
+def room_for(tensor):
+    """NaN to write to, in the middle of a number that no sum equals: what is read beside an input is NaN, which among NaN would not be seen."""
+    buffer = torch.full([size + 2 for size in tensor.shape], BESIDE, dtype=tensor.dtype, device=tensor.device)
+    return buffer[1:-1, 1:-1].fill_(float("nan"))
+
+
+def check(add, shape, dtype, *, device="cpu", is_factor_transposed=False, has_residual=False, place="new"):
+    """Equal to the truth, from inputs inside of NaN into new memory, rows that lie apart, the base or the residual; nothing else is written."""
+    num_rows, num_columns, num_ranks = shape
+    has_residual = has_residual or place == "residual"
+    inputs = make_inputs(max(num_rows, NUM_MEASURED_ROWS), num_columns, num_ranks, dtype, device=device, has_residual=has_residual)
+    truth, plain = formula(*inputs, wide=torch.float64), formula(*inputs, wide=torch.float32).to(dtype)
+    given = [None if tensor is None else tensor[:num_rows] if name != "factor" else tensor for name, tensor in zip(NAMES, inputs)]
+    base_TN, low_TR, factor_RN, residual_TN = (None if tensor is None else poisoned(tensor) for tensor in given)
+    if is_factor_transposed:
+        factor_RN = poisoned(factor_RN.T).T
+    ours = [base_TN, low_TR, factor_RN, residual_TN]
+    out = {"new": None, "apart": room_for(given[0]), "base": base_TN, "residual": residual_TN}[place]
+    with fresh_memory_is_nan():
+        sum_TN = add(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)
+
+    assert sum_TN.dtype is dtype
+    assert sum_TN.shape == (num_rows, num_columns)
+    assert sum_TN is out if out is not None else sum_TN.is_contiguous()
+    for tensor in ours:
+        assert tensor is None or tensor._base.isnan().sum() == tensor._base.numel() - tensor.numel(), "written beside an input"
+    assert place != "apart" or (out._base == BESIDE).sum() == out._base.numel() - out.numel(), "written beside the output"
+    for name, tensor, before in zip(NAMES, ours, given):
+        assert tensor is None or tensor is out or torch.equal(tensor, before), f"{name} was written"
+    # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
+    assert_within_bound(f"sum, {place}", torch.cat([sum_TN, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
+    if dtype in ROUNDED_DTYPES and sum_TN.numel() >= NUM_FOR_SHARE:
+        share, plain_share = ((one[:num_rows] != truth[:num_rows].to(dtype)).double().mean().item() for one in (sum_TN, plain))
+        assert share <= max(2 * plain_share, SHARE), f"{share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+
+
+def check_rows_of_nan_stay_alone(add, dtype, *, device="cpu"):
+    base_TN, low_TR, factor_RN, residual_TN = make_inputs(9, 33, 5, dtype, device=device, has_residual=True)
+    expected = add(base_TN, low_TR, factor_RN, residual_TN=residual_TN)
+    for row, tensor in ((2, base_TN), (4, low_TR), (8, residual_TN)):
+        tensor[row] = float("nan")
+    ours = add(base_TN, low_TR, factor_RN, residual_TN=residual_TN)
+    others = [0, 1, 3, 5, 6, 7]
+    assert torch.equal(ours[others], expected[others])
+    # Nothing turns a NaN into a number: a run that has lost its values must show it.
+    assert ours[[2, 4, 8]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_ranks", [0, 1, 16, 40, 100])
+def test_the_sum_equals_the_truth(num_ranks, dtype):
+    for num_rows in (1, 7, 65):
+        for num_columns in (1, 5, 130):
+            for has_residual in (False, True):
+                shape = (num_rows, num_columns, num_ranks)
+                check(add_low_rank, shape, dtype, is_factor_transposed=num_rows == 7, has_residual=has_residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_where_the_sum_may_be_written(place, dtype):
+    for has_residual in (False, True):
+        check(add_low_rank, (7, 33, 5), dtype, has_residual=has_residual, place=place)
+
+
+def test_in_float64_nothing_is_rounded_further():
+    base_TN, low_TR, factor_RN, residual_TN = (tensor.double() for tensor in make_inputs(7, 33, 5, torch.float32, has_residual=True))
+    sum_TN = add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN)
+    truth = base_TN + residual_TN + (low_TR[:, :, None] * factor_RN).sum(dim=1)
+    torch.testing.assert_close(sum_TN, truth, rtol=1e-14, atol=1e-14)
+
+
+def test_autocast_rounds_nothing():
+    inputs = make_inputs(7, 33, 5, torch.float32)[:3]
+    expected = add_low_rank(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(add_low_rank(*inputs), expected)
+
+
+def test_rows_of_nan_stay_alone():
+    check_rows_of_nan_stay_alone(add_low_rank, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(0, 0), (0, 6), (3, 0)])
+def test_without_rows_or_columns(num_rows, num_columns):
+    for out in (None, torch.empty(num_rows, num_columns)):
+        sum_TN = add_low_rank(torch.ones(num_rows, num_columns), torch.ones(num_rows, 2), torch.ones(2, num_columns), out=out)
+        assert sum_TN.shape == (num_rows, num_columns)
+
+
+def test_no_graph_and_no_wait():
+    base_TN, low_TR, factor_RN, residual_TN = (tensor.requires_grad_() for tensor in make_inputs(7, 5, 3, torch.float32, has_residual=True))
+    with Watch() as watch:
+        sum_TN = add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN)
+    assert watch.waits == []
+    assert not sum_TN.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"base_TN": None}, ShapeError, "base_TN must be a tensor"),
+        ({"base_TN": torch.ones(3)}, ShapeError, "base_TN must have 2 axes"),
+        ({"base_TN": torch.ones(3, 4, dtype=torch.int64)}, ShapeError, "base_TN must have dtype"),
+        ({"base_TN": torch.ones(4, 3).T}, ShapeError, "base_TN has strides .* contiguous"),
+        ({"low_TR": torch.ones(3)}, ShapeError, "low_TR must have 2 axes"),
+        ({"low_TR": torch.ones(3, 2).bfloat16()}, ShapeError, "low_TR must have dtype"),
+        ({"low_TR": torch.ones(2, 3).T}, ShapeError, "low_TR has strides .* contiguous"),
+        ({"low_TR": torch.ones(3, 2, device="meta")}, ShapeError, "low_TR is on meta"),
+        ({"low_TR": torch.ones(2, 2)}, ShapeError, "product must be"),
+        ({"low_TR": torch.ones(3, 5)}, ShapeError, "product must be"),
+        ({"factor_RN": torch.ones(4)}, ShapeError, "factor_RN must have 2 axes"),
+        ({"factor_RN": torch.ones(2, 4).double()}, ShapeError, "factor_RN must have dtype"),
+        ({"factor_RN": torch.ones(2, 4, device="meta")}, ShapeError, "factor_RN is on meta"),
+        ({"factor_RN": torch.ones(2, 5)}, ShapeError, "product must be"),
+        ({"factor_RN": torch.ones(4, 2)}, ShapeError, "product must be"),
+        ({"residual_TN": torch.ones(3)}, ShapeError, "residual_TN must have 2 axes"),
+        ({"residual_TN": torch.ones(3, 4).half()}, ShapeError, "residual_TN must have dtype"),
+        ({"residual_TN": torch.ones(3, 5)}, ShapeError, "residual_TN is .* must be as base_TN"),
+        ({"residual_TN": torch.ones(3, 4, device="meta")}, ShapeError, "residual_TN is .* meta"),
+        ({"residual_TN": torch.ones(4, 3).T}, ShapeError, "residual_TN has strides .* contiguous"),
+        ({"out": torch.ones(3, 4).double()}, ShapeError, "out must have dtype"),
+        ({"out": torch.ones(4, 3)}, ShapeError, "out is .* must be as base_TN"),
+        ({"out": torch.ones(3, 4, device="meta")}, ShapeError, "out is .* meta"),
+        ({"out": torch.ones(4, 3).T}, ShapeError, "out has strides .* contiguous"),
+        ({"out": torch.ones(4).expand(3, 4)}, ShapeError, "rows of out overlap"),
+        ({"backend": "cuda"}, OptionError, "'reference'"),
+        ({"backend": "triton"}, OptionError, "on CUDA"),
+    ],
+)
+def test_impossible_arguments_are_refused(change, error, message):
+    arguments = {"base_TN": torch.ones(3, 4), "low_TR": torch.ones(3, 2), "factor_RN": torch.ones(2, 4), **change}
+    with pytest.raises(error, match=message):
+        add_low_rank(**arguments)
+
+
+def test_memory_that_is_partly_an_input_is_refused():
+    buffer = torch.ones(100)
+    inputs = {
+        "base_TN": buffer[:12].view(3, 4),
+        "low_TR": buffer[20:26].view(3, 2),
+        "factor_RN": buffer[40:48].view(4, 2).T,
+        "residual_TN": buffer[60:72].view(3, 4),
+    }
+    for begin in (1, 9, 25, 39, 47, 61, 71):
+        with pytest.raises(ShapeError, match="out shares memory"):
+            add_low_rank(**inputs, out=buffer[begin : begin + 12].view(3, 4))
+    # The base in rows of another distance.
+    with pytest.raises(ShapeError, match="out shares memory"):
+        add_low_rank(**inputs, out=buffer[:15].view(3, 5)[:, :4])
+    # The base or the residual where it holds a factor.
+    for name, begin in (("base_TN", 18), ("residual_TN", 45)):
+        tensor = buffer[begin : begin + 12].view(3, 4)
+        with pytest.raises(ShapeError, match="out shares memory"):
+            add_low_rank(**{**inputs, name: tensor}, out=tensor)
+    for begin in (0, 60, 48, 72):
+        add_low_rank(**inputs, out=buffer[begin : begin + 12].view(3, 4))
+
+
+REFERENCE_FAULTS = {
+    "product rounded": ("low_TR.to(wide) @ factor_RN.to(wide)", "(low_TR @ factor_RN).to(wide)"),
+    "sum rounded before the residual": ("sum_TN += residual_TN.to(wide)", "sum_TN = sum_TN.to(base_TN.dtype) + residual_TN"),
+    "residual lost": ("sum_TN += residual_TN.to(wide)", "pass"),
+    "fp32 lost": ("else torch.float32", "else base_TN.dtype"),
+    "memory that was given not used": ("if out is None else out.copy_(sum_TN)", ""),
+}
+
+
+def check_every_part(functions):
+    for place in PLACES:
+        check(functions.add_low_rank, (9, 130, 40), torch.bfloat16, place=place, has_residual=place == "apart")
+
+
+@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
+    with pytest.raises(AssertionError):
+        check_every_part(faulty)
+
+
+def test_without_a_fault_the_same_check_passes():
+    check_every_part(reference)
+
+
+@in_both_lanes
+def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
+    run_in_interpreter("triton_low_rank_add.py", lane=lane)
+
+
+@in_both_lanes
+def test_the_triton_kernel_compiles_and_has_read_before_it_writes(lane):
+    compile_kernels(COMPILE_SCRIPT, lane)
+
+
+@pytest.mark.fault
+def test_a_lost_barrier_is_seen():
+    with pytest.raises(AssertionError, match="between the last read and the write"):
+        compile_kernels(COMPILE_SCRIPT, "promises", "without the barrier")
