@@ -24,10 +24,10 @@ class FusedKernels(ModelSwaps):
     """Run decoder layers as a few Functions with hand-written backwards, in every transformers model inside the LightningModule.
 
     Norms with the residual, the projections to q, k and v with their LoRA, the norm and rotation of heads, the output projection with the residual,
-    and dense feed-forward blocks are one Function each; what is elementwise is built again in the backward instead of being saved. Parameters,
-    state-dict keys and adapter files stay; a call that the Functions cannot serve exactly (a cache, autocast, adapters that are no plain LoRA) runs
-    the layer's own forward. Families that are not served are left alone, and the table says so. Everything is taken back at the end and after an
-    exception.
+    and dense feed-forward blocks are one Function each; what is elementwise is rebuilt in the backward instead of being saved. Frozen weights that
+    are neither quantised nor sharded lie next to their adapters on a GPU while the run lasts, so that one product reads both. Parameters, state-dict
+    keys and adapter files stay; a call that the Functions cannot serve exactly (a cache, autocast, adapters that are no plain LoRA) runs its
+    own forward. Families that are not served are left alone, and the table says so. Everything is taken back at the end and after an exception.
 
     Args:
         cuda_graphs: Record the forward and the backward of each layer as CUDA graphs after the first steps, so that a step costs the host two
@@ -57,10 +57,11 @@ class FusedKernels(ModelSwaps):
         self.base_compute = check_choice("base_compute", base_compute, BASE_COMPUTES)
         self._graphs: list[LayerGraphs] = []
         self._fp8: list[Fp8Base] = []
+        self._settled: list[Status] = []
 
     def status(self) -> list[Status]:
         """Return what is active, for the table of the run; after the run, what was."""
-        return [*super().status(), *(base.status() for base in self._fp8), *(graphs.status() for graphs in self._graphs)]
+        return [*super().status(), *self._settled, *(base.status() for base in self._fp8), *(graphs.status() for graphs in self._graphs)]
 
     def install(self, root: nn.Module, ledger: SwapLedger) -> list[Status]:
         """Swap the decoder layers of every model inside root."""
@@ -71,4 +72,12 @@ class FusedKernels(ModelSwaps):
         is_emulated = self.base_compute == "fp8_reference"
         self._fp8 = install_fp8_base(root, ledger, is_emulated=is_emulated) if self.base_compute != "model_dtype" else []
         self._graphs = install_layer_graphs(root, ledger) if self.cuda_graphs else []
+        self._settled = []
         return statuses
+
+    def check_start(self, pl_module: LightningModule) -> None:
+        """Move frozen weights next to their adapters, now that the model stands where it computes."""
+        from lightning_fastft.models.decoder import settle_weights
+
+        if self._ledger is not None and self.base_compute == "model_dtype":
+            self._settled = settle_weights(pl_module, self._ledger) or self._settled

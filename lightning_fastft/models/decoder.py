@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -239,6 +239,41 @@ def install_fp8_base(root: nn.Module, ledger: SwapLedger, *, is_emulated: bool =
             found.append(Fp8Base(layers, read=_read_as_it_stands, is_emulated=is_emulated))
             found[-1].install(ledger)
     return found
+
+
+def settle_weights(root: nn.Module, ledger: SwapLedger, *, device_types: Sequence[str] = ("cuda",)) -> list[Status]:
+    """Move the frozen dense weights of the fused layers of every model inside root next to their adapters, so that one product reads both.
+
+    For models that stand where they compute, behind any sharding; without it, weights are copied next to their adapters in each product.
+
+    Args:
+        root: What install_fused_layers was given.
+        ledger: Where the moves are written down; undoing them gives every weight memory of its own again.
+        device_types: Where weights are moved; elsewhere they stay.
+
+    Returns:
+        One status for each model in which weights were moved.
+
+    Cost:
+        One copy of these weights; memory for those of one layer while they are moved.
+    """
+    statuses = []
+    for _, model in find_causal_models(root):
+        num_moved = 0
+        for layer in decoder_layers(model):
+            parts = _read_as_it_stands(layer) if isinstance(layer, _FusedLayer) else ""
+            if isinstance(parts, str):
+                continue
+            for joint in parts:
+                if joint is not None and joint.base is None and joint.parts[0].weight.device.type in device_types:
+                    give_back = joint.dense.settle(joint.parts)
+                    if give_back is not None:
+                        ledger.add_undo(give_back)
+                        num_moved += 1
+        if num_moved:
+            reason = f"{num_moved} products of {len(decoder_layers(model))} layers read weights and adapters from one place, until the run ends"
+            statuses.append(Status("weights next to adapters", "active", reason))
+    return statuses
 
 
 def _read_as_it_stands(layer: nn.Module) -> _Parts | str:

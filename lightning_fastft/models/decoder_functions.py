@@ -19,11 +19,11 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
-from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight, wide_dtype
 from lightning_fastft.models.linears import (
+    TENSORS_PER_LAYER,
     Joint,
-    input_gradient,
-    low_rows_gradient,
+    gradients_for,
     narrow_rows,
     parameter_gradients,
     product,
@@ -321,12 +321,11 @@ class _ProjectAdd(torch.autograd.Function):
         others = list(ctx.saved_tensors)
         x_TI = others.pop() if any(needs) else None
         low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
-        d_y_TD = d_y_TD.contiguous()
-        d_low_TR = low_rows_gradient(joint, d_y_TD)
+        d_y_TD = _read_rows(d_y_TD)
+        d_x_TI, d_low_TR = rows_gradients(joint, d_y_TD, needs_x=needs_x)
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if x_TI is not None:
             gradients = parameter_gradients(joint, x_TI, d_y_TD, low[0] if low else None, d_low_TR, needs=needs)
-        d_x_TI = input_gradient(joint, d_y_TD, d_low_TR) if needs_x else None
         return None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
 
 
@@ -370,7 +369,7 @@ class _NormFeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
         x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
-        d_y_TD = d_y_TD.contiguous()
+        d_y_TD = _read_rows(d_y_TD)
         return None, *_block_gradients(
             ctx.call, others, ctx.num_low, d_y_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=ctx.needs_input_grad[1:]
         )  # fmt: skip
@@ -404,7 +403,9 @@ class _ProjectNormAdd(torch.autograd.Function):
         needs_x, needs_residual, needs_weight, *needs = ctx.needs_input_grad[3:]
         x_TI = others.pop() if any(needs) else None
         low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
-        d_out_TD, d_weight_D = _norm_gradients(d_y_TD, None, out_TD, weight_D, form=ctx.form, needs=(needs_x or any(needs), needs_weight))
+        d_out_TD, d_weight_D = _norm_gradients(
+            d_y_TD, None, out_TD, weight_D, form=ctx.form, needs=(needs_x or any(needs), needs_weight), reader=joint
+        )  # fmt: skip
         d_x_TI: torch.Tensor | None = None
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if d_out_TD is not None:
@@ -444,7 +445,9 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *others = ctx.saved_tensors
         needs_x, needs_weight, needs_post_weight, *needs = ctx.needs_input_grad[2:]
         is_needed = needs_x or needs_weight or any(needs)
-        d_out_TD, d_post_weight_D = _norm_gradients(d_y_TD, None, out_TD, post_weight_D, form=ctx.post_form, needs=(is_needed, needs_post_weight))
+        d_out_TD, d_post_weight_D = _norm_gradients(
+            d_y_TD, None, out_TD, post_weight_D, form=ctx.post_form, needs=(is_needed, needs_post_weight), reader=ctx.call.down
+        )  # fmt: skip
         if d_out_TD is None:
             return None, None, None, None, d_post_weight_D, *(None for _ in needs)
         d_x_TD, d_weight_D, *gradients = _block_gradients(
@@ -490,12 +493,28 @@ def _normed_gradients(
     """Return the gradients of _project_normed: of the rows, with what came along the residual stream, of the norm's weight, and of Joint.tensors."""
     needs_x, needs_weight, *needs_tensors = needs
     d_h_TD, d_low_TR = rows_gradients(joint, d_y_TC, needs_x=needs_x or needs_weight)
+    rstd_T = None
+    if d_h_TD is not None and _adapters_read_raw_rows(x_TD, needs_tensors):
+        rstd_T = x_TD.new_empty(x_TD.shape[0], dtype=wide_dtype(x_TD.dtype))
+    # A layer of as many ranks reads this gradient next.
+    norm_gradients = _norm_gradients(d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight), reader=joint, rstd_out=rstd_T)
+    del d_h_TD, d_x_TD
     gradients: list[torch.Tensor | None] = [None] * len(needs_tensors)
-    if any(needs_tensors):
+    low_TR = low[0] if low else None
+    if rstd_T is not None and d_low_TR is not None:
+        # A row of the norm is the raw row times a number of its own, and its columns times the weight: neither need be written to memory again.
+        d_low_TR = torch.mul(d_low_TR, rstd_T[:, None], out=torch.empty_like(d_low_TR))
+        factor_D = shifted_weight(weight_D, rstd_T.dtype, form)
+        gradients = parameter_gradients(joint, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D)
+    elif any(needs_tensors):
         h_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
-        gradients = parameter_gradients(joint, h_TD, d_y_TC, low[0] if low else None, d_low_TR, needs=needs_tensors)
-        del h_TD
-    return (*_norm_gradients(d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight)), *gradients)
+        gradients = parameter_gradients(joint, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
+    return (*norm_gradients, *gradients)
+
+
+def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
+    """Whether only adapters are trained, in a dtype in which the root of a row times a gradient has no narrower range than either."""
+    return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
 
 
 def _block_gradients(
@@ -550,13 +569,19 @@ def _norm_gradients(
     *,
     form: NormForm,
     needs: tuple[bool, bool],
+    reader: Joint | None = None,
+    rstd_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight."""
+    """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight.
+
+    The first is laid where layers like ``reader`` read it; rstd_out as in rms_norm_backward.
+    """
     needs_x, needs_weight = needs
     if d_y_TD is None or not (needs_x or needs_weight):
         return d_x_TD if needs_x else None, None
     gradients = rms_norm_backward(
-        _read_rows(d_y_TD), x_TD, weight_D, None, form=form, d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD), needs_weight=needs_weight
-    )
+        _read_rows(d_y_TD), x_TD, weight_D, None, form=form, d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD), needs_weight=needs_weight,
+        out=None if reader is None else gradients_for(reader, x_TD), rstd_out=rstd_out,
+    )  # fmt: skip
     d_weight_D = gradients.d_weight_D
     return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)

@@ -5,15 +5,18 @@ Axes: T rows, I input columns, O output columns of all layers together, R adapte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fastft.kernels.block_diagonal.op import MAX_COLUMNS, write_block_diagonal
 from lightning_fastft.kernels.lora_linear.op import wide_product
+from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
 from lightning_fastft.models.adapters import ActiveAdapter, read_adapter
 from lightning_fastft.models.values import is_linear_point
@@ -64,32 +67,54 @@ class LinearPart(NamedTuple):
         return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR)
 
 
+class _Room(NamedTuple):
+    """Memory that weights share with their adapters: its rows and columns, and the row in which a weight begins."""
+
+    num_rows: int
+    num_columns: int
+    first_row: int
+
+
 class DenseWeights:
-    """One buffer per device and dtype in which packed weights are dense, or dense ones stand beside their adapters, while a product reads them."""
+    """Where products find weights together with their adapters.
+
+    One buffer per device and dtype in which packed weights become dense, and into which dense ones are copied, while a product reads them; dense ones
+    that were settled are read where they lie.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        # By parameter. The memory is the parameter's own: whoever gives it other memory frees this.
+        self._rooms: Any = WeakIdKeyDictionary()
+        # Of the rows that were last given out with room behind each.
+        self._wide_rows: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model makes its own."""
-        return vars(DenseWeights())
+        return DenseWeights, ()
 
     def memory(self) -> list[torch.Tensor]:
         """Return the buffers as they are now; one that turns out too small is exchanged for a larger one."""
         return list(self._buffers.values())
 
-    def gather(self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype, num_extra: int = 0) -> torch.Tensor:
-        """Return the weights of these layers below each other, shape (O, I + num_extra), valid until the next call; what is extra is not written."""
+    def gather(
+        self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype, num_extra: int = 0, num_extra_rows: int = 0
+    ) -> torch.Tensor:
+        """Return the weights of these layers below each other, valid until the next call.
+
+        The shape is (O + num_extra_rows, I + num_extra); what is extra is not written.
+        """
         device = parts[0].weight.device
-        num_outputs, num_columns = sum(part.num_outputs for part in parts), num_inputs + num_extra
+        num_outputs = sum(part.num_outputs for part in parts)
+        num_rows, num_columns = num_outputs + num_extra_rows, num_inputs + num_extra
         buffer = self._buffers.get((device, dtype))
-        if buffer is None or buffer.numel() < num_outputs * num_columns:
+        if buffer is None or buffer.numel() < num_rows * num_columns:
             # A tensor of inference mode could not be written outside of it, and a validation may come before the first step.
             with torch.inference_mode(mode=False):
-                buffer = torch.empty(num_outputs * num_columns, dtype=dtype, device=device)
+                buffer = torch.empty(num_rows * num_columns, dtype=dtype, device=device)
             self._buffers[device, dtype] = buffer
-        dense = buffer[: num_outputs * num_columns].view(num_outputs, num_columns)
-        outs = dense[:, :num_inputs].split([part.num_outputs for part in parts])
+        dense = buffer[: num_rows * num_columns].view(num_rows, num_columns)
+        outs = dense[:num_outputs, :num_inputs].split([part.num_outputs for part in parts])
         if parts[0].is_packed:
             weights = [read_params4bit(part.weight) for part in parts]
             dequantise_many([weight for weight in weights if weight is not None], outs=outs)
@@ -104,11 +129,95 @@ class DenseWeights:
 
         One product with it adds the adapters to the base, and one gives the gradient of rows and narrow rows.
         """
-        num_ranks = sum(part.rank for part in parts)
-        dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=_aligned(num_ranks))
+        num_extra = _aligned(sum(part.rank for part in parts))
+        settled = self.settled(parts)
+        if settled is not None and settled.shape[1] >= num_inputs + num_extra:
+            dense = settled[:, : num_inputs + num_extra]
+        else:
+            dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
         blocks = [dense.new_empty(part.num_outputs, 0) if part.narrow_b_OR is None else part.narrow_b_OR for part in parts]
         write_block_diagonal(dense[:, num_inputs:], blocks)
         return dense
+
+    def above_adapter(self, part: LinearPart, a_RI: torch.Tensor, *, num_inputs: int) -> torch.Tensor:
+        """Return the weight of a layer, and A below it, zeros below that up to an aligned number of rows.
+
+        One product with it gives the whole gradient of the rows that the layer reads, from that of its output and that of the narrow rows behind it.
+        """
+        num_ranks = a_RI.shape[0]
+        num_rows = part.num_outputs + _aligned(num_ranks)
+        settled = self.settled((part,))
+        if settled is not None and settled.shape[0] >= num_rows:
+            dense = settled[:num_rows]
+        else:
+            dense = self.gather((part,), num_inputs=num_inputs, dtype=a_RI.dtype, num_extra_rows=_aligned(num_ranks))
+        dense[part.num_outputs : part.num_outputs + num_ranks] = a_RI
+        dense[part.num_outputs + num_ranks :] = 0.0
+        return dense
+
+    def rows_with_room(self, like_TD: torch.Tensor, num_extra: int) -> torch.Tensor:
+        """Return memory for rows like these, with room behind each that ``with_room`` finds again, also behind autograd."""
+        memory = like_TD.new_empty(like_TD.shape[0], like_TD.shape[1] + num_extra)
+        self._wide_rows = StorageWeakRef(memory.untyped_storage())
+        return memory[:, : like_TD.shape[1]]
+
+    def with_room(self, rows_TD: torch.Tensor, num_extra: int) -> torch.Tensor | None:
+        """Return rows together with the room behind each, if they are those that were last given out and lie there as they did; else None."""
+        num_rows, num_columns = rows_TD.shape[0], rows_TD.shape[1] + num_extra
+        if self._wide_rows is None or rows_TD.stride() != (num_columns, 1) or rows_TD.storage_offset():
+            return None
+        is_own = self._wide_rows == StorageWeakRef(rows_TD.untyped_storage())
+        return rows_TD.as_strided((num_rows, num_columns), (num_columns, 1)) if is_own else None
+
+    def settle(self, parts: Sequence[LinearPart]) -> Callable[[], None] | None:
+        """Move frozen dense weights into memory that has room for their adapters: several beside B, one that is no wider than its rows above A.
+
+        Parameters stay the same objects with the same values; what changes is where they lie and, beside B, how far apart their rows are.
+
+        Returns:
+            What moves them back into memory of their own; None where nothing was moved: weights are packed, trained, sharded, views of other
+            memory, or without adapters.
+
+        Cost:
+            One copy of the weights; memory for the adapters for good, and for these weights twice while they are moved.
+        """
+        weights, num_ranks = [part.weight for part in parts], sum(part.rank for part in parts)
+        num_outputs, num_inputs = sum(part.num_outputs for part in parts), int(parts[0].base.in_features)  # type: ignore[arg-type]
+        is_read = _ride_along(parts) if len(parts) > 1 else num_ranks > 0 and num_inputs >= num_outputs
+        if parts[0].is_packed or not is_read or not all(_has_own_memory(weight) for weight in weights):
+            return None
+        extra = _aligned(num_ranks)
+        num_rows, num_columns = (num_outputs, num_inputs + extra) if len(parts) > 1 else (num_outputs + extra, num_inputs)
+        memory = torch.empty(num_rows, num_columns, dtype=weights[0].dtype, device=weights[0].device)
+        first = 0
+        for weight in weights:
+            place = memory[first : first + weight.shape[0], :num_inputs]
+            _copy_rows(place, weight.data)
+            weight.data = place
+            self._rooms[weight] = _Room(num_rows, num_columns, first)
+            first += weight.shape[0]
+
+        def give_back() -> None:
+            if self.settled(parts) is not None:
+                for weight in weights:
+                    weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+            for weight in weights:
+                self._rooms.pop(weight, None)
+
+        return give_back
+
+    def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
+        """Return the memory in which these weights lie with room for their adapters; None where they lie elsewhere, or do so by now."""
+        first = parts[0].weight
+        room = self._rooms.get(first)
+        if room is None or first.untyped_storage().nbytes() != room.num_rows * room.num_columns * first.itemsize:
+            return None
+        for part in parts:
+            weight, own = part.weight, self._rooms.get(part.weight)
+            is_there = own is not None and weight.stride(0) == room.num_columns and weight.storage_offset() == own.first_row * room.num_columns
+            if not is_there or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+                return None
+        return first.detach().as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
 
 
 class BaseWeight(Protocol):
@@ -206,6 +315,15 @@ def rows_for(joint: Joint, like_TI: torch.Tensor) -> torch.Tensor:
     return like_TI.new_empty(num_rows, num_inputs + num_extra)[:, :num_inputs]
 
 
+def gradients_for(joint: Joint, like_TO: torch.Tensor) -> torch.Tensor:
+    """Return memory for gradients of a layer's output, shape (T, O), that rows_gradients reads where it lies, its narrow rows behind each row.
+
+    Only what was asked for last has this room; a gradient that came another way, or for a layer of another rank, is copied. Several layers stand for
+    one with as many ranks as any of them.
+    """
+    return joint.dense.rows_with_room(like_TO, _aligned(max(part.rank for part in joint.parts)))
+
+
 def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of every layer side by side.
 
@@ -216,18 +334,19 @@ def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None 
 
     Cost:
         2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones where there are many rows, which are copied
-        next to their adapters, and where joint.base computes, which costs a pass over the output to add addend_TO; else one per layer; no host
-        synchronisation. A product of all layers without addend_TO adds their biases itself; elsewhere they cost a pass over the output.
+        next to their adapters, and where joint.base computes; else one per layer; no host synchronisation. A product of all layers without addend_TO
+        adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside of the product, addend_TO included.
     """
-    parts = joint.parts
     if addend_TO is None and _has_augmented(joint, x_TI.shape[0]):
         return _augmented_product(joint, x_TI)
-    y_TO = _base_product(joint, x_TI, addend_TO=addend_TO)
     low_TR = narrow_rows(joint, x_TI)
-    if low_TR is not None:
-        for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
-            if part.narrow_b_OR is not None:
-                y_TO[:, columns].addmm_(low_TR[:, ranks], part.narrow_b_OR.T)
+    if low_TR is None:
+        return Product(_base_product(joint, x_TI, addend_TO=addend_TO), None)
+    y_TO = _base_product(joint, x_TI, addend_TO=None)
+    for part, columns, ranks in zip(joint.parts, _columns(joint.parts), _ranks(joint.parts)):
+        if part.narrow_b_OR is not None:
+            piece_TO = y_TO[:, columns]
+            add_low_rank(piece_TO, low_TR[:, ranks], part.narrow_b_OR.T, residual_TN=addend_TO, out=piece_TO)
     return Product(y_TO, low_TR)
 
 
@@ -251,27 +370,35 @@ def rows_gradients(joint: Joint, d_TO: torch.Tensor, *, needs_x: bool) -> tuple[
     """Return the gradient of the rows, None where not needed, and low_rows_gradient's; rows of the first may be any distance apart.
 
     Cost:
-        As input_gradient and low_rows_gradient; where adapters ride in the base's product, one product gives both.
+        2 T I O FLOP and those of the adapters; where adapters ride in the base's product, one product gives both.
     """
     if not needs_x:
         return None, low_rows_gradient(joint, d_TO)
     d_x_TI, d_low_TR, a_RI = rows_gradients_apart(joint, d_TO)
-    return d_x_TI if d_low_TR is None or a_RI is None else d_x_TI.addmm_(d_low_TR, a_RI), d_low_TR
+    if d_low_TR is not None and a_RI is not None:
+        add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI)
+    return d_x_TI, d_low_TR
 
 
 def rows_gradients_apart(joint: Joint, d_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the rows without that of their adapters, low_rows_gradient's, and A of all layers: ``first + second @ third`` is whole.
+    """Return the gradient of the rows, perhaps without that of their adapters, low_rows_gradient's, and A of all layers.
 
-    For a caller that adds the last product where it reads the rows next: in memory it costs another pass over them.
+    ``first + second @ third`` is whole: for a caller that adds the product where it reads the rows next, because in memory it costs another pass over
+    them. The third is None where the first is whole.
 
     Cost:
-        As rows_gradients without that product.
+        As rows_gradients without that product. For a single layer that narrows its rows by far, a copy of d_TO, where there is no room behind its
+        rows, and of a dense weight that is not settled: less than that pass.
     """
+    num_rows, num_inputs = d_TO.shape[0], joint.num_inputs
+    if _has_appended(joint, d_TO):
+        d_low_TR = low_rows_gradient(joint, d_TO)
+        assert d_low_TR is not None
+        return _appended_gradient(joint, d_TO, d_low_TR), d_low_TR, None
     a_RI = _joint_a(joint.parts)
-    if not _has_augmented(joint, d_TO.shape[0]):
+    if not _has_augmented(joint, num_rows):
         d_low_TR = low_rows_gradient(joint, d_TO)
         return _base_gradient(joint, d_TO), d_low_TR, a_RI
-    num_inputs = joint.num_inputs
     d_rows = d_TO @ joint.dense.with_adapters(joint.parts, num_inputs=num_inputs, dtype=d_TO.dtype)
     d_low_TR = torch.cat([d_rows[:, num_inputs:][:, ranks] * part.scale for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank], dim=1)
     return d_rows[:, :num_inputs], d_low_TR, a_RI
@@ -291,23 +418,15 @@ def low_rows_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor | None:
     return d_low_TR
 
 
-def input_gradient(joint: Joint, d_TO: torch.Tensor, d_low_TR: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient of the rows.
-
-    Args:
-        joint: The layers.
-        d_TO: Gradient of the output.
-        d_low_TR: Of low_rows_gradient.
-
-    Cost:
-        2 T I O FLOP and those of the adapters; no host synchronisation.
-    """
-    d_x_TI, a_RI = _base_gradient(joint, d_TO), _joint_a(joint.parts)
-    return d_x_TI if d_low_TR is None or a_RI is None else d_x_TI.addmm_(d_low_TR, a_RI)
-
-
 def parameter_gradients(
-    joint: Joint, x_TI: torch.Tensor, d_TO: torch.Tensor, low_TR: torch.Tensor | None, d_low_TR: torch.Tensor | None, *, needs: Sequence[bool]
+    joint: Joint,
+    x_TI: torch.Tensor,
+    d_TO: torch.Tensor,
+    low_TR: torch.Tensor | None,
+    d_low_TR: torch.Tensor | None,
+    *,
+    needs: Sequence[bool],
+    factor_I: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
     """Return the gradients of Joint.tensors in the dtypes of the parameters; None where not needed.
 
@@ -318,6 +437,7 @@ def parameter_gradients(
         low_TR: Narrow rows that the product returned.
         d_low_TR: Of low_rows_gradient.
         needs: Which are needed, in the order of Joint.tensors.
+        factor_I: What the columns of x_TI are multiplied with in the rows that the product read; None for 1. Not where a weight is needed.
 
     Cost:
         2 T I FLOP per rank and trained column; no host synchronisation.
@@ -328,6 +448,8 @@ def parameter_gradients(
         assert d_low_TR is not None
         # One product for all layers: each gradient is a piece of rows of it.
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
+        if factor_I is not None:
+            d_a.mul_(factor_I)
     for place, (part, columns, ranks) in enumerate(zip(parts, _columns(parts), _ranks(parts))):
         needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
         d_piece = d_TO[:, columns]
@@ -367,11 +489,55 @@ def _has_augmented(joint: Joint, num_rows: int) -> bool:
     residual or a long sum gains nothing. Weights that compute in a format of their own leave adapters in theirs.
     """
     parts = joint.parts
-    if joint.base is not None or len(parts) == 1 or not 0 < sum(part.rank for part in parts) <= MAX_COLUMNS - _ALIGNED_COLUMNS:
+    if joint.base is not None or len(parts) == 1 or not _ride_along(parts):
         return False
-    if parts[0].is_packed:
+    if parts[0].is_packed or joint.dense.settled(parts) is not None:
         return True
     return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * joint.num_inputs and not any(part.weight.requires_grad for part in parts)
+
+
+def _ride_along(parts: Sequence[LinearPart]) -> bool:
+    """Whether there are adapters, and no more ranks than one matrix of them takes."""
+    return 0 < sum(part.rank for part in parts) <= MAX_COLUMNS - _ALIGNED_COLUMNS
+
+
+def _has_appended(joint: Joint, d_TO: torch.Tensor) -> bool:
+    """Whether the gradient of the rows is one product with the adapter below the weight.
+
+    What is saved, the addition where those rows are read next, was 0.6 ms for 32,768 x 14,336 on an H200. The copies, where they are needed, move 4
+    bytes per row and output, and per input and output where weights are neither packed nor settled: 0.2 ms with 4,096 outputs.
+    """
+    parts = joint.parts
+    if joint.base is not None or len(parts) > 1 or not parts[0].rank:
+        return False
+    has_place = parts[0].is_packed or joint.dense.settled(parts) is not None
+    if not _narrows_by_far(parts[0]):
+        return has_place and joint.dense.with_room(d_TO, _aligned(parts[0].rank)) is not None
+    return has_place or (d_TO.shape[0] >= _COPIED_FROM_ROWS_PER_INPUT * parts[0].num_outputs and not parts[0].weight.requires_grad)
+
+
+def _narrows_by_far(part: LinearPart) -> bool:
+    return int(part.base.in_features) >= 2 * part.num_outputs  # type: ignore[arg-type]
+
+
+def _has_own_memory(weight: torch.Tensor) -> bool:
+    """Whether a weight is frozen, whole, and nothing else lies in its memory."""
+    if weight.requires_grad or type(weight.data) is not torch.Tensor or not weight.is_contiguous():
+        return False
+    return weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def _appended_gradient(joint: Joint, d_TO: torch.Tensor, d_low_TR: torch.Tensor) -> torch.Tensor:
+    """Return ``[d | d_low] @ [W; A]``."""
+    (part,), (num_rows, num_outputs), num_ranks = joint.parts, d_TO.shape, d_low_TR.shape[1]
+    rows = joint.dense.with_room(d_TO, _aligned(num_ranks))
+    if rows is None:
+        rows = d_TO.new_empty(num_rows, num_outputs + _aligned(num_ranks))
+        rows[:, :num_outputs] = d_TO
+    rows[:, num_outputs : num_outputs + num_ranks] = d_low_TR
+    rows[:, num_outputs + num_ranks :] = 0.0
+    assert part.narrow_a_RI is not None
+    return rows @ joint.dense.above_adapter(part, part.narrow_a_RI, num_inputs=joint.num_inputs)
 
 
 def _copy_rows(out_OI: torch.Tensor, rows_OI: torch.Tensor) -> None:

@@ -1,6 +1,5 @@
 """Residual add and RMSNorm: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
 
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, poisoned
+from tests.kernels.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,10 +38,11 @@ for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (9
         block_rows, block_columns, num_warps = norm._tile(num_columns)
         block = {"BLOCK_T": block_rows, "BLOCK_D": block_columns}
         forward = {"HAS_RESIDUAL": is_set, "IS_WEIGHT_WIDE": is_set, **block}
-        backward = {"HAS_D_SUM": is_set, "HAS_RSTD": not is_set, "NEEDS_WEIGHT": is_set, "IN_PLACE": is_set, **block}
+        backward = {"HAS_D_SUM": is_set, "HAS_RSTD": not is_set, "WRITE_RSTD": is_set, "NEEDS_WEIGHT": is_set, "IN_PLACE": is_set, **block}
         for kernel, constants in ((norm._rms_norm_forward_kernel, forward), (norm._rms_norm_backward_kernel, backward)):
             signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(FLOATS, "fp32")
-            signature |= {"weight_ptr": "*" + weight, "rstd_ptr": "*fp32", "partial_ptr": "*fp32"} | dict.fromkeys(POINTERS, "*" + dtype)
+            signature |= dict.fromkeys(POINTERS, "*" + dtype) | dict.fromkeys(("rstd_ptr", "rstd_out_ptr", "partial_ptr"), "*fp32")
+            signature["weight_ptr"] = "*" + weight
             # An integer that is 1 when a kernel is launched is a constant to the compiler.
             constants |= dict.fromkeys(ONES & set(kernel.arg_names), 1) if num_columns == 1 else {}
             signature |= dict.fromkeys(constants, "constexpr")
@@ -85,15 +85,6 @@ def make_inputs(num_rows, num_columns, dtype, form, *, device="cpu", weight_dtyp
     weight_D = (1.0 - form.weight_offset + 0.3 * torch.randn(num_columns, device=device)).to(weight_dtype or dtype)
     d_y_TD, d_sum_TD = (torch.randn(num_rows, num_columns, device=device).to(dtype) for _ in range(2))
     return x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD
-
-
-@contextmanager
-def fresh_memory_is_nan():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def assert_mostly_equal(name, ours, expected, *, share=SHARE):
@@ -145,6 +136,7 @@ def check_against_truth(
     with fresh_memory_is_nan():
         y_TD, sum_TD, rstd_T = functions.rms_norm_forward(ours_x_TD, ours_weight_D, form=form, residual_TD=ours_residual_TD)
         ours_sum_TD, ours_rstd_T = poisoned(sum_TD), poisoned(rstd_T)
+        again_T = None if is_rstd_given else poisoned(torch.zeros_like(rstd_T))
         d_x_TD, d_weight_D = functions.rms_norm_backward(
             ours_d_y_TD,
             ours_sum_TD,
@@ -153,6 +145,7 @@ def check_against_truth(
             form=form,
             d_sum_TD=ours_d_sum_TD,
             needs_weight=True,
+            rstd_out=again_T,
         )
     for ours, given in ((ours_x_TD, x_TD), (ours_residual_TD, residual_TD), (ours_d_y_TD, d_y_TD), (ours_d_sum_TD, d_sum_TD)):
         assert ours is None or torch.equal(ours, given[:num_rows])
@@ -167,7 +160,9 @@ def check_against_truth(
     assert torch.equal(sum_TD, plain_sum_TD[:num_rows])
     true_rstd, true_d_x, true_terms = run_formula(d_y_TD, plain_sum_TD, weight_D, d_sum_TD, form, wide=torch.float64)
     plain_rstd, plain_d_x, plain_terms = run_formula(d_y_TD, plain_sum_TD, weight_D, d_sum_TD, form, wide=torch.float32)
-    assert_value("rstd", rstd_T, plain=plain_rstd, truth=true_rstd, dtype=torch.float32)
+    for ours_T in (rstd_T, again_T):
+        if ours_T is not None:
+            assert_value("rstd", ours_T, plain=plain_rstd, truth=true_rstd, dtype=torch.float32)
 
     true_y, plain_y = formula(plain_sum_TD.double(), weight_D.double(), form), formula(plain_sum_TD, weight_D, form)
     assert_value("y", y_TD, plain=plain_y, truth=true_y, dtype=dtype)
@@ -359,10 +354,11 @@ REFERENCE_FAULTS = {
     "root taken for a constant": ("(d_normed_TD - normed_TD * along_T[:, None])", "d_normed_TD"),
     "second factor of the root lost": ("along_T[:, None]) * rstd_T[:, None]", "along_T[:, None])"),
     "share along the row is the sum": ("(d_normed_TD * normed_TD).mean(dim=1)", "(d_normed_TD * normed_TD).sum(dim=1)"),
-    "weight not in the gradient": ("d_normed_TD = d_y_TD * _shifted_weight(weight_D, wide, form)", "d_normed_TD = d_y_TD"),
+    "weight not in the gradient": ("d_normed_TD = d_y_TD * shifted_weight(weight_D, wide, form)", "d_normed_TD = d_y_TD"),
     "weight's gradient by the raw row": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * wide_TD).sum(dim=0)"),
     "weight's gradient by the rounded row": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * normed_TD.to(sum_TD.dtype)).sum(dim=0)"),
     "last row not in the weight's gradient": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * normed_TD)[:-1].sum(dim=0)"),
+    "roots not written": ("rstd_out.copy_(rstd_T)", "rstd_out.zero_()"),
     "gradient of the sum lost": ("d_x_TD = d_x_TD + d_sum_TD.to(wide)", "pass"),
     "gradient rounded before it is added": ("d_x_TD + d_sum_TD.to(wide)", "d_x_TD.to(sum_TD.dtype) + d_sum_TD"),
 }  # fmt: skip
@@ -440,8 +436,9 @@ def test_what_does_not_fit_is_refused(change, error, message):
     ],
 )
 def test_roots_of_other_rows_are_refused(rstd_T, message):
-    with pytest.raises(ShapeError, match=message):
-        rms_norm_backward(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), rstd_T, form=LLAMA, needs_weight=False)
+    for roots in ({"rstd_T": rstd_T}, {"rstd_T": None, "rstd_out": rstd_T}):
+        with pytest.raises(ShapeError, match=message):
+            rms_norm_backward(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), **roots, form=LLAMA, needs_weight=False)
 
 
 def test_whether_the_weight_has_a_gradient_is_a_yes_or_a_no():
@@ -474,6 +471,12 @@ def test_output_memory_that_another_program_still_reads_is_refused():
     for start in (11, 21, 9, 31, 40, 51, 49, 63, 72):
         with pytest.raises(ShapeError, match="shares memory"):
             rms_norm_backward(*inputs, out=buffer[start : start + 12].view(3, 4), **options)
+    # The same for the roots that it writes.
+    for start in (11, 31, 51, 63, 72):
+        with pytest.raises(ShapeError, match="rstd_out shares memory"):
+            rms_norm_backward(*inputs, rstd_out=buffer[start : start + 3], **options)
+    with pytest.raises(ShapeError, match="out shares memory"):
+        rms_norm_backward(*inputs, out=buffer[80:92].view(3, 4), rstd_out=buffer[91:94], **options)
     wide_TD = buffer[:24].view(3, 8)[:, :4]
     with pytest.raises(ShapeError, match="shares memory"):
         rms_norm_backward(*inputs, out=wide_TD, **options)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_fastft.models import decoder
 from lightning_fastft.models.adapters import install_adapter_shadows
-from lightning_fastft.models.decoder import LAYERS, install_fused_layers
+from lightning_fastft.models.decoder import LAYERS, install_fused_layers, settle_weights
 from lightning_fastft.models.loading import ModelSource, build_model
 from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
@@ -73,6 +73,38 @@ def test_loss_and_gradients_equal_the_layers_own(family, form, trained):
     is_fused, found = is_served(fused, lambda: step(fused, batch))
     assert is_fused
     assert_same_step(found, step(plain, batch), bound=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama biased", "qwen3", "gpt_oss", "phi3", "gemma3"])
+def test_weights_that_lie_next_to_their_adapters_give_the_same_and_are_given_back(family):
+    fused, plain = make_pair(build(family, "lora", intermediate_size=80) if family in DENSE else build(family, "lora"))
+    state, strides = copy.deepcopy(fused.state_dict()), {name: parameter.stride() for name, parameter in fused.named_parameters()}
+    ledger = SwapLedger()
+    statuses = settle_weights(fused, ledger, device_types=("cpu",))
+    # Of Phi-3 those of attention's output and of the block's: its other layers are one each. Experts are no part of it.
+    num_products = {"gpt_oss": 2, "phi3": 2}.get(family, 4) * len(layers_of(fused))
+    assert [status.reason.split()[0] for status in statuses] == [str(num_products)]
+    assert not settle_weights(fused, ledger, device_types=("cpu",))
+    batch = make_batch()
+    is_fused, found = is_served(fused, lambda: step(fused, batch))
+    assert is_fused
+    assert_same_step(found, step(plain, batch), bound=1e-5)
+    logits = logits_of(fused)
+    now = fused.state_dict()
+    assert list(now) == list(state)
+    assert all(torch.equal(now[name], value) for name, value in state.items())
+
+    ledger.undo()
+    assert {name: parameter.stride() for name, parameter in fused.named_parameters()} == strides
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for layer in layers_of(fused) for parameter in layer.parameters())
+    assert relative_error(logits_of(fused), logits) <= 1e-6
+
+
+def test_weights_stay_where_they_are_off_the_gpu_and_where_they_are_trained():
+    model, _ = make_pair(build("llama", "lora"))
+    assert not settle_weights(model, SwapLedger())
+    trained, _ = make_pair(build("llama", "full"))
+    assert not settle_weights(trained, SwapLedger(), device_types=("cpu",))
 
 
 @pytest.mark.parametrize("trained", ["lora", "full"])

@@ -1,11 +1,15 @@
 """Layers that read the same rows: adapters inside the base's product where rows are many, beside it where they are few, with the same numbers."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from lightning_fastft.models import linears
 from lightning_fastft.models.linears import DenseWeights, Joint, LinearPart
+from tests.kernels.truth import fresh_memory_is_nan
 
 NUM_INPUTS, NUM_OUTPUTS, RANKS = 24, (40, 8, 16), (4, 0, 3)
 MANY = linears._COPIED_FROM_ROWS_PER_INPUT * NUM_INPUTS
@@ -41,7 +45,7 @@ def run(joint, num_rows, *, has_room=True):
 def truth(joint, x_TI, d_TO):
     """The same in float64, from the definition."""
     x_TI, d_TO = x_TI.double(), d_TO.double()
-    y, low, d_low, d_x, start = [], [], [], 0.0, 0
+    y, low, d_low, d_x, start = [], [x_TI[:, :0]], [x_TI[:, :0]], 0.0, 0
     for part in joint.parts:
         d_piece, weight_OI = d_TO[:, start : start + part.num_outputs], part.weight.detach().double()
         start += part.num_outputs
@@ -80,7 +84,7 @@ def test_gradients_apart_are_those_of_the_definition_once_they_are_added(num_row
     whole_TI = rest_TI.double() + d_low_again_TR.double() @ a_RI.double()
     assert ((whole_TI - true_d_x_TI).norm() / true_d_x_TI.norm()).item() < 1e-6
     assert torch.equal(d_low_again_TR, d_low_TR)
-    assert torch.equal(rest_TI.addmm_(d_low_again_TR, a_RI), d_x_TI)
+    assert torch.equal(add_low_rank(rest_TI, d_low_again_TR, a_RI), d_x_TI)
 
 
 def test_without_adapters_nothing_is_left_apart():
@@ -89,7 +93,217 @@ def test_without_adapters_nothing_is_left_apart():
     d_TO = torch.randn(5, NUM_OUTPUTS[1])
     rest_TI, d_low_TR, a_RI = linears.rows_gradients_apart(bare, d_TO)
     assert d_low_TR is a_RI is None
-    assert torch.equal(rest_TI, linears.input_gradient(bare, d_TO, None))
+    assert torch.equal(rest_TI, linears.rows_gradients(bare, d_TO, needs_x=True)[0])
+
+
+def make_down(*, rank=4, num_outputs=16, is_trained=False, dtype=torch.float32):
+    """One layer that narrows its rows by far."""
+    generator = torch.Generator().manual_seed(2)
+    base = nn.Linear(48, num_outputs, dtype=dtype).requires_grad_(is_trained)
+    a_RI, b_OR = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rank, 48), (num_outputs, rank)))
+    return Joint((LinearPart(base, base.weight, base.bias, a_RI, b_OR, a_RI, b_OR, 0.5, num_outputs, False),), DenseWeights())
+
+
+def check_apart(joint, num_rows, *, is_whole, tolerance=1e-6):
+    x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(joint, num_rows)
+    with torch.no_grad(), fresh_memory_is_nan():
+        rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(joint, d_TO)
+    assert (a_RI is None) == is_whole
+    true_d_x_TI = truth(joint, x_TI, d_TO)[2]
+    whole_TI = rest_TI.double() if a_RI is None else rest_TI.double() + d_low_again_TR.double() @ a_RI.double()
+    for found_TI in (whole_TI, d_x_TI.double()):
+        assert ((found_TI - true_d_x_TI).norm() / true_d_x_TI.norm()).item() < tolerance
+    assert torch.equal(d_low_again_TR, d_low_TR)
+
+
+# Ranks that fill whole steps of the product and ranks that do not; packed weights, and dense ones with few rows and many.
+@pytest.mark.parametrize("rank", [3, 8, 17])
+@pytest.mark.parametrize(("num_rows", "is_packed", "is_whole"), [(31, False, False), (32, False, True), (1, True, True)])
+def test_a_layer_that_narrows_its_rows_by_far_has_its_adapter_below_its_weight_backward(monkeypatch, rank, num_rows, is_packed, is_whole):
+    joint = make_down(rank=rank)
+    check_apart(packed(joint, monkeypatch) if is_packed else joint, num_rows, is_whole=is_whole)
+    assert [buffer.numel() for buffer in joint.dense.memory()] == ([48 * (16 + -(-rank // 8) * 8)] if is_whole else [])
+
+
+def test_in_bf16_the_same_is_as_exact_as_one_rounding():
+    check_apart(make_down(dtype=torch.bfloat16), 32, is_whole=True, tolerance=5e-3)
+
+
+def test_a_layer_that_is_trained_or_as_wide_as_its_rows_keeps_its_adapter_apart():
+    check_apart(make_down(is_trained=True), 32, is_whole=False)
+    check_apart(make_down(num_outputs=25), 64, is_whole=False)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_residual_is_added_to_base_and_adapter(dtype, rank):
+    joint = make_down(dtype=dtype)
+    if rank is None:
+        joint = joint._replace(parts=(without_adapters(joint.parts[0]),))
+    generator = torch.Generator().manual_seed(3)
+    x_TI, residual_TO = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 48), (7, 16)))
+    kept_TO = residual_TO.clone()
+    out = linears.product(joint, x_TI, addend_TO=residual_TO)
+    true_TO = truth(joint, x_TI, residual_TO)[0] + residual_TO.double()
+    assert ((out.y_TO.double() - true_TO).norm() / true_TO.norm()).item() < (1e-6 if dtype is torch.float32 else 5e-3)
+    assert torch.equal(residual_TO, kept_TO)
+    assert (out.low_TR is None) == (rank is None)
+
+
+APPENDED = linears._appended_gradient
+APPENDED_FAULTS = {
+    "adapter not below the weight": (DenseWeights, "above_adapter", lambda self, part, a_RI, **_: torch.cat([part.weight, torch.zeros(8, 48)])),
+    "narrow rows not behind the rows": (linears, "_appended_gradient", lambda joint, d_TO, d_low_TR: APPENDED(joint, d_TO, d_low_TR * 0.0)),
+}
+
+
+@pytest.mark.parametrize("fault", APPENDED_FAULTS)
+def test_a_fault_planted_below_the_weight_is_seen(fault, monkeypatch):
+    monkeypatch.setattr(*APPENDED_FAULTS[fault])
+    with pytest.raises(AssertionError):
+        check_apart(make_down(), 32, is_whole=True)
+
+
+# Settled weights
+
+
+def check_settled(joint):
+    check(joint, 1)
+    check(joint, MANY)
+    assert joint.dense.memory() == []
+
+
+def test_settled_weights_are_read_where_they_lie():
+    joint = make_joint()
+    parameters, values = [part.weight for part in joint.parts], [part.weight.detach().clone() for part in joint.parts]
+    give_back = joint.dense.settle(joint.parts)
+    memory = joint.dense.settled(joint.parts)
+    # Seven ranks take eight columns.
+    assert memory.shape == (sum(NUM_OUTPUTS), NUM_INPUTS + 8)
+    assert all(part.base.weight is parameter and part.weight is parameter for part, parameter in zip(joint.parts, parameters))
+    assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values))
+    check_settled(joint)
+    # In place, as merging writes.
+    with torch.no_grad():
+        parameters[1].mul_(3.0)
+    check_settled(joint)
+
+    give_back()
+    assert joint.dense.settled(joint.parts) is None
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters)
+    assert torch.equal(parameters[1], 3.0 * values[1])
+    check(joint, MANY)
+    assert len(joint.dense.memory()) == 1
+
+
+def test_a_settled_layer_has_its_adapter_below_its_weight():
+    joint = make_down(rank=3)
+    value_OI = joint.parts[0].weight.detach().clone()
+    give_back = joint.dense.settle(joint.parts)
+    assert joint.dense.settled(joint.parts).shape == (16 + 8, 48)
+    for num_rows in (1, 32):
+        check_apart(joint, num_rows, is_whole=True)
+    assert joint.dense.memory() == []
+    assert torch.equal(joint.parts[0].weight, value_OI)
+    give_back()
+    assert joint.parts[0].weight.untyped_storage().nbytes() == value_OI.nbytes
+    check_apart(joint, 31, is_whole=False)
+
+
+# Room behind gradients
+
+
+@pytest.mark.parametrize("num_inputs_per_output", [1, 3])
+def test_gradients_with_room_are_not_copied(monkeypatch, num_inputs_per_output):
+    joint = make_down(num_outputs=48 // num_inputs_per_output)
+    joint.dense.settle(joint.parts)
+    d_TO = torch.randn(5, joint.parts[0].num_outputs)
+    roomy_TO = linears.gradients_for(joint, d_TO).copy_(d_TO)
+    kept_TO = roomy_TO.clone()
+    with torch.no_grad():
+        expected = linears.rows_gradients(joint, d_TO, needs_x=True)
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_: pytest.fail("rows are copied"))
+        monkeypatch.setattr(linears, "low_rows_gradient", lambda joint, d_TO: expected[1])
+        d_x_TI, _, a_RI = linears.rows_gradients_apart(joint, roomy_TO)
+    assert a_RI is None
+    assert ((d_x_TI - expected[0]).norm() / expected[0].norm()).item() < 1e-6
+    assert torch.equal(roomy_TO, kept_TO)
+
+
+def test_room_is_found_again_in_its_own_rows_alone():
+    dense, like_TD = DenseWeights(), torch.ones(4, 16)
+    assert dense.with_room(like_TD, 8) is None
+    rows_TD = dense.rows_with_room(like_TD, 8)
+    assert rows_TD.shape == (4, 16)
+    found = dense.with_room(rows_TD.view(1, 4, 16).view(4, 16), 8)
+    assert found.shape == (4, 24)
+    assert found.data_ptr() == rows_TD.data_ptr()
+    # Another rank, some of the rows, rows that somebody else laid the same way, and rows of an earlier call.
+    others = (dense.with_room(rows_TD, 16), dense.with_room(rows_TD[1:], 8), dense.with_room(torch.ones(4, 24)[:, :16], 8))
+    assert others == (None, None, None)
+    dense.rows_with_room(like_TD, 8)
+    assert dense.with_room(rows_TD, 8) is None
+
+
+def test_room_keeps_no_memory():
+    dense = DenseWeights()
+    place = dense.rows_with_room(torch.ones(4, 16), 8).untyped_storage().data_ptr()
+    assert place
+    assert dense._wide_rows.expired()
+
+
+def with_rank(part, rank):
+    a_RI, b_OR = torch.randn(rank, part.weight.shape[1]), torch.randn(part.num_outputs, rank)
+    return part._replace(a_RI=a_RI, b_OR=b_OR, narrow_a_RI=a_RI, narrow_b_OR=b_OR)
+
+
+def test_an_adapter_that_the_room_is_too_small_for_is_served_by_a_copy():
+    joint, down = make_joint(), make_down(rank=3)
+    for one in (joint, down):
+        one.dense.settle(one.parts)
+    larger = joint._replace(parts=(with_rank(joint.parts[0], 7), *joint.parts[1:]))
+    check(larger, MANY)
+    assert len(joint.dense.memory()) == 1
+    check_apart(down._replace(parts=(with_rank(down.parts[0], 9),)), 1, is_whole=True)
+    assert len(down.dense.memory()) == 1
+    # And a smaller one leaves room.
+    check(joint._replace(parts=(with_rank(joint.parts[0], 1), without_adapters(joint.parts[1]), without_adapters(joint.parts[2]))), 1)
+
+
+def test_weights_that_were_given_other_memory_are_settled_no_more():
+    joint = make_joint()
+    give_back = joint.dense.settle(joint.parts)
+    other = torch.randn(NUM_OUTPUTS[1], NUM_INPUTS)
+    joint.parts[1].weight.data = other
+    assert joint.dense.settled(joint.parts) is None
+    check(joint, 1)
+    check(joint, MANY)
+    give_back()
+    assert joint.parts[1].weight.data_ptr() == other.data_ptr()
+
+
+@pytest.mark.parametrize("what", ["trained", "packed", "a view", "no adapters", "one wide layer"])
+def test_other_weights_stay_where_they_are(what, monkeypatch):
+    joint = make_joint(is_trained=what == "trained", stride=8 if what == "a view" else 0)
+    if what == "packed":
+        joint = packed(joint, monkeypatch)
+    if what == "no adapters":
+        joint = joint._replace(parts=tuple(without_adapters(part) for part in joint.parts))
+    if what == "one wide layer":
+        joint = joint._replace(parts=joint.parts[:1])
+    places = [part.weight.data_ptr() for part in joint.parts]
+    assert joint.dense.settle(joint.parts) is None
+    assert [part.weight.data_ptr() for part in joint.parts] == places
+
+
+def test_memory_of_settled_weights_is_freed_with_them():
+    joint = make_joint()
+    joint.dense.settle(joint.parts)
+    assert len(joint.dense._rooms) == 3
+    dense = joint.dense
+    del joint
+    gc.collect()
+    assert len(dense._rooms) == 0
 
 
 def test_from_so_many_rows_on_weights_are_copied_next_to_their_adapters():

@@ -86,6 +86,7 @@ def rms_norm_backward(
     d_sum_TD: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
+    rstd_out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> NormGradients:
     """Return the gradient of the sum, which is that of x and of the residual alike, and of the weight.
@@ -103,6 +104,8 @@ def rms_norm_backward(
         needs_weight: Return the gradient of the weight.
         out: Where d_x_TD is written: a tensor like sum_TD in memory of its own, or d_y_TD or d_sum_TD itself, whose values are then lost. None for
             new memory.
+        rstd_out: Where what ``rms_norm_forward`` gives as rstd_T is written, for a caller that did not keep it. Shape (T,), contiguous, fp32 (float64
+            for float64), memory of its own; None for nowhere.
         backend: As in ``rms_norm_forward``.
 
     Returns:
@@ -110,8 +113,8 @@ def rms_norm_backward(
         d_weight_D: Shape (D,), sum over T of d_y_TD times the normed row, fp32 (float64 for float64); None unless needs_weight.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or ``out`` overlaps an input
-            without being d_y_TD or d_sum_TD.
+        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or ``out`` or ``rstd_out``
+            overlaps an input without being d_y_TD or d_sum_TD.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
@@ -134,13 +137,17 @@ def rms_norm_backward(
     if d_sum_TD is not None:
         _check_alike("d_sum_TD", d_sum_TD, "sum_TD", sum_TD)
     if rstd_T is not None:
-        _check_rstd(rstd_T, sum_TD)
+        _check_rstd("rstd_T", rstd_T, sum_TD)
     if out is not None:
         _check_alike("out", out, "sum_TD", sum_TD)
-        _check_out(out, may_be=(d_y_TD, d_sum_TD), must_not_meet=(sum_TD, weight_D, rstd_T))
+        _check_out(out, may_be=(d_y_TD, d_sum_TD), must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out))
+    if rstd_out is not None:
+        _check_rstd("rstd_out", rstd_out, sum_TD)
+        if any(do_ranges_overlap(rstd_out, other) for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD) if other is not None):
+            raise ShapeError("rstd_out shares memory with an input. Give memory of its own, or None.")
     with torch.no_grad():
         return _choose(backend, sum_TD).rms_norm_backward(
-            d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=needs_weight, out=out
+            d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=needs_weight, out=out, rstd_out=rstd_out
         )
 
 
@@ -186,10 +193,10 @@ def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
     _check_vector("weight_D", weight_D, x_TD.shape[1], x_TD)
 
 
-def _check_rstd(rstd_T: torch.Tensor, x_TD: torch.Tensor) -> None:
-    """Refuse what the forward did not give."""
-    check_tensor("rstd_T", rstd_T, ndim=1, dtypes=(wide_dtype(x_TD.dtype),))
-    _check_vector("rstd_T", rstd_T, x_TD.shape[0], x_TD)
+def _check_rstd(name: str, rstd_T: torch.Tensor, x_TD: torch.Tensor) -> None:
+    """Refuse what the forward does not give."""
+    check_tensor(name, rstd_T, ndim=1, dtypes=(wide_dtype(x_TD.dtype),))
+    _check_vector(name, rstd_T, x_TD.shape[0], x_TD)
 
 
 def _check_vector(name: str, vector: torch.Tensor, size: int, x_TD: torch.Tensor) -> None:

@@ -58,7 +58,7 @@ def rms_norm_forward(
     normed_TD = wide_TD * rstd_T[:, None]
     if not form.is_weight_wide:
         normed_TD = normed_TD.to(dtype).to(wide)
-    y_TD = normed_TD * _shifted_weight(weight_D, wide, form)
+    y_TD = normed_TD * shifted_weight(weight_D, wide, form)
     return NormOutput(y_TD.to(dtype) if out is None else out.copy_(y_TD), sum_TD, rstd_T)
 
 
@@ -72,14 +72,17 @@ def rms_norm_backward(
     d_sum_TD: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
+    rstd_out: torch.Tensor | None = None,
 ) -> NormGradients:
     """Return the gradient of the sum, rounded once, and that of the weight, not rounded."""
     wide = wide_dtype(sum_TD.dtype)
     wide_TD, d_y_TD = sum_TD.to(wide), d_y_TD.to(wide)
     rstd_T = _reciprocal_root(wide_TD, form) if rstd_T is None else rstd_T
+    if rstd_out is not None:
+        rstd_out.copy_(rstd_T)
     normed_TD = wide_TD * rstd_T[:, None]
     d_weight_D = (d_y_TD * normed_TD).sum(dim=0) if needs_weight else None
-    d_normed_TD = d_y_TD * _shifted_weight(weight_D, wide, form)
+    d_normed_TD = d_y_TD * shifted_weight(weight_D, wide, form)
     # The root mean square is itself a function of the row: what lies along the row is taken away.
     along_T = (d_normed_TD * normed_TD).mean(dim=1)
     d_x_TD = (d_normed_TD - normed_TD * along_T[:, None]) * rstd_T[:, None]
@@ -98,6 +101,6 @@ def _reciprocal_root(wide_TD: torch.Tensor, form: NormForm) -> torch.Tensor:
     return torch.rsqrt(wide_TD.pow(2).mean(dim=1) + form.eps)
 
 
-def _shifted_weight(weight_D: torch.Tensor, wide: torch.dtype, form: NormForm) -> torch.Tensor:
+def shifted_weight(weight_D: torch.Tensor, wide: torch.dtype, form: NormForm) -> torch.Tensor:
     """Return what the normed row is multiplied with."""
     return weight_D.to(wide) + form.weight_offset

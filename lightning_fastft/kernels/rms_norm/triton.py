@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.checks import is_same_memory
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
@@ -100,6 +101,7 @@ def _rms_norm_backward_kernel(
     weight_ptr,
     rstd_ptr,
     out_ptr,
+    rstd_out_ptr,
     partial_ptr,
     d_y_stride,
     sum_stride,
@@ -113,6 +115,7 @@ def _rms_norm_backward_kernel(
     weight_offset,
     HAS_D_SUM: tl.constexpr,
     HAS_RSTD: tl.constexpr,
+    WRITE_RSTD: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -139,6 +142,8 @@ def _rms_norm_backward_kernel(
         else:
             # Without eps a row behind the last one has an infinite root, and 0 times that would enter the sums as NaN.
             rstd = tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)
+        if WRITE_RSTD:
+            tl.store(rstd_out_ptr + rows, rstd, mask=inside_rows)
         if IN_PLACE:
             # A value may be read by more than one thread: all have read before one of them writes.
             tl.debug_barrier()
@@ -204,6 +209,7 @@ def rms_norm_backward(
     d_sum_TD: torch.Tensor | None = None,
     needs_weight: bool,
     out: torch.Tensor | None = None,
+    rstd_out: torch.Tensor | None = None,
 ) -> NormGradients:
     """Return the gradients; same contract as the reference."""
     num_rows, num_columns = sum_TD.shape
@@ -221,6 +227,7 @@ def rms_norm_backward(
         weight_D,
         d_y_TD if rstd_T is None else rstd_T,
         d_x_TD,
+        d_x_TD if rstd_out is None else rstd_out,
         d_x_TD if partial_PD is None else partial_PD,
         d_y_TD.stride(0),
         sum_TD.stride(0),
@@ -234,8 +241,9 @@ def rms_norm_backward(
         float(form.weight_offset),
         HAS_D_SUM=d_sum_TD is not None,
         HAS_RSTD=rstd_T is not None,
+        WRITE_RSTD=rstd_out is not None,
         NEEDS_WEIGHT=needs_weight,
-        IN_PLACE=out is not None,
+        IN_PLACE=any(is_same_memory(d_x_TD, other) for other in (d_y_TD, d_sum_TD) if other is not None),
         BLOCK_T=block_rows,
         BLOCK_D=block_columns,
         num_warps=num_warps,
