@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Activation offload on H200s, in calls of under 560 s each; run from the repository root:
-#   bash benchmarks/gpu_offload.sh front     14B, 8,192 tokens: our ends, budgets between them, Unsloth's ends       repeat until no row is missing
+#   bash benchmarks/gpu_offload.sh front     14B, 8,192 tokens: our ends, budgets between them, Unsloth's ends       FUSED=1 or LIGER=1: those layers
 #   bash benchmarks/gpu_offload.sh front16   the same at 16,384 tokens, with Liger's layers, without which keep all does not fit
 #   bash benchmarks/gpu_offload.sh buffers   8B, 14B, 32B: two staging buffers, one, plain recompute                 CELLS, STEPS
 #   bash benchmarks/gpu_offload.sh overlap   0.6B and 14B: copies under compute, late host, control on one stream    CELLS
@@ -46,7 +46,8 @@ front() {
 case $call in
 front)
   EXTRA_MODES=${EXTRA_MODES-}
-  front "${WORKLOAD:-qwen3-14b-qlora}" ${LIGER:+--liger "${WORKLOAD:-qwen3-14b-qlora}"}
+  front "${WORKLOAD:-qwen3-14b-qlora}" ${LIGER:+--liger "${WORKLOAD:-qwen3-14b-qlora}"} \
+    ${FUSED:+--fused "${WORKLOAD:-qwen3-14b-qlora}"} ${OPTIMIZER:+--optimizer "$OPTIMIZER"}
   ;;
 front16)
   EXTRA_MODES=${EXTRA_MODES-auto=5.9:$host+liger+stream recompute:$host+liger+stream+tiles8}

@@ -27,7 +27,8 @@ SHARES = (0.0, 0.5, 1.05, 0.25, 0.75, -0.5, -1.0, 0.1, 0.9)
 # What a measured peak may differ from another and still count as the same memory; the least budget gets as much.
 LEAST_SLACK = 1.01
 MAX_PEAK_ERROR, MAX_TIME_ERROR = 0.05, 0.10
-MIN_GAIN = 0.05
+# How much faster a plan is at the memory of recompute all, and how much with fused layers, which keep less for it.
+MIN_GAIN, MIN_FUSED_GAIN = 0.05, 0.10
 # With streamed weights, by workload: GiB to stay under. And how much slower than recompute all with resident weights that may be.
 STREAMED_GIB = {"qwen3-14b-qlora-16k": 6.0}
 MAX_STREAMED_LOSS = 0.10
@@ -43,6 +44,7 @@ def add_arguments(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.add_argument("--root", type=Path, required=True, help="where the workloads are built")
     one.add_argument("--workload", nargs="+", required=True)
     one.add_argument("--liger", nargs="*", default=[], metavar="WORKLOAD", help="workloads whose cases have Liger's layers")
+    one.add_argument("--fused", nargs="*", default=[], metavar="WORKLOAD", help="workloads whose cases have fused layers")
     one.add_argument("--host-gib", type=float, default=32.0, help="pinned memory of each plan")
     one.add_argument("--extra-modes", nargs="*", default=[], help="modes of ours beyond the front, as the ruler writes them")
     one.add_argument("--peers", nargs="*", default=list(UNSLOTH))
@@ -88,7 +90,7 @@ class Front:
         self._options = options
         self._files = WorkloadFiles(options.root, WORKLOADS[workload])
         self._raw: Path = options.out / "raw.jsonl"
-        self._suffix = "+liger" if workload in options.liger else ""
+        self._suffix = "+fused" if workload in options.fused else "+liger" if workload in options.liger else ""
         self._template = Case(workload, "", "", optimizer=options.optimizer, num_warmup=options.warmup, num_steps=options.steps)
         self._command = "python -m benchmarks.offload " + " ".join(sys.argv[1:])
 
@@ -260,9 +262,13 @@ def front_bars(timed: Sequence[dict[str, Any]]) -> list[str]:
     if at_low:
         best = min(at_low, key=lambda record: record["summary"]["median"])
         gain = low["summary"]["median"] / best["summary"]["median"] - 1
-        lines.append(f"at the memory of recompute all ({_peak_of(low):.2f} GiB) {best['mode']} is {gain:+.1%} faster: {_verdict(gain >= MIN_GAIN)}")
+        least = MIN_FUSED_GAIN if "+fused" in best["mode"] else MIN_GAIN
+        lines.append(f"at the memory of recompute all ({_peak_of(low):.2f} GiB) {best['mode']} is {gain:+.1%} faster: {_verdict(gain >= least)}")
     else:
         lines.append(f"no plan within the memory of recompute all ({_peak_of(low):.2f} GiB): {_verdict(False)}")
+    peers = {record["mode"]: record for record in timed if record["system"] == "unsloth"}
+    if {"unsloth", "off"} <= set(peers):
+        lines += [_peer_bar(record, peers["unsloth"], peers["off"]) for record in own]
     return lines + [_streamed_bar(record, low) for record in timed if record["system"] == "ours" and "+stream" in record["mode"]]
 
 
@@ -280,13 +286,24 @@ def _streamed_bar(record: dict[str, Any], low: dict[str, Any]) -> str:
 
 def _line_bar(record: dict[str, Any], low: dict[str, Any], high: dict[str, Any]) -> str:
     """Whether a point lies on or below the straight line between the two ends; beyond them, no slower than the nearer one."""
-    width = max(_peak_of(high) - _peak_of(low), 1e-9)
-    share = min(1.0, max(0.0, (_peak_of(record) - _peak_of(low)) / width))
-    line_ms = low["summary"]["median"] + share * (high["summary"]["median"] - low["summary"]["median"])
-    apart = record["summary"]["median"] / line_ms - 1
+    apart = _apart_from_line(record, low, high)
     if _peak_of(record) < _peak_of(low) / LEAST_SLACK:
         return f"{record['mode']} needs less than recompute all ({_peak_of(record):.2f} GiB), {apart:+.1%} of its time"
     return f"{record['mode']} at {_peak_of(record):.2f} GiB is {apart:+.1%} of the line between the ends: {_verdict(apart <= LINE_TOLERANCE)}"
+
+
+def _peer_bar(record: dict[str, Any], low: dict[str, Any], high: dict[str, Any]) -> str:
+    """Whether a point lies below the straight line between the peer's two; beyond them, faster than the nearer one."""
+    apart = _apart_from_line(record, low, high)
+    return f"{record['mode']} at {_peak_of(record):.2f} GiB is {apart:+.1%} of Unsloth's line: {_verdict(apart < 0.0)}"
+
+
+def _apart_from_line(record: dict[str, Any], low: dict[str, Any], high: dict[str, Any]) -> float:
+    """Return how far the time of a point is from that of the line at its memory, as a share of it."""
+    width = max(_peak_of(high) - _peak_of(low), 1e-9)
+    share = min(1.0, max(0.0, (_peak_of(record) - _peak_of(low)) / width))
+    line_ms = low["summary"]["median"] + share * (high["summary"]["median"] - low["summary"]["median"])
+    return float(record["summary"]["median"] / line_ms - 1)
 
 
 def _error(record: dict[str, Any], which: str) -> float:

@@ -399,6 +399,26 @@ def test_front_bars_fail_where_they_should(number, changed, which):
     assert which in failed[0]
 
 
+def test_fused_layers_are_held_to_more_and_every_point_to_the_peers_line():
+    def bars(budget_ms, off_ms):
+        fused = [
+            _front_record("recompute+fused", 1000.0, 20.0),
+            _front_record("keep+fused", 600.0, 60.0),
+            _front_record("auto=20:32+fused", budget_ms, 20.0),
+        ]
+        peers = [_front_record("unsloth", 1100.0, 10.0, system="unsloth"), _front_record("off", off_ms, 70.0, system="unsloth")]
+        return {bar.split()[0]: bar for bar in _bars([*fused, *peers]) if "Unsloth" in bar or "faster" in bar}
+
+    good = bars(900.0, 700.0)
+    assert len(good) == 4
+    assert all(bar.endswith("pass") for bar in good.values()), good
+    assert "keep+fused at 60.00 GiB is -21.7% of Unsloth's line" in good["keep+fused"]
+    # 8.7 % would be enough for other layers. The line ends at 400 ms: at 20 GiB it is at 983 ms, at 60 at 517.
+    slow = [bar for bar in bars(920.0, 400.0).values() if bar.endswith("FAIL")]
+    assert [bar.split()[0] for bar in slow] == ["at", "recompute+fused", "keep+fused"]
+    assert "+8.7% faster" in slow[0]
+
+
 def test_streamed_weights_are_held_to_memory_and_time():
     def bar(gib, ms):
         streamed = _front_record("recompute:8+stream", ms, gib, workload="qwen3-14b-qlora-16k")
@@ -436,7 +456,7 @@ def test_front_rows_and_plot_are_made_from_the_same_records(tmp_path, capsys):
 
 def test_budgets_lie_between_the_ends(tmp_path, monkeypatch):
     options = SimpleNamespace(
-        out=tmp_path, root=tmp_path, liger=["tiny"], optimizer="adamw_8bit", warmup=6, steps=3, num_budgets=9, device="cpu", host_gib=8.0,
+        out=tmp_path, root=tmp_path, liger=["tiny"], fused=[], optimizer="adamw_8bit", warmup=6, steps=3, num_budgets=9, device="cpu", host_gib=8.0,
     )  # fmt: skip
     front = offload_front.Front("tiny", options)
     assert front._budgets() == []

@@ -196,6 +196,19 @@ def test_settled_weights_are_read_where_they_lie():
     assert len(joint.dense.memory()) == 1
 
 
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_the_adapter_of_one_layer_that_widens_its_rows_rides_along(is_settled):
+    joint = make_joint()
+    joint = joint._replace(parts=joint.parts[:1])
+    assert joint.parts[0].num_outputs > NUM_INPUTS
+    if is_settled:
+        joint.dense.settle(joint.parts)
+        assert joint.dense.settled(joint.parts).shape == (NUM_OUTPUTS[0], NUM_INPUTS + 8)
+    check(joint, 1)
+    check(joint, MANY)
+    assert len(joint.dense.memory()) == (0 if is_settled else 1)
+
+
 def test_a_settled_layer_has_its_adapter_below_its_weight():
     joint = make_down(rank=3)
     value_OI = joint.parts[0].weight.detach().clone()
@@ -282,15 +295,13 @@ def test_weights_that_were_given_other_memory_are_settled_no_more():
     assert joint.parts[1].weight.data_ptr() == other.data_ptr()
 
 
-@pytest.mark.parametrize("what", ["trained", "packed", "a view", "no adapters", "one wide layer"])
+@pytest.mark.parametrize("what", ["trained", "packed", "a view", "no adapters"])
 def test_other_weights_stay_where_they_are(what, monkeypatch):
     joint = make_joint(is_trained=what == "trained", stride=8 if what == "a view" else 0)
     if what == "packed":
         joint = packed(joint, monkeypatch)
     if what == "no adapters":
         joint = joint._replace(parts=tuple(without_adapters(part) for part in joint.parts))
-    if what == "one wide layer":
-        joint = joint._replace(parts=joint.parts[:1])
     places = [part.weight.data_ptr() for part in joint.parts]
     assert joint.dense.settle(joint.parts) is None
     assert [part.weight.data_ptr() for part in joint.parts] == places
