@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -100,6 +100,24 @@ def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
         raise ShapeError(
             f"The rows of {name} overlap: strides {tensor.stride()} with {tensor.shape[1]} columns. Give memory with a place for each row."
         )
+
+
+def check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Refuse a matrix of another shape, dtype or device than another one, or with columns that are apart in memory."""
+    check_tensor(name, tensor, ndim=2, dtypes=(other.dtype,))
+    if tensor.shape != other.shape or tensor.device != other.device:
+        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as {other_name}: {tuple(other.shape)} on {other.device}.")
+    check_columns(name, tensor)
+
+
+def check_out(out: torch.Tensor, *, may_be: Mapping[str, torch.Tensor | None], must_not_meet: Iterable[torch.Tensor | None]) -> None:
+    """Refuse memory in which one program would write what another one has still to read: overlapping rows, other inputs, a part of what it may be."""
+    check_rows_apart("out", out)
+    others = [other for other in must_not_meet if other is not None]
+    others += [other for other in may_be.values() if other is not None and not is_same_memory(out, other)]
+    if any(do_ranges_overlap(out, other) for other in others):
+        allowed = f"{' or '.join(may_be)} itself, memory" if may_be else "memory"
+        raise ShapeError(f"out shares memory with an input or with a part of one. Give {allowed} of its own, or None.")
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

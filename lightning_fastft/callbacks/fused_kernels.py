@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 
@@ -10,8 +10,10 @@ from lightning_fastft.callbacks.model_swaps import ModelSwaps
 from lightning_fastft.checks import check_bool, check_choice
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from torch import nn
 
+    from lightning_fastft.models.decoder import SettledModel
     from lightning_fastft.models.fp8_base import Fp8Base
     from lightning_fastft.models.layer_graphs import LayerGraphs
     from lightning_fastft.models.swap import SwapLedger
@@ -24,10 +26,13 @@ class FusedKernels(ModelSwaps):
     """Run decoder layers as a few Functions with hand-written backwards, in every transformers model inside the LightningModule.
 
     Norms with the residual, the projections to q, k and v with their LoRA, the norm and rotation of heads, the output projection with the residual,
-    and dense feed-forward blocks are one Function each; what is elementwise is rebuilt in the backward instead of being saved. Frozen weights that
-    are neither quantised nor sharded lie next to their adapters on a GPU while the run lasts, so that one product reads both. Parameters, state-dict
-    keys and adapter files stay; a call that the Functions cannot serve exactly (a cache, autocast, adapters that are no plain LoRA) runs its
+    and dense feed-forward blocks are one Function each; what is elementwise is rebuilt in the backward instead of being saved. Parameters, state-dict
+    keys and adapter files stay; a call that the Functions cannot serve exactly (a cache, autocast, adapters that are no plain LoRA) runs the layer's
     own forward. Families that are not served are left alone, and the table says so. Everything is taken back at the end and after an exception.
+
+    On a GPU, frozen weights that are neither quantised nor sharded lie next to their adapters from ``on_fit_start`` to ``on_train_end``, so that one
+    product reads both. They are the same parameters with the same values, but their rows are a little further apart: checkpoints of Lightning hold
+    them whole, and who writes them with safetensors in that time calls ``.contiguous()`` on each.
 
     Args:
         cuda_graphs: Record the forward and the backward of each layer as CUDA graphs after the first steps, so that a step costs the host two
@@ -57,11 +62,16 @@ class FusedKernels(ModelSwaps):
         self.base_compute = check_choice("base_compute", base_compute, BASE_COMPUTES)
         self._graphs: list[LayerGraphs] = []
         self._fp8: list[Fp8Base] = []
-        self._settled: list[Status] = []
+        self._settled: list[SettledModel] = []
 
     def status(self) -> list[Status]:
         """Return what is active, for the table of the run; after the run, what was."""
-        return [*super().status(), *self._settled, *(base.status() for base in self._fp8), *(graphs.status() for graphs in self._graphs)]
+        return [
+            *super().status(),
+            *(settled.status() for settled in self._settled),
+            *(base.status() for base in self._fp8),
+            *(graphs.status() for graphs in self._graphs),
+        ]
 
     def install(self, root: nn.Module, ledger: SwapLedger) -> list[Status]:
         """Swap the decoder layers of every model inside root."""
@@ -75,9 +85,20 @@ class FusedKernels(ModelSwaps):
         self._settled = []
         return statuses
 
-    def check_start(self, pl_module: LightningModule) -> None:
-        """Move frozen weights next to their adapters, now that the model stands where it computes."""
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install, and move frozen weights next to their adapters, now that the model stands where it computes."""
         from lightning_fastft.models.decoder import settle_weights
 
+        super().on_fit_start(trainer, pl_module)
         if self._ledger is not None and self.base_compute == "model_dtype":
-            self._settled = settle_weights(pl_module, self._ledger) or self._settled
+            self._settled = settle_weights(pl_module, self._ledger)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the weights memory of their own again: what follows may merge and write them."""
+        for settled in self._settled:
+            settled.give_back()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write whole weights, without the room for their adapters."""
+        for settled in self._settled:
+            settled.make_whole(checkpoint.get("state_dict", {}))

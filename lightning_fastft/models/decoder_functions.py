@@ -20,8 +20,8 @@ from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight, wide_dtype
+from lightning_fastft.models.linear_parts import TENSORS_PER_LAYER
 from lightning_fastft.models.linears import (
-    TENSORS_PER_LAYER,
     Joint,
     gradients_for,
     narrow_rows,
@@ -216,7 +216,7 @@ class _NormRows(torch.autograd.Function):
 
 
 class _NormProject(torch.autograd.Function):
-    """Saves x, the narrow rows, the adapters' narrow factors and trained weights; the normed rows are built again where something is trained."""
+    """Saves x, the narrow rows, the adapters' narrow factors and trained weights; the normed rows are built again where their weights are trained."""
 
     @staticmethod
     def forward(
@@ -340,7 +340,7 @@ class _FeedForwardCall(NamedTuple):
 
 
 class _NormFeedForward(torch.autograd.Function):
-    """Saves x, gate and up, narrow rows, the adapters' narrow factors and trained weights; norm and activation are built again."""
+    """Saves x, gate and up, narrow rows and factors and trained weights; the activation is built again, the norm for trained weights."""
 
     @staticmethod
     def forward(

@@ -18,7 +18,8 @@ from lightning_fastft.kernels.backends import TRITON_DTYPES
 from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS, find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
-from lightning_fastft.models.linears import Joint, LinearPart
+from lightning_fastft.models.linear_parts import LinearPart
+from lightning_fastft.models.linears import Joint
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.status import Status
 

@@ -5,219 +5,19 @@ Axes: T rows, I input columns, O output columns of all layers together, R adapte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_fastft.kernels.block_diagonal.op import MAX_COLUMNS, write_block_diagonal
 from lightning_fastft.kernels.lora_linear.op import wide_product
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
-from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
-from lightning_fastft.models.adapters import ActiveAdapter, read_adapter
-from lightning_fastft.models.values import is_linear_point
+from lightning_fastft.models.dense_weights import DenseWeights, rides_along
+from lightning_fastft.models.linear_parts import TENSORS_PER_LAYER, LinearPart
 
-# What autograd watches of one layer, in this order: weight, bias, A, B.
-TENSORS_PER_LAYER = 4
-# Rows of a product's operands begin at multiples of as many elements.
-_ALIGNED_COLUMNS = 8
 # Dense weights are copied next to their adapters from so many rows per input column on. What is saved, writing and reading the output once more in
 # the forward and reading its gradient once more in the backward, is 6 bytes per row and output; the copies, one each way, are 8 per input and output.
 _COPIED_FROM_ROWS_PER_INPUT = 2
-
-
-class LinearPart(NamedTuple):
-    """One linear layer as it stands in this pass.
-
-    Args:
-        base: The layer that holds weight and bias.
-        weight: (O, I), or bitsandbytes' packed weight.
-        bias: (O,); None for none.
-        a_RI: Master of A; None without an adapter.
-        b_OR: Master of B.
-        narrow_a_RI: A in the dtype of the rows.
-        narrow_b_OR: B in the dtype of the rows.
-        scale: Factor on the low-rank product.
-        num_outputs: O.
-        is_packed: The weight is NF4, and frozen.
-    """
-
-    base: nn.Module
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    a_RI: torch.Tensor | None
-    b_OR: torch.Tensor | None
-    narrow_a_RI: torch.Tensor | None
-    narrow_b_OR: torch.Tensor | None
-    scale: float
-    num_outputs: int
-    is_packed: bool
-
-    @property
-    def rank(self) -> int:
-        """Rank of the adapter; 0 without one."""
-        return 0 if self.narrow_a_RI is None else self.narrow_a_RI.shape[0]
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what autograd watches; a packed weight is never trained."""
-        return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR)
-
-
-class _Room(NamedTuple):
-    """Memory that weights share with their adapters: its rows and columns, and the row in which a weight begins."""
-
-    num_rows: int
-    num_columns: int
-    first_row: int
-
-
-class DenseWeights:
-    """Where products find weights together with their adapters.
-
-    One buffer per device and dtype in which packed weights become dense, and into which dense ones are copied, while a product reads them; dense ones
-    that were settled are read where they lie.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # By parameter. The memory is the parameter's own: whoever gives it other memory frees this.
-        self._rooms: Any = WeakIdKeyDictionary()
-        # Of the rows that were last given out with room behind each.
-        self._wide_rows: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled model makes its own."""
-        return DenseWeights, ()
-
-    def memory(self) -> list[torch.Tensor]:
-        """Return the buffers as they are now; one that turns out too small is exchanged for a larger one."""
-        return list(self._buffers.values())
-
-    def gather(
-        self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype, num_extra: int = 0, num_extra_rows: int = 0
-    ) -> torch.Tensor:
-        """Return the weights of these layers below each other, valid until the next call.
-
-        The shape is (O + num_extra_rows, I + num_extra); what is extra is not written.
-        """
-        device = parts[0].weight.device
-        num_outputs = sum(part.num_outputs for part in parts)
-        num_rows, num_columns = num_outputs + num_extra_rows, num_inputs + num_extra
-        buffer = self._buffers.get((device, dtype))
-        if buffer is None or buffer.numel() < num_rows * num_columns:
-            # A tensor of inference mode could not be written outside of it, and a validation may come before the first step.
-            with torch.inference_mode(mode=False):
-                buffer = torch.empty(num_rows * num_columns, dtype=dtype, device=device)
-            self._buffers[device, dtype] = buffer
-        dense = buffer[: num_rows * num_columns].view(num_rows, num_columns)
-        outs = dense[:num_outputs, :num_inputs].split([part.num_outputs for part in parts])
-        if parts[0].is_packed:
-            weights = [read_params4bit(part.weight) for part in parts]
-            dequantise_many([weight for weight in weights if weight is not None], outs=outs)
-        else:
-            with torch.no_grad():
-                for out, part in zip(outs, parts):
-                    _copy_rows(out, part.weight)
-        return dense
-
-    def with_adapters(self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``[W | B]``: the weights, and behind their columns the B of each layer in its rows and in the columns of its ranks, zeros elsewhere.
-
-        One product with it adds the adapters to the base, and one gives the gradient of rows and narrow rows.
-        """
-        num_extra = _aligned(sum(part.rank for part in parts))
-        settled = self.settled(parts)
-        if settled is not None and settled.shape[1] >= num_inputs + num_extra:
-            dense = settled[:, : num_inputs + num_extra]
-        else:
-            dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
-        blocks = [dense.new_empty(part.num_outputs, 0) if part.narrow_b_OR is None else part.narrow_b_OR for part in parts]
-        write_block_diagonal(dense[:, num_inputs:], blocks)
-        return dense
-
-    def above_adapter(self, part: LinearPart, a_RI: torch.Tensor, *, num_inputs: int) -> torch.Tensor:
-        """Return the weight of a layer, and A below it, zeros below that up to an aligned number of rows.
-
-        One product with it gives the whole gradient of the rows that the layer reads, from that of its output and that of the narrow rows behind it.
-        """
-        num_ranks = a_RI.shape[0]
-        num_rows = part.num_outputs + _aligned(num_ranks)
-        settled = self.settled((part,))
-        if settled is not None and settled.shape[0] >= num_rows:
-            dense = settled[:num_rows]
-        else:
-            dense = self.gather((part,), num_inputs=num_inputs, dtype=a_RI.dtype, num_extra_rows=_aligned(num_ranks))
-        dense[part.num_outputs : part.num_outputs + num_ranks] = a_RI
-        dense[part.num_outputs + num_ranks :] = 0.0
-        return dense
-
-    def rows_with_room(self, like_TD: torch.Tensor, num_extra: int) -> torch.Tensor:
-        """Return memory for rows like these, with room behind each that ``with_room`` finds again, also behind autograd."""
-        memory = like_TD.new_empty(like_TD.shape[0], like_TD.shape[1] + num_extra)
-        self._wide_rows = StorageWeakRef(memory.untyped_storage())
-        return memory[:, : like_TD.shape[1]]
-
-    def with_room(self, rows_TD: torch.Tensor, num_extra: int) -> torch.Tensor | None:
-        """Return rows together with the room behind each, if they are those that were last given out and lie there as they did; else None."""
-        num_rows, num_columns = rows_TD.shape[0], rows_TD.shape[1] + num_extra
-        if self._wide_rows is None or rows_TD.stride() != (num_columns, 1) or rows_TD.storage_offset():
-            return None
-        is_own = self._wide_rows == StorageWeakRef(rows_TD.untyped_storage())
-        return rows_TD.as_strided((num_rows, num_columns), (num_columns, 1)) if is_own else None
-
-    def settle(self, parts: Sequence[LinearPart]) -> Callable[[], None] | None:
-        """Move frozen dense weights into memory that has room for their adapters: beside B, or those of one layer no wider than its rows above A.
-
-        Parameters stay the same objects with the same values; what changes is where they lie and, beside B, how far apart their rows are.
-
-        Returns:
-            What moves them back into memory of their own; None where nothing was moved: weights are packed, trained, sharded, views of other
-            memory, or without adapters.
-
-        Cost:
-            One copy of the weights; memory for the adapters for good, and for these weights twice while they are moved.
-        """
-        weights, num_ranks = [part.weight for part in parts], sum(part.rank for part in parts)
-        num_outputs, num_inputs = sum(part.num_outputs for part in parts), int(parts[0].base.in_features)  # type: ignore[arg-type]
-        is_beside, is_above = _ride_along(parts), len(parts) == 1 and num_ranks > 0 and num_inputs >= num_outputs
-        if parts[0].is_packed or not (is_beside or is_above) or not all(_has_own_memory(weight) for weight in weights):
-            return None
-        extra = _aligned(num_ranks)
-        num_rows, num_columns = (num_outputs, num_inputs + extra) if is_beside else (num_outputs + extra, num_inputs)
-        memory = torch.empty(num_rows, num_columns, dtype=weights[0].dtype, device=weights[0].device)
-        first = 0
-        for weight in weights:
-            place = memory[first : first + weight.shape[0], :num_inputs]
-            _copy_rows(place, weight.data)
-            weight.data = place
-            self._rooms[weight] = _Room(num_rows, num_columns, first)
-            first += weight.shape[0]
-
-        def give_back() -> None:
-            if self.settled(parts) is not None:
-                for weight in weights:
-                    weight.data = weight.data.clone(memory_format=torch.contiguous_format)
-            for weight in weights:
-                self._rooms.pop(weight, None)
-
-        return give_back
-
-    def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
-        """Return the memory in which these weights lie with room for their adapters; None where they lie elsewhere, or do so by now."""
-        first = parts[0].weight
-        room = self._rooms.get(first)
-        if room is None or first.untyped_storage().nbytes() != room.num_rows * room.num_columns * first.itemsize:
-            return None
-        for part in parts:
-            weight, own = part.weight, self._rooms.get(part.weight)
-            is_there = own is not None and weight.stride(0) == room.num_columns and weight.storage_offset() == own.first_row * room.num_columns
-            if not is_there or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-                return None
-        return first.detach().as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
 
 
 class BaseWeight(Protocol):
@@ -242,7 +42,7 @@ class Joint(NamedTuple):
 
     Args:
         parts: The layers, in the order of their columns.
-        dense: Where packed weights become dense.
+        dense: Where packed weights become dense, and dense ones lie or are copied next to their adapters.
         base: What computes the products with the weights; None to compute them in the dtype of the rows.
     """
 
@@ -253,7 +53,7 @@ class Joint(NamedTuple):
     @property
     def num_inputs(self) -> int:
         """Columns of the rows that the layers read."""
-        return int(self.parts[0].base.in_features)  # type: ignore[arg-type]
+        return self.parts[0].num_inputs
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Return what autograd watches, TENSORS_PER_LAYER for each layer."""
@@ -276,52 +76,20 @@ class Joint(NamedTuple):
         return self._replace(parts=tuple(parts))
 
 
-def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
-    """Return a linear layer, with the adapter that PEFT hangs around it, as a product can read it now; or why it cannot.
-
-    Served: ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA without dropout, also merged or disabled.
-
-    Args:
-        module: A linear layer, or PEFT's layer around one.
-        dtype: Of the rows.
-        awaits_copies: An adapter in fp32 is no obstacle: it will have narrow copies before the first call.
-
-    Cost:
-        Host work of some microseconds; where an adapter's narrow copy is stale, that copy.
-    """
-    base: nn.Module = module
-    adapter: ActiveAdapter | None = None
-    if isinstance(module, LoraLayer):
-        found = read_adapter(module, dtype=dtype)
-        if isinstance(found, str) and awaits_copies:
-            found = read_adapter(module, dtype=torch.float32)
-        if isinstance(found, str):
-            return found
-        base, adapter = module.get_base_layer(), found
-    obstacle = _base_obstacle(base, dtype=dtype)
-    if obstacle:
-        return obstacle
-    linear: Any = base
-    num_outputs, is_packed = int(linear.out_features), type(linear.weight) is not nn.Parameter
-    if adapter is None:
-        return LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
-    return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
-
-
 def rows_for(joint: Joint, like_TI: torch.Tensor) -> torch.Tensor:
     """Return memory for rows, shape (T, I), that product reads where it lies: with room for the narrow rows behind each, where it wants that."""
-    num_rows, num_inputs = like_TI.shape
-    num_extra = _aligned(sum(part.rank for part in joint.parts)) if _has_augmented(joint, num_rows) else 0
-    return like_TI.new_empty(num_rows, num_inputs + num_extra)[:, :num_inputs]
+    if not _has_augmented(joint, like_TI.shape[0]):
+        return torch.empty_like(like_TI, memory_format=torch.contiguous_format)
+    return joint.dense.rows.give(like_TI, num_ranks=sum(part.rank for part in joint.parts))
 
 
 def gradients_for(joint: Joint, like_TO: torch.Tensor) -> torch.Tensor:
-    """Return memory for gradients of a layer's output, shape (T, O), that rows_gradients reads where it lies, its narrow rows behind each row.
+    """Return memory for gradients of an output, shape (T, O), that rows_gradients reads where it lies, with room for narrow rows behind each.
 
-    Only what was asked for last has this room; a gradient that came another way, or for a layer of another rank, is copied. Several layers stand for
-    one with as many ranks as any of them.
+    The room is for one layer with as many ranks as the largest of these. Only what was asked for last has it: other gradients, and those of a layer
+    with other ranks, are copied where they need it.
     """
-    return joint.dense.rows_with_room(like_TO, _aligned(max(part.rank for part in joint.parts)))
+    return joint.dense.gradients.give(like_TO, num_ranks=max(part.rank for part in joint.parts))
 
 
 def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
@@ -330,12 +98,13 @@ def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None 
     Args:
         joint: The layers.
         x_TI: Rows, 2-D; in memory of rows_for they are not copied, and what lies behind them is written.
-        addend_TO: Added within the product of a single layer; None for nothing.
+        addend_TO: Added to the product of a single layer, with its adapter where there is one; None for nothing.
 
     Cost:
-        2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones where there are many rows, which are copied
-        next to their adapters, and where joint.base computes; else one per layer; no host synchronisation. A product of all layers without addend_TO
-        adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside of the product, addend_TO included.
+        2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones that are settled, for dense ones where there
+        are many rows, which are copied next to their adapters, and where joint.base computes; else one per layer; no host synchronisation. A product
+        of all layers without addend_TO adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside of the
+        product, addend_TO included.
     """
     if addend_TO is None and _has_augmented(joint, x_TI.shape[0]):
         return _augmented_product(joint, x_TI)
@@ -399,7 +168,7 @@ def rows_gradients_apart(joint: Joint, d_TO: torch.Tensor) -> tuple[torch.Tensor
     if not _has_augmented(joint, num_rows):
         d_low_TR = low_rows_gradient(joint, d_TO)
         return _base_gradient(joint, d_TO), d_low_TR, a_RI
-    d_rows = d_TO @ joint.dense.with_adapters(joint.parts, num_inputs=num_inputs, dtype=d_TO.dtype)
+    d_rows = d_TO @ joint.dense.with_adapters(joint.parts, dtype=d_TO.dtype)
     d_low_TR = torch.cat([d_rows[:, num_inputs:][:, ranks] * part.scale for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank], dim=1)
     return d_rows[:, :num_inputs], d_low_TR, a_RI
 
@@ -463,25 +232,6 @@ def parameter_gradients(
     return found
 
 
-def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
-    """Return why a base layer cannot be read; empty where it can."""
-    weight, name = getattr(base, "weight", None), type(base).__name__
-    if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
-        return f"{name} has hooks"
-    if "forward" in vars(base):
-        return f"{name} has a forward of its own"
-    if isinstance(base, nn.Linear) and (type(base).forward is nn.Linear.forward or is_linear_point(base)) and type(weight) is nn.Parameter:
-        return "" if weight.dtype is dtype else f"{name} holds {weight.dtype} for rows in {dtype}"
-    if type(weight).__name__ != "Params4bit":
-        return f"{name} is no plain linear layer"
-    if weight is None or read_params4bit(weight) is None:
-        return f"{name} holds no NF4 in blocks of 64"
-    compute_dtype = getattr(base, "compute_dtype", None)
-    is_dtype = compute_dtype in (None, dtype) and weight.quant_state.dtype is dtype  # type: ignore[union-attr]
-    is_wide = base.in_features % 64 == 0  # type: ignore[operator]
-    return "" if is_dtype and is_wide else f"{name} computes in {compute_dtype or weight.quant_state.dtype} on {base.in_features} columns"  # type: ignore[union-attr]
-
-
 def _has_augmented(joint: Joint, num_rows: int) -> bool:
     """Whether adapters ride in the base's product: where outputs are wider than the rows, and weights are made dense anyway, settled, or rows many.
 
@@ -489,17 +239,11 @@ def _has_augmented(joint: Joint, num_rows: int) -> bool:
     format of their own leave adapters in theirs.
     """
     parts = joint.parts
-    if joint.base is not None or not _ride_along(parts):
+    if joint.base is not None or not rides_along(parts):
         return False
-    if parts[0].is_packed or joint.dense.settled(parts) is not None:
+    if parts[0].is_packed or joint.dense.has_room_beside(parts):
         return True
     return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * joint.num_inputs and not any(part.weight.requires_grad for part in parts)
-
-
-def _ride_along(parts: Sequence[LinearPart]) -> bool:
-    """Whether there are adapters of a wide output, and no more ranks than one matrix of them takes."""
-    is_wide = len(parts) > 1 or parts[0].num_outputs > int(parts[0].base.in_features)  # type: ignore[arg-type]
-    return is_wide and 0 < sum(part.rank for part in parts) <= MAX_COLUMNS - _ALIGNED_COLUMNS
 
 
 def _has_appended(joint: Joint, d_TO: torch.Tensor) -> bool:
@@ -508,49 +252,20 @@ def _has_appended(joint: Joint, d_TO: torch.Tensor) -> bool:
     What is saved, the addition where those rows are read next, was 0.6 ms for 32,768 x 14,336 on an H200. The copies, where they are needed, move 4
     bytes per row and output, and per input and output where weights are neither packed nor settled: 0.2 ms with 4,096 outputs.
     """
-    parts = joint.parts
-    if joint.base is not None or len(parts) > 1 or not parts[0].rank:
+    part = joint.parts[0]
+    if joint.base is not None or len(joint.parts) > 1 or not part.rank:
         return False
-    has_place = parts[0].is_packed or joint.dense.settled(parts) is not None
-    if not _narrows_by_far(parts[0]):
-        return has_place and joint.dense.with_room(d_TO, _aligned(parts[0].rank)) is not None
-    return has_place or (d_TO.shape[0] >= _COPIED_FROM_ROWS_PER_INPUT * parts[0].num_outputs and not parts[0].weight.requires_grad)
-
-
-def _narrows_by_far(part: LinearPart) -> bool:
-    return int(part.base.in_features) >= 2 * part.num_outputs  # type: ignore[arg-type]
-
-
-def _has_own_memory(weight: torch.Tensor) -> bool:
-    """Whether a weight is frozen, whole, and nothing else lies in its memory."""
-    if weight.requires_grad or type(weight.data) is not torch.Tensor or not weight.is_contiguous():
-        return False
-    return weight.untyped_storage().nbytes() == weight.nbytes
+    has_place = part.is_packed or joint.dense.has_room_below(part)
+    if part.num_inputs < 2 * part.num_outputs:
+        return has_place and joint.dense.gradients.has_room(d_TO, num_ranks=part.rank)
+    return has_place or (d_TO.shape[0] >= _COPIED_FROM_ROWS_PER_INPUT * part.num_outputs and not part.weight.requires_grad)
 
 
 def _appended_gradient(joint: Joint, d_TO: torch.Tensor, d_low_TR: torch.Tensor) -> torch.Tensor:
     """Return ``[d | d_low] @ [W; A]``."""
-    (part,), (num_rows, num_outputs), num_ranks = joint.parts, d_TO.shape, d_low_TR.shape[1]
-    rows = joint.dense.with_room(d_TO, _aligned(num_ranks))
-    if rows is None:
-        rows = d_TO.new_empty(num_rows, num_outputs + _aligned(num_ranks))
-        rows[:, :num_outputs] = d_TO
-    rows[:, num_outputs : num_outputs + num_ranks] = d_low_TR
-    rows[:, num_outputs + num_ranks :] = 0.0
+    (part,) = joint.parts
     assert part.narrow_a_RI is not None
-    return rows @ joint.dense.above_adapter(part, part.narrow_a_RI, num_inputs=joint.num_inputs)
-
-
-def _copy_rows(out_OI: torch.Tensor, rows_OI: torch.Tensor) -> None:
-    """Copy rows, as words of 8 bytes where both lie so: between different strides a copy moves element by element."""
-    per_word = 8 // rows_OI.itemsize
-    fits = all(
-        rows.stride(1) == 1 and all(size % per_word == 0 for size in (rows.shape[1], rows.stride(0), rows.storage_offset()))
-        for rows in (out_OI, rows_OI)
-    )
-    if fits:
-        out_OI, rows_OI = out_OI.view(torch.int64), rows_OI.view(torch.int64)
-    out_OI.copy_(rows_OI)
+    return joint.dense.gradients.with_low(d_TO, d_low_TR) @ joint.dense.above_adapter(part, part.narrow_a_RI)
 
 
 def _base_product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
@@ -587,23 +302,10 @@ def _base_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor:
 
 def _augmented_product(joint: Joint, x_TI: torch.Tensor) -> Product:
     """Return ``[x | low] @ [W | B]^T``."""
-    parts, (num_rows, num_inputs) = joint.parts, x_TI.shape
-    num_ranks = sum(part.rank for part in parts)
-    num_columns = num_inputs + _aligned(num_ranks)
-    if x_TI.stride() == (num_columns, 1) and x_TI.storage_offset() == 0 and x_TI.untyped_storage().nbytes() == num_rows * num_columns * x_TI.itemsize:
-        rows = x_TI.as_strided((num_rows, num_columns), (num_columns, 1))
-    else:
-        rows = x_TI.new_empty(num_rows, num_columns)
-        rows[:, :num_inputs] = x_TI
-    rows[:, num_inputs + num_ranks :] = 0.0
     low_TR = narrow_rows(joint, x_TI)
     assert low_TR is not None
-    rows[:, num_inputs : num_inputs + num_ranks] = low_TR
-    return Product(_biased_product(rows, joint.dense.with_adapters(parts, num_inputs=num_inputs, dtype=x_TI.dtype), parts), low_TR)
-
-
-def _aligned(num_columns: int) -> int:
-    return -(-num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+    rows = joint.dense.rows.with_low(x_TI, low_TR)
+    return Product(_biased_product(rows, joint.dense.with_adapters(joint.parts, dtype=x_TI.dtype), joint.parts), low_TR)
 
 
 def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:

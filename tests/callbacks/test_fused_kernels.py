@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
-from peft import PeftModel
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
@@ -17,12 +17,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.callbacks.packed_training import PackedTraining
+from lightning_fastft.models import decoder
 from lightning_fastft.module import FineTuner
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import render_status_table
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.callbacks.fused_kernels_worker import BFLOAT16, CASES, train
+from tests.models.layer_pairs import layers_of
 from tests.models.tiny_models import TINY, build_tiny
 from tests.strategies.strategy_worker import BOUND, difference
 from tests.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer
@@ -133,6 +135,77 @@ def test_a_mixture_model_trains_with_both_callbacks(tmp_path, lora):
     assert {status.name: status.state for status in table}["expert router"] == "active"
     assert ("fused layers", "active", "2 layers of qwen3_moe, without the blocks of experts", "") in table
     assert difference(moves[True], moves[False]) <= 1e-5
+
+
+@pytest.fixture
+def settles_on_cpu(monkeypatch):
+    """What runs on a GPU: weights are moved next to their adapters."""
+    real = decoder.settle_weights
+    monkeypatch.setattr(decoder, "settle_weights", lambda root, ledger: real(root, ledger, device_types=("cpu",)))
+
+
+def num_settled(module):
+    return sum(parameter.untyped_storage().nbytes() != parameter.nbytes for parameter in module.parameters())
+
+
+class LookAtWeights(Callback):
+    """Write a checkpoint's weights and count those next to their adapters as the run goes on."""
+
+    def __init__(self):
+        self.counts, self.saved = {}, []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.counts["batch"] = num_settled(pl_module)
+
+    def on_train_end(self, trainer, pl_module):
+        self.counts["end"] = num_settled(pl_module)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.saved.append(checkpoint)
+
+
+@pytest.mark.usefixtures("settles_on_cpu")
+def test_weights_lie_next_to_their_adapters_while_it_trains_and_checkpoints_hold_them_whole(tmp_path):
+    moves = []
+    for callbacks in ([], [FusedKernels(), looks := LookAtWeights()]):
+        model = get_peft_model(build_tiny("qwen3", vocab_size=VOCAB_SIZE, **SIZES), LoraConfig(**LORA, target_modules="all-linear")).train()
+        module = PlainModule(model, lr=1e-3)
+        options = {"enable_checkpointing": True, "callbacks": [PackedTraining(), *callbacks, ModelCheckpoint(tmp_path, save_last=True)]}
+        trainer = quiet_trainer(tmp_path, **options)
+        before = trained(module)
+        trainer.fit(module, packed_loader(3), packed_loader(1, seed=9))
+        moves.append(movement(before, trained(module)))
+    assert difference(moves[1], moves[0]) <= 1e-5
+    # Of each layer q, k and v, what follows attention, gate and up, and down.
+    assert looks.counts == {"batch": 7 * len(layers_of(model)), "end": 0}
+    assert "weights next to adapters" in render_status_table(callbacks[0].status())
+    (checkpoint, *_) = looks.saved
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in checkpoint["state_dict"].values())
+    state = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    assert state.keys() == module.state_dict().keys()
+    assert all(value.is_contiguous() for value in state.values())
+    assert all(torch.equal(state[name], value) for name, value in module.state_dict().items() if "lora" not in name)
+    # Nothing else stands in the way of a plain folder.
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+
+
+@pytest.mark.usefixtures("settles_on_cpu")
+def test_after_an_exception_and_after_a_validation_alone_weights_have_memory_of_their_own(tmp_path):
+    model = get_peft_model(build_tiny("qwen3", vocab_size=VOCAB_SIZE, **SIZES), LoraConfig(**LORA, target_modules="all-linear")).train()
+    module = PlainModule(model)
+
+    def fail(trainer, pl_module, *_):
+        assert num_settled(pl_module)
+        raise RuntimeError("planted")
+
+    trainer = quiet_trainer(tmp_path, callbacks=[PackedTraining(), FusedKernels(), LambdaCallback(on_train_batch_end=fail)])
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.fit(module, packed_loader(3))
+    assert num_settled(module) == 0
+    quiet_trainer(tmp_path, callbacks=[PackedTraining(), FusedKernels()]).validate(module, packed_loader(1), verbose=False)
+    assert num_settled(module) == 0
+    assert not any(parameter.is_inference() for parameter in module.parameters())
+    assert is_plain(module)
 
 
 @pytest.mark.parametrize("strategy", ["fastft", "auto"])

@@ -1,14 +1,17 @@
 """Layers that read the same rows: adapters inside the base's product where rows are many, beside it where they are few, with the same numbers."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
-from lightning_fastft.models import linears
-from lightning_fastft.models.linears import DenseWeights, Joint, LinearPart
+from lightning_fastft.models import dense_weights, linears
+from lightning_fastft.models.dense_weights import DenseWeights, RoomyRows
+from lightning_fastft.models.linear_parts import LinearPart
+from lightning_fastft.models.linears import Joint
 from tests.kernels.truth import fresh_memory_is_nan
 
 NUM_INPUTS, NUM_OUTPUTS, RANKS = 24, (40, 8, 16), (4, 0, 3)
@@ -152,7 +155,7 @@ def test_a_residual_is_added_to_base_and_adapter(dtype, rank):
 
 APPENDED = linears._appended_gradient
 APPENDED_FAULTS = {
-    "adapter not below the weight": (DenseWeights, "above_adapter", lambda self, part, a_RI, **_: torch.cat([part.weight, torch.zeros(8, 48)])),
+    "adapter not below the weight": (DenseWeights, "above_adapter", lambda self, part, a_RI: torch.cat([part.weight, torch.zeros(8, 48)])),
     "narrow rows not behind the rows": (linears, "_appended_gradient", lambda joint, d_TO, d_low_TR: APPENDED(joint, d_TO, d_low_TR * 0.0)),
 }
 
@@ -176,7 +179,7 @@ def check_settled(joint):
 def test_settled_weights_are_read_where_they_lie():
     joint = make_joint()
     parameters, values = [part.weight for part in joint.parts], [part.weight.detach().clone() for part in joint.parts]
-    give_back = joint.dense.settle(joint.parts)
+    settled = joint.dense.settle(joint.parts)
     memory = joint.dense.settled(joint.parts)
     # Seven ranks take eight columns.
     assert memory.shape == (sum(NUM_OUTPUTS), NUM_INPUTS + 8)
@@ -188,7 +191,10 @@ def test_settled_weights_are_read_where_they_lie():
         parameters[1].mul_(3.0)
     check_settled(joint)
 
-    give_back()
+    assert settled.is_there()
+
+    settled.give_back()
+    assert not settled.is_there()
     assert joint.dense.settled(joint.parts) is None
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters)
     assert torch.equal(parameters[1], 3.0 * values[1])
@@ -212,13 +218,13 @@ def test_the_adapter_of_one_layer_that_widens_its_rows_rides_along(is_settled):
 def test_a_settled_layer_has_its_adapter_below_its_weight():
     joint = make_down(rank=3)
     value_OI = joint.parts[0].weight.detach().clone()
-    give_back = joint.dense.settle(joint.parts)
+    settled = joint.dense.settle(joint.parts)
     assert joint.dense.settled(joint.parts).shape == (16 + 8, 48)
     for num_rows in (1, 32):
         check_apart(joint, num_rows, is_whole=True)
     assert joint.dense.memory() == []
     assert torch.equal(joint.parts[0].weight, value_OI)
-    give_back()
+    settled.give_back()
     assert joint.parts[0].weight.untyped_storage().nbytes() == value_OI.nbytes
     check_apart(joint, 31, is_whole=False)
 
@@ -243,26 +249,43 @@ def test_gradients_with_room_are_not_copied(monkeypatch, num_inputs_per_output):
     assert torch.equal(roomy_TO, kept_TO)
 
 
+def test_a_settled_layer_that_widens_its_rows_copies_no_weight_for_gradients_with_room():
+    joint = make_joint()
+    joint = joint._replace(parts=joint.parts[:1])
+    joint.dense.settle(joint.parts)
+    d_TO = linears.gradients_for(joint, torch.empty(3, NUM_OUTPUTS[0])).normal_()
+    with torch.no_grad():
+        linears.rows_gradients(joint, d_TO, needs_x=True)
+    assert joint.dense.memory() == []
+
+
 def test_room_is_found_again_in_its_own_rows_alone():
-    dense, like_TD = DenseWeights(), torch.ones(4, 16)
-    assert dense.with_room(like_TD, 8) is None
-    rows_TD = dense.rows_with_room(like_TD, 8)
+    roomy, like_TD = RoomyRows(), torch.ones(4, 16)
+    assert not roomy.has_room(like_TD, num_ranks=8)
+    rows_TD = roomy.give(like_TD, num_ranks=3)
     assert rows_TD.shape == (4, 16)
-    found = dense.with_room(rows_TD.view(1, 4, 16).view(4, 16), 8)
-    assert found.shape == (4, 24)
-    assert found.data_ptr() == rows_TD.data_ptr()
-    # Another rank, some of the rows, rows that somebody else laid the same way, and rows of an earlier call.
-    others = (dense.with_room(rows_TD, 16), dense.with_room(rows_TD[1:], 8), dense.with_room(torch.ones(4, 24)[:, :16], 8))
-    assert others == (None, None, None)
-    dense.rows_with_room(like_TD, 8)
-    assert dense.with_room(rows_TD, 8) is None
+    assert roomy.has_room(rows_TD.view(1, 4, 16).view(4, 16), num_ranks=8)
+    # Other ranks, some of the rows, some of the columns, rows that somebody else laid the same way, and rows of an earlier call.
+    others = [(rows_TD, 9), (rows_TD[1:], 8), (rows_TD[:, :8], 16), (torch.ones(4, 24)[:, :16], 8)]
+    assert not any(roomy.has_room(other, num_ranks=num_ranks) for other, num_ranks in others)
+    roomy.give(like_TD, num_ranks=3)
+    assert not roomy.has_room(rows_TD, num_ranks=3)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_narrow_rows_are_laid_behind_rows_that_keep_their_values(is_given):
+    roomy, rows_TD, low_TR = RoomyRows(), torch.randn(4, 16), torch.randn(4, 3)
+    with fresh_memory_is_nan():
+        given_TD = roomy.give(rows_TD, num_ranks=3).copy_(rows_TD) if is_given else rows_TD
+        whole = roomy.with_low(given_TD, low_TR)
+    assert torch.equal(whole, torch.cat([rows_TD, low_TR, torch.zeros(4, 5)], dim=1))
+    assert (whole.data_ptr() == given_TD.data_ptr()) == is_given
 
 
 def test_room_keeps_no_memory():
-    dense = DenseWeights()
-    place = dense.rows_with_room(torch.ones(4, 16), 8).untyped_storage().data_ptr()
-    assert place
-    assert dense._wide_rows.expired()
+    roomy = RoomyRows()
+    assert roomy.give(torch.ones(4, 16), num_ranks=8).untyped_storage().data_ptr()
+    assert roomy._memory.expired()
 
 
 def with_rank(part, rank):
@@ -274,10 +297,20 @@ def test_an_adapter_that_the_room_is_too_small_for_is_served_by_a_copy():
     joint, down = make_joint(), make_down(rank=3)
     for one in (joint, down):
         one.dense.settle(one.parts)
+        assert one.dense.has_room_beside(one.parts) == (one is joint)
+        assert one.dense.has_room_below(one.parts[0]) == (one is down)
+    # Below the first weight lie the others.
+    assert joint.dense.settled(joint.parts[:1]) is None
     larger = joint._replace(parts=(with_rank(joint.parts[0], 7), *joint.parts[1:]))
+    # For few rows nothing is copied.
+    check(larger, 1)
+    assert joint.dense.memory() == []
     check(larger, MANY)
     assert len(joint.dense.memory()) == 1
-    check_apart(down._replace(parts=(with_rank(down.parts[0], 9),)), 1, is_whole=True)
+    larger = down._replace(parts=(with_rank(down.parts[0], 9),))
+    check_apart(larger, 1, is_whole=False)
+    assert down.dense.memory() == []
+    check_apart(larger, 32, is_whole=True)
     assert len(down.dense.memory()) == 1
     # And a smaller one leaves room.
     check(joint._replace(parts=(with_rank(joint.parts[0], 1), without_adapters(joint.parts[1]), without_adapters(joint.parts[2]))), 1)
@@ -285,14 +318,75 @@ def test_an_adapter_that_the_room_is_too_small_for_is_served_by_a_copy():
 
 def test_weights_that_were_given_other_memory_are_settled_no_more():
     joint = make_joint()
-    give_back = joint.dense.settle(joint.parts)
+    settled = joint.dense.settle(joint.parts)
     other = torch.randn(NUM_OUTPUTS[1], NUM_INPUTS)
     joint.parts[1].weight.data = other
     assert joint.dense.settled(joint.parts) is None
     check(joint, 1)
     check(joint, MANY)
-    give_back()
+    # The others still share theirs.
+    assert settled.is_there()
+    settled.give_back()
     assert joint.parts[1].weight.data_ptr() == other.data_ptr()
+    assert all(part.weight.untyped_storage().nbytes() == part.weight.nbytes for part in joint.parts)
+
+
+def test_a_weight_that_has_no_memory_to_go_back_to_stays_and_a_warning_says_so(monkeypatch):
+    joint = make_joint()
+    values = [part.weight.detach().clone() for part in joint.parts]
+    settled = joint.dense.settle(joint.parts)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", full)
+        with pytest.warns(UserWarning, match="stays next to its adapter") as warned:
+            settled.give_back()
+    assert len(warned) == 3
+    assert all(torch.equal(part.weight, value) for part, value in zip(joint.parts, values))
+    check(joint, 1)
+    settled.give_back()
+    assert not settled.is_there()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        assert joint.dense.settle(joint.parts) is None
+    assert all(part.weight.untyped_storage().nbytes() == part.weight.nbytes for part in joint.parts)
+
+
+@pytest.mark.parametrize("make", [make_joint, make_down])
+def test_room_that_is_written_changes_no_version_of_a_weight(make):
+    joint = make()
+    joint.dense.settle(joint.parts)
+    x_TI = torch.randn(3, joint.num_inputs, requires_grad=True)
+    # Somebody else's backward reads the weight too.
+    y_TO = nn.functional.linear(x_TI, joint.parts[0].weight)
+    run(joint, 3)
+    y_TO.sum().backward()
+    assert x_TI.grad.abs().sum() > 0
+
+
+def test_weights_are_settled_and_given_back_in_inference_mode_for_training_later():
+    joint = make_joint()
+    with torch.inference_mode():
+        settled = joint.dense.settle(joint.parts)
+    assert not any(part.weight.is_inference() for part in joint.parts)
+    check(joint, 1)
+    with torch.inference_mode():
+        settled.give_back()
+    assert not any(part.weight.is_inference() for part in joint.parts)
+    check(joint, 1)
+
+
+def test_old_weights_are_not_kept_alive():
+    joint = make_joint()
+    settled = joint.dense.settle(joint.parts)
+    memory = weakref.ref(joint.parts[0].weight)
+    del joint
+    gc.collect()
+    assert memory() is None
+    assert not settled.is_there()
+    settled.give_back()
 
 
 @pytest.mark.parametrize("what", ["trained", "packed", "a view", "no adapters"])
@@ -364,8 +458,8 @@ def biased(joint, *, dtype=None):
 
 def packed(joint, monkeypatch):
     """The same layers as packed weights, which become dense below each other."""
-    monkeypatch.setattr(linears, "read_params4bit", lambda weight: weight)
-    monkeypatch.setattr(linears, "dequantise_many", lambda weights, *, outs: [out.copy_(weight) for out, weight in zip(outs, weights)])
+    monkeypatch.setattr(dense_weights, "read_params4bit", lambda weight: weight)
+    monkeypatch.setattr(dense_weights, "dequantise_many", lambda weights, *, outs: [out.copy_(weight) for out, weight in zip(outs, weights)])
     return joint._replace(parts=tuple(part._replace(is_packed=True) for part in joint.parts))
 
 
@@ -427,15 +521,15 @@ def test_a_bias_is_read_in_every_call():
 
 BIASED_PRODUCT = linears._biased_product
 FAULTS = {
-    "adapters of another place": ("write_block_diagonal", lambda out, blocks: out.zero_()),
-    "weights lost": ("_copy_rows", lambda out, rows: out.zero_()),
-    "biases lost": ("_biased_product", lambda x_TI, weight_OI, parts: x_TI @ weight_OI.T),
-    "biases of other layers": ("_biased_product", lambda x_TI, weight_OI, parts: BIASED_PRODUCT(x_TI, weight_OI, parts[::-1])),
+    "adapters of another place": (dense_weights, "write_block_diagonal", lambda out, blocks: out.zero_()),
+    "weights lost": (dense_weights, "_copy_rows", lambda out, rows: out.zero_()),
+    "biases lost": (linears, "_biased_product", lambda x_TI, weight_OI, parts: x_TI @ weight_OI.T),
+    "biases of other layers": (linears, "_biased_product", lambda x_TI, weight_OI, parts: BIASED_PRODUCT(x_TI, weight_OI, parts[::-1])),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault, monkeypatch):
-    monkeypatch.setattr(linears, *FAULTS[fault])
+    monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
         check(make_joint(), MANY)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_columns, check_float, check_rows_apart, check_tensor, do_ranges_overlap, is_same_memory
+from lightning_fastft.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.expert_gate import reference
@@ -108,7 +108,8 @@ def gate_backward(
     if addend is not None:
         _check_addend(addend, d_act_NF)
     if out is not None:
-        _check_out(out, gate_up_NP, d_act_NF, addend)
+        check_alike("out", out, "gate_up_NP", gate_up_NP)
+        check_out(out, may_be={"gate_up_NP": gate_up_NP}, must_not_meet=(d_act_NF, *(addend or ())))
     module = _choose(backend, gate_up_NP)
     with torch.no_grad():
         return module.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=need_act, out=out)
@@ -174,17 +175,3 @@ def _check_addend(addend: LowRankRows, d_act_NF: torch.Tensor) -> None:
         raise ShapeError(
             f"addend.low_NR is {tuple(low_NR.shape)} and addend.factor_RF {tuple(factor_RF.shape)}; their product must be {tuple(d_act_NF.shape)}."
         )
-
-
-def _check_out(out: torch.Tensor, gate_up_NP: torch.Tensor, d_act_NF: torch.Tensor, addend: LowRankRows | None) -> None:
-    """Refuse memory in which one program would write what another one has still to read."""
-    check_tensor("out", out, ndim=2, dtypes=(gate_up_NP.dtype,))
-    if out.shape != gate_up_NP.shape or out.device != gate_up_NP.device:
-        raise ShapeError(f"out is {tuple(out.shape)} on {out.device}; it must be {tuple(gate_up_NP.shape)} on {gate_up_NP.device}.")
-    check_columns("out", out)
-    check_rows_apart("out", out)
-    others = [d_act_NF, *(addend or ())]
-    if not is_same_memory(out, gate_up_NP):
-        others.append(gate_up_NP)
-    if any(do_ranges_overlap(out, other) for other in others):
-        raise ShapeError("out shares memory with another input or with a part of gate_up_NP. Give gate_up_NP itself, memory of its own, or None.")

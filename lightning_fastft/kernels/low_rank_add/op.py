@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_columns, check_rows_apart, check_tensor, do_ranges_overlap, is_same_memory
+from lightning_fastft.checks import check_alike, check_columns, check_out, check_tensor
 from lightning_fastft.errors import ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, plain_numbers, uses_triton
 from lightning_fastft.kernels.low_rank_add import reference
@@ -65,10 +65,10 @@ def add_low_rank(
     check_columns("base_TN", base_TN)
     _check_factors(low_TR, factor_RN, base_TN)
     if residual_TN is not None:
-        _check_alike("residual_TN", residual_TN, base_TN)
+        check_alike("residual_TN", residual_TN, "base_TN", base_TN)
     if out is not None:
-        _check_alike("out", out, base_TN)
-        _check_out(out, may_be=(base_TN, residual_TN), must_not_meet=(low_TR, factor_RN))
+        check_alike("out", out, "base_TN", base_TN)
+        check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
     # Autocast would round what the plain twin multiplies.
     with plain_numbers(base_TN.device.type):
         return _choose(backend, base_TN).add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)
@@ -92,19 +92,3 @@ def _check_factors(low_TR: torch.Tensor, factor_RN: torch.Tensor, base_TN: torch
     check_columns("low_TR", low_TR)
     if (low_TR.shape[0], factor_RN.shape[1]) != base_TN.shape or low_TR.shape[1] != factor_RN.shape[0]:
         raise ShapeError(f"low_TR is {tuple(low_TR.shape)} and factor_RN {tuple(factor_RN.shape)}; their product must be {tuple(base_TN.shape)}.")
-
-
-def _check_alike(name: str, tensor: torch.Tensor, base_TN: torch.Tensor) -> None:
-    """Refuse a tensor of other rows or columns."""
-    check_tensor(name, tensor, ndim=2, dtypes=(base_TN.dtype,))
-    if tensor.shape != base_TN.shape or tensor.device != base_TN.device:
-        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as base_TN: {tuple(base_TN.shape)} on {base_TN.device}.")
-    check_columns(name, tensor)
-
-
-def _check_out(out: torch.Tensor, *, may_be: tuple[torch.Tensor | None, ...], must_not_meet: tuple[torch.Tensor, ...]) -> None:
-    """Refuse memory in which one program would write what another one has still to read."""
-    check_rows_apart("out", out)
-    others = [*must_not_meet, *(other for other in may_be if other is not None and not is_same_memory(out, other))]
-    if any(do_ranges_overlap(out, other) for other in others):
-        raise ShapeError("out shares memory with an input or with a part of one. Give base_TN or residual_TN itself, memory of its own, or None.")

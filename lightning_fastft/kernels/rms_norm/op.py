@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_columns, check_float, check_rows_apart, check_tensor, do_ranges_overlap, is_same_memory
+from lightning_fastft.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor, do_ranges_overlap
 from lightning_fastft.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.rms_norm import reference
@@ -68,10 +68,10 @@ def rms_norm_forward(
     _check_form(form)
     _check_weight(weight_D, x_TD)
     if residual_TD is not None:
-        _check_alike("residual_TD", residual_TD, "x_TD", x_TD)
+        check_alike("residual_TD", residual_TD, "x_TD", x_TD)
     if out is not None:
-        _check_alike("out", out, "x_TD", x_TD)
-        _check_out(out, may_be=(), must_not_meet=(x_TD, weight_D, residual_TD))
+        check_alike("out", out, "x_TD", x_TD)
+        check_out(out, may_be={}, must_not_meet=(x_TD, weight_D, residual_TD))
     with torch.no_grad():
         return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD, out=out)
 
@@ -133,14 +133,14 @@ def rms_norm_backward(
     _check_form(form)
     _check_weight(weight_D, sum_TD)
     check_choice("needs_weight", needs_weight, (False, True))
-    _check_alike("d_y_TD", d_y_TD, "sum_TD", sum_TD)
+    check_alike("d_y_TD", d_y_TD, "sum_TD", sum_TD)
     if d_sum_TD is not None:
-        _check_alike("d_sum_TD", d_sum_TD, "sum_TD", sum_TD)
+        check_alike("d_sum_TD", d_sum_TD, "sum_TD", sum_TD)
     if rstd_T is not None:
         _check_rstd("rstd_T", rstd_T, sum_TD)
     if out is not None:
-        _check_alike("out", out, "sum_TD", sum_TD)
-        _check_out(out, may_be=(d_y_TD, d_sum_TD), must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out))
+        check_alike("out", out, "sum_TD", sum_TD)
+        check_out(out, may_be={"d_y_TD": d_y_TD, "d_sum_TD": d_sum_TD}, must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out))
     if rstd_out is not None:
         _check_rstd("rstd_out", rstd_out, sum_TD)
         if any(do_ranges_overlap(rstd_out, other) for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD) if other is not None):
@@ -179,14 +179,6 @@ def _check_rows(name: str, tensor: torch.Tensor) -> None:
     check_columns(name, tensor)
 
 
-def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuse a tensor that belongs to other rows."""
-    check_tensor(name, tensor, ndim=2, dtypes=(other.dtype,))
-    if tensor.shape != other.shape or tensor.device != other.device:
-        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as {other_name}: {tuple(other.shape)} on {other.device}.")
-    check_columns(name, tensor)
-
-
 def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
     """Refuse a weight that is not one number per column."""
     check_tensor("weight_D", weight_D, ndim=1, dtypes=_DTYPES if x_TD.dtype is torch.float64 else TRITON_DTYPES)
@@ -207,15 +199,3 @@ def _check_vector(name: str, vector: torch.Tensor, size: int, x_TD: torch.Tensor
         )
     if not vector.is_contiguous():
         raise ShapeError(f"{name} has stride {vector.stride(0)}; it must be contiguous: call .contiguous() on it.")
-
-
-def _check_out(out: torch.Tensor, *, may_be: tuple[torch.Tensor | None, ...], must_not_meet: tuple[torch.Tensor | None, ...]) -> None:
-    """Refuse memory in which one program would write what another one has still to read, or what was saved."""
-    check_rows_apart("out", out)
-    is_shared = any(do_ranges_overlap(out, other) for other in must_not_meet if other is not None)
-    for other in may_be:
-        if other is not None and not is_same_memory(out, other):
-            is_shared = is_shared or do_ranges_overlap(out, other)
-    if is_shared:
-        allowed = "d_y_TD or d_sum_TD itself, memory" if may_be else "memory"
-        raise ShapeError(f"out shares memory with an input. Give {allowed} of its own, or None.")
