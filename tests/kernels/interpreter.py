@@ -12,9 +12,9 @@ def pytest_configure():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Put the tests of planted faults into their lane, before pytest selects by marks."""
+    """Put the tests of planted faults and their control into their lane, before pytest selects by marks."""
     for item in items:
-        if item.originalname.endswith("is_seen"):
+        if item.originalname.endswith(("is_seen", "same_check_passes", "same_checks_pass")):
             item.add_marker(pytest.mark.fault)
 
 

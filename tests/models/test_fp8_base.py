@@ -10,10 +10,11 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
-from lightning_fastft.models import fp8_base, linear_parts, linears
+from lightning_fastft.models import fp8_base
 from lightning_fastft.models.adapters import install_adapter_shadows
 from lightning_fastft.models.decoder import install_fp8_base
 from lightning_fastft.models.fp8_base import FP8_ATTRIBUTE
+from lightning_fastft.models.linear_parts import read_part
 from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
 from tests.models.layer_pairs import add_lora, build, fuse, is_served, layers_of, step
@@ -118,7 +119,7 @@ def test_products_are_those_of_rounded_rows_and_weights():
     in_fp8(model)
     step(model, make_batch(BATCH))
     (weight, *_), layer = weights_of(model), layers_of(model)[0]
-    parts = [linear_parts.read_part(module, dtype=torch.float32) for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)]
+    parts = [read_part(module, dtype=torch.float32) for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)]
     dense_OI = torch.cat([part.weight for part in parts])
     x_TI, d_TO = torch.randn(7, 64), torch.randn(7, len(dense_OI))
     scale_O = weight_rows(dense_OI).scale_T
