@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.errors import DataError, OptionError
 from lightning_fastft.models.loading import ModelSource, build_model
 from lightning_fastft.module import FineTuner
@@ -122,3 +124,23 @@ def test_qlora_resumes_and_generates_on_either_device(tmp_path):
     module.cuda()
     assert len(module.generate(["w5 w6", "w7"], max_new_tokens=4, do_sample=False)) == 2
     assert module.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_frozen_weights_lie_next_to_their_adapters_while_it_trains(tmp_path, cuda_graphs):
+    counts = []
+
+    def count(trainer, pl_module, *_):
+        counts.append(sum(parameter.untyped_storage().nbytes() != parameter.nbytes for parameter in pl_module.model.parameters()))
+
+    losses = []
+    for callbacks in ([], [FusedKernels(cuda_graphs=cuda_graphs)]):
+        torch.manual_seed(0)
+        module = tuner(lora=LORA, dtype="float32")
+        looks = LambdaCallback(on_train_batch_end=count, on_train_end=count)
+        trainer = gpu_trainer(tmp_path, max_steps=12, callbacks=[*callbacks, looks])
+        trainer.fit(module, packed_loader(3))
+        losses.append(trainer.validate(module, packed_loader(3), verbose=False)[0]["val_loss"])
+    settled = 7 * CONFIG["num_hidden_layers"]
+    assert counts == [0] * 13 + [settled] * 12 + [0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
