@@ -8,8 +8,8 @@ the packs of the workload, and times are the newest rows of results.csv. Of each
 apart, because its products have another ceiling.
 
 - *MFU*: operations over the step's time, against the data sheet's dense bf16 peak of the device.
-- *products alone*: the time of linear layers and head at 790 TFLOPS, which an H200 gives for bf16 products of 8,192 x 8,192 random numbers before its
-  power limit holds it back, and of attention at what cuDNN 9.19 gives there for a causal document of that length
+- *products alone*: the time of linear layers and head at 790 TFLOPS, a ceiling that is taken as given for bf16 products of random numbers on an H200,
+  and of attention at what cuDNN 9.19 gives there for a causal document of that length
   (https://github.com/NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training). Norms, activations, rotation, losses, optimizer and adapters' thin
   products move bytes on top of it, so no step can be at 100 %.
 """

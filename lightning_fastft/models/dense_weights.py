@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fastft.kernels.block_diagonal.op import MAX_COLUMNS, write_block_diagonal
 from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
@@ -61,12 +60,12 @@ class RoomyRows:
 
 
 class _Room(NamedTuple):
-    """Memory that weights share with their adapters: its rows and columns, those of its rows that are weights, and the row in which one begins."""
+    """Memory that weights share with their adapters: its shape, its bytes, and the addresses at which the weights begin in it."""
 
     num_rows: int
     num_columns: int
-    num_outputs: int
-    first_row: int
+    num_bytes: int
+    addresses: tuple[int, ...]
 
 
 class SettledWeights:
@@ -116,8 +115,8 @@ class DenseWeights:
     def __init__(self) -> None:
         self.rows, self.gradients = RoomyRows(), RoomyRows()
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # By parameter. The memory is the parameter's own: whoever gives it other memory frees this.
-        self._rooms: Any = WeakIdKeyDictionary()
+        # By the address of the first weight of a product. The memory is the parameters' own: whoever gives them other memory frees this.
+        self._rooms: dict[int, _Room] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model makes its own."""
@@ -160,11 +159,10 @@ class DenseWeights:
         One product with it adds the adapters to the base, and one gives the gradient of rows and narrow rows.
         """
         num_inputs, num_extra = parts[0].num_inputs, aligned(_num_ranks(parts))
-        settled = self.settled(parts) if self.has_room_beside(parts) else None
-        if settled is None:
-            dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
+        if self.has_room_beside(parts):
+            dense = self._memory_of(parts)[:, : num_inputs + num_extra]
         else:
-            dense = settled[:, : num_inputs + num_extra]
+            dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
         blocks = [dense.new_empty(part.num_outputs, 0) if part.narrow_b_OR is None else part.narrow_b_OR for part in parts]
         write_block_diagonal(dense[:, num_inputs:], blocks)
         return dense
@@ -175,11 +173,10 @@ class DenseWeights:
         One product with it gives the whole gradient of the rows that the layer reads, from that of its output and that of the narrow rows behind it.
         """
         num_outputs, num_ranks = part.num_outputs, a_RI.shape[0]
-        settled = self.settled((part,)) if self.has_room_below(part) else None
-        if settled is None:
-            dense = self.gather((part,), num_inputs=part.num_inputs, dtype=a_RI.dtype, num_extra_rows=aligned(num_ranks))
+        if self.has_room_below(part):
+            dense = self._memory_of((part,))[: num_outputs + aligned(num_ranks)]
         else:
-            dense = settled[: num_outputs + aligned(num_ranks)]
+            dense = self.gather((part,), num_inputs=part.num_inputs, dtype=a_RI.dtype, num_extra_rows=aligned(num_ranks))
         dense[num_outputs : num_outputs + num_ranks] = a_RI
         dense[num_outputs + num_ranks :] = 0.0
         return dense
@@ -215,35 +212,43 @@ class DenseWeights:
                 place = memory[first : first + weight.shape[0], :num_inputs]
                 _copy_rows(place, weight.data)
                 weight.data = place
-                self._rooms[weight] = _Room(num_rows, num_columns, num_outputs, first)
                 first += weight.shape[0]
+        addresses = tuple(weight.data_ptr() for weight in weights)
+        self._rooms[addresses[0]] = _Room(num_rows, num_columns, memory.untyped_storage().nbytes(), addresses)
         return SettledWeights(weights, memory)
 
     def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
         """Return the memory in which these weights and no others lie with room for their adapters; None where they lie elsewhere, or do so by now."""
-        first = parts[0].weight
-        room = self._rooms.get(first)
-        if room is None or first.untyped_storage().nbytes() != room.num_rows * room.num_columns * first.itemsize:
-            return None
-        if room.num_outputs != sum(part.num_outputs for part in parts):
-            return None
-        for part in parts:
-            weight, own = part.weight, self._rooms.get(part.weight)
-            is_there = own is not None and weight.stride(0) == room.num_columns and weight.storage_offset() == own.first_row * room.num_columns
-            if not is_there or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-                return None
-        # As data: what is written into the room changes no weight, and no version of one that a backward looks at.
-        return first.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
+        return None if self._room_of(parts) is None else self._memory_of(parts)
 
     def has_room_beside(self, parts: Sequence[LinearPart]) -> bool:
-        """Whether these weights are settled with room for as many ranks as their adapters have."""
-        settled = self.settled(parts)
-        return settled is not None and settled.shape[1] >= parts[0].num_inputs + aligned(_num_ranks(parts))
+        """Whether these weights are settled with room for as many ranks as their adapters have; some microseconds of the host."""
+        room = self._room_of(parts)
+        return room is not None and room.num_columns >= parts[0].num_inputs + aligned(_num_ranks(parts))
 
     def has_room_below(self, part: LinearPart) -> bool:
-        """Whether this weight is settled with room for as many ranks as its adapter has."""
-        settled = self.settled((part,))
-        return settled is not None and settled.shape[0] >= part.num_outputs + aligned(part.rank)
+        """Whether this weight is settled with room for as many ranks as its adapter has; some microseconds of the host."""
+        room = self._room_of((part,))
+        return room is not None and room.num_rows >= part.num_outputs + aligned(part.rank)
+
+    def _room_of(self, parts: Sequence[LinearPart]) -> _Room | None:
+        """Return the room of weights that lie where they were settled."""
+        room = self._rooms.get(parts[0].weight.data_ptr())
+        if room is None or len(parts) != len(room.addresses):
+            return None
+        for part, address in zip(parts, room.addresses):
+            if part.weight.data_ptr() != address or part.weight.stride(0) != room.num_columns:
+                return None
+        # Memory that was freed may be another weight's by now, at the same address, but not of this size.
+        return room if parts[0].weight.untyped_storage().nbytes() == room.num_bytes else None
+
+    def _memory_of(self, parts: Sequence[LinearPart]) -> torch.Tensor:
+        """Return the memory of settled weights.
+
+        As data: what is written into the room changes no weight, and no version of one that a backward looks at.
+        """
+        room = self._rooms[parts[0].weight.data_ptr()]
+        return parts[0].weight.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
 
 
 def aligned(num_columns: int) -> int:

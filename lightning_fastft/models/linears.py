@@ -86,10 +86,11 @@ def rows_for(joint: Joint, like_TI: torch.Tensor) -> torch.Tensor:
 def gradients_for(joint: Joint, like_TO: torch.Tensor) -> torch.Tensor:
     """Return memory for gradients of an output, shape (T, O), that rows_gradients reads where it lies, with room for narrow rows behind each.
 
-    The room is for one layer with as many ranks as the largest of these. Only what was asked for last has it: other gradients, and those of a layer
-    with other ranks, are copied where they need it.
+    The room is for one layer with as many ranks as the largest of these; weights that compute in a format of their own read none. Only what was asked
+    for last has it: other gradients, and those of a layer with other ranks, are copied where they need it.
     """
-    return joint.dense.gradients.give(like_TO, num_ranks=max(part.rank for part in joint.parts))
+    num_ranks = 0 if joint.base is not None else max(part.rank for part in joint.parts)
+    return joint.dense.gradients.give(like_TO, num_ranks=num_ranks)
 
 
 def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
@@ -249,8 +250,9 @@ def _has_augmented(joint: Joint, num_rows: int) -> bool:
 def _has_appended(joint: Joint, d_TO: torch.Tensor) -> bool:
     """Whether the gradient of the rows is one product with the adapter below the weight.
 
-    What is saved, the addition where those rows are read next, was 0.6 ms for 32,768 x 14,336 on an H200. The copies, where they are needed, move 4
-    bytes per row and output, and per input and output where weights are neither packed nor settled: 0.2 ms with 4,096 outputs.
+    What is saved is the addition where those rows are read next: 0.6 ms for 32,768 x 14,336 on an H200 (python -m benchmarks.row_kernels --only
+    "expert_gate backward" --rows 32768 --expert-width 14336). The copies, where they are needed, move 4 bytes per row and output, and per input and
+    output where weights are neither packed nor settled.
     """
     part = joint.parts[0]
     if joint.base is not None or len(joint.parts) > 1 or not part.rank:

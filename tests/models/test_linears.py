@@ -272,6 +272,12 @@ def test_room_is_found_again_in_its_own_rows_alone():
     assert not roomy.has_room(rows_TD, num_ranks=3)
 
 
+def test_weights_that_compute_in_a_format_of_their_own_ask_for_no_room():
+    joint, like_TO = make_down(), torch.ones(4, 16)
+    assert linears.gradients_for(joint, like_TO).stride(0) == 16 + 8
+    assert linears.gradients_for(joint._replace(base=object()), like_TO).is_contiguous()
+
+
 @pytest.mark.parametrize("is_given", [False, True])
 def test_narrow_rows_are_laid_behind_rows_that_keep_their_values(is_given):
     roomy, rows_TD, low_TR = RoomyRows(), torch.randn(4, 16), torch.randn(4, 3)
@@ -403,12 +409,14 @@ def test_other_weights_stay_where_they_are(what, monkeypatch):
 
 def test_memory_of_settled_weights_is_freed_with_them():
     joint = make_joint()
-    joint.dense.settle(joint.parts)
-    assert len(joint.dense._rooms) == 3
-    dense = joint.dense
+    settled, dense = joint.dense.settle(joint.parts), joint.dense
     del joint
     gc.collect()
-    assert len(dense._rooms) == 0
+    assert settled._memory.expired()
+    # Another weight at the same address is none of them.
+    other = make_joint()
+    dense._rooms = {other.parts[0].weight.data_ptr(): room for room in dense._rooms.values()}
+    assert dense.settled(other.parts) is None
 
 
 def test_from_so_many_rows_on_weights_are_copied_next_to_their_adapters():
