@@ -36,7 +36,7 @@ class FusedKernels(ModelSwaps):
 
     Args:
         cuda_graphs: Record the forward and the backward of each layer as CUDA graphs after the first steps, so that a step costs the host two
-            launches per layer. For one device, LoRA without dropout or full fine-tuning, packs of one length or two
+            launches per layer. For one device or DDP, LoRA without dropout or full fine-tuning, packs of one length or two
             (``PackedDataModule(pad_to_max=True)``), and plans that send nothing to the host; anything else runs as ever, and the table says why.
             Memory that the graphs need stays reserved between steps, in validation too.
         base_compute: How the products with frozen weights compute, forward and by the input. "model_dtype": in the dtype of the model. "fp8": in e4m3

@@ -106,7 +106,8 @@ class LayerGraphs:
     A micro-batch runs as ever when it is one of the first two of as many tokens, or when the backward of an earlier one is still to come; when its
     layers are under a plan that copies to the host or is still being measured; and for the reasons that ``status`` names. It needs memory of its own
     then, beside that of the graphs. Gradients of what is trained are written to buffers that ``Parameter.grad`` refers to; hooks that run when a
-    gradient is accumulated would be passed over, so a layer with such hooks is not recorded.
+    gradient is accumulated would be passed over, so a layer with such hooks is not recorded. In a process group autograd accumulates what the buffers
+    hold, so that DistributedDataParallel finds every gradient when its layer is done, and sends it beside the layers that follow.
 
     Args:
         layers: Fused decoder layers, in order.
@@ -250,8 +251,6 @@ class LayerGraphs:
             return f"CUDA graphs do not exist on {hidden.device.type}"
         if torch.is_autocast_enabled(hidden.device.type):
             return "autocast"
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            return "several ranks, whose gradients are sent while the backward runs"
         segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
         if segment is not None and segment.engine is not None:
             return "the plan copies activations to the host"
@@ -428,8 +427,10 @@ class _LayerGraph:
         for backend, count in recording.backends.items():
             for _ in range(count):
                 context.note_read(backend)
-        anchor = None if hidden.requires_grad else recording.trained[0]
         self._graphs.num_replays += 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return _RankReplay.apply(hidden, _Run(self._graphs, recording), *recording.trained)
+        anchor = None if hidden.requires_grad else recording.trained[0]
         return _Replay.apply(hidden, anchor, _Run(self._graphs, recording))
 
     def _find(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recording | None:
@@ -490,6 +491,7 @@ class _Run:
         return recording.out.detach()
 
     def backward(self, d_out: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of the hidden states; those of what is trained lie in the memory of the recording."""
         if self.is_over:
             raise SwapError("A second backward through recorded layers: what the first one needed is gone. Leave cuda_graphs out of FusedKernels.")
         self.is_over = True
@@ -499,14 +501,18 @@ class _Run:
             recording.d_hidden.copy_(d_out)
         # A gradient of an earlier micro-batch may lie where this one will be written.
         for parameter, gradient in recording.gradients:
-            if parameter.grad is gradient:
-                parameter.grad = gradient.clone()
+            if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
+                parameter.grad = parameter.grad.clone()
         if recording.backward is None:
             self._record_backward()
         assert recording.backward is not None
         recording.backward()
+        return recording.d_hidden.detach() if recording.hidden.requires_grad else None
+
+    def accumulate(self) -> None:
+        """Let parameters refer to their gradients, added to what they have."""
         held, added = [], []
-        for parameter, gradient in recording.gradients:
+        for parameter, gradient in self._recording.gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -514,7 +520,11 @@ class _Run:
                 added.append(gradient)
         if held:
             torch._foreach_add_(held, added)
-        return recording.d_hidden.detach() if recording.hidden.requires_grad else None
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of what is trained, in its order; None where the layer has none."""
+        found = {parameter: gradient.detach() for parameter, gradient in self._recording.gradients}
+        return [found.get(parameter) for parameter in self._recording.trained]
 
     def _record_backward(self) -> None:
         recording = self._recording
@@ -546,7 +556,23 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        return ctx.run.backward(grads[0]), None, None
+        d_hidden = ctx.run.backward(grads[0])
+        ctx.run.accumulate()
+        return d_hidden, None, None
+
+
+class _RankReplay(torch.autograd.Function):
+    """A recorded layer whose gradients autograd accumulates, so that whoever waits for them is told."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, run: _Run, *trained: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+        ctx.run = run
+        return run.forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        d_hidden = ctx.run.backward(grads[0])
+        return d_hidden, None, *ctx.run.gradients()
 
 
 def _plan_of(layer: Any) -> SegmentPlan | None:  # noqa: ANN401 - a decoder layer

@@ -23,7 +23,7 @@ from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import render_status_table
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.callbacks.fused_kernels_worker import BFLOAT16, CASES, train
+from tests.callbacks.fused_kernels_worker import BFLOAT16, CASES, NUM_RECORDED_STEPS, RECORDED, train
 from tests.models.layer_pairs import layers_of
 from tests.models.tiny_models import TINY, build_tiny
 from tests.strategies.strategy_worker import BOUND, difference
@@ -333,3 +333,14 @@ def test_two_ranks_serve_bf16_with_fp32_adapters(two_ranks, case):
     assert found["own"] == 0
     expected = train("one", case[1], "keep", dtype="bfloat16")
     assert difference(found["state"], expected["state"]) <= 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RECORDED, ids=str)
+def test_ranks_whose_layers_are_recorded_equal_one_process(two_ranks, case):
+    found = two_ranks[("recorded", *case)]
+    # Two layers; two micro-batches of each of two lengths run as ever, the other two are recorded.
+    assert found["replays"] == 2 * 2 * 2
+    assert found["status"][:2] == ("layer graphs", "active")
+    expected = train("one", *case[:2], is_fused=False, max_steps=NUM_RECORDED_STEPS)
+    assert difference(found["state"], expected["state"]) <= BOUND
