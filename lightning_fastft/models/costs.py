@@ -16,6 +16,7 @@ from lightning_fastft.models.expert_nf4 import check_experts
 from lightning_fastft.models.families import decoder_layers
 from lightning_fastft.models.loading import ModelSource
 from lightning_fastft.models.metering import NF4_BYTES_PER_WEIGHT, WINDOW_ATTRIBUTE, Meter, Reading, set_metered_attention
+from lightning_fastft.models.streaming import movable_embedding_bytes
 from lightning_fastft.models.values import ATTENTION_VALUE
 from lightning_fastft.offload.machines import Gpu
 from lightning_fastft.offload.step import SegmentCost, StepCost, ValueCost
@@ -91,6 +92,7 @@ def model_costs(
         head_peak_bytes=head_bytes,
         head_ms=head_ms,
         other_ms=_OPTIMIZER_PASSES * optimizer_bytes / machine.reached_bytes_per_s * 1e3,
+        embedding_bytes=movable_embedding_bytes(base),
     )
 
 

@@ -73,6 +73,7 @@ class CudaRecorder:
         # What steps left in the allocator's cache cannot be used by graphs, and cannot be given back while one is recorded.
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -81,11 +82,14 @@ class CudaRecorder:
         generator = torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
         self._stream.wait_stream(current)
+        if not self._graphs:
+            # A pool ends with the last of its graphs.
+            self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
-            # Kernels may be compiled and loaded on the way, and other threads pin memory meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             is_done = False
             try:
+                # Kernels may be compiled and loaded on the way, and other threads pin memory meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
                 work()
                 is_done = True
             finally:
@@ -97,6 +101,7 @@ class CudaRecorder:
                     generator.graphsafe_set_state(before)
             graph.capture_end()
         current.wait_stream(self._stream)
+        self._graphs.add(graph)
         return graph.replay
 
 

@@ -13,7 +13,7 @@ from lightning_fastft.models.attention import install_attention
 from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models
 from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
-from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming
+from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming, movable_embedding_bytes
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.models.tiles import install_tiles
 from lightning_fastft.models.values import install_value_points
@@ -73,6 +73,7 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
                 if checkpointing.mlp_tiles > 1:
                     install_tiles(layers, checkpointing.segments_of(), ledger, num_tiles=checkpointing.mlp_tiles)
                 checkpointing.stacks[-1].stream_weights = functools.partial(_stream_weights, model, ledger)
+                checkpointing.stacks[-1].embedding_bytes = functools.partial(movable_embedding_bytes, model)
         # With several models in one module the table says whose status it is.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
@@ -97,11 +98,13 @@ def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) ->
         return region.tensor
 
     weights, streamer = install_weight_streaming(model, ledger, lanes=lanes, allocate_host=allocate)
+    embedding_bytes = movable_embedding_bytes(model)
     embedding = install_host_embedding(model, ledger, lanes=lanes, allocate_host=allocate)
     # The forward that is about to run may have passed the hooks of its first layer.
     streamer.use(0, direction=1)
     enter_backward = functools.partial(streamer.use, 0, direction=-1)
-    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes, (weights, embedding), enter_backward)
+    num_embedding_bytes = embedding_bytes if embedding.state == "active" else 0
+    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes, num_embedding_bytes, (weights, embedding), enter_backward)
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

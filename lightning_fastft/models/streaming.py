@@ -209,6 +209,20 @@ def _host_class(old: type[nn.Module]) -> type[nn.Module]:
     return type(f"Host{old.__name__}", (old, HostEmbedding), {"__module__": __name__, "__doc__": HostEmbedding.__doc__})
 
 
+def movable_embedding_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the input embedding where ``install_host_embedding`` would move it; 0 where it stays on the device.
+
+    Args:
+        model: A Hugging Face causal language model, also one inside a PEFT model.
+    """
+    embedding = model.get_input_embeddings()
+    try:
+        obstacle = _embedding_obstacle(model, embedding)
+    except UnsupportedModelError:
+        return 0
+    return 0 if obstacle else int(embedding.weight.numel() * embedding.weight.element_size())
+
+
 def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
     """Return why an embedding has to stay on the device; empty when nothing speaks against it."""
     if not isinstance(embedding, nn.Embedding) or isinstance(embedding, HostEmbedding):

@@ -109,6 +109,7 @@ class StepModel:
         streamed = [number for number, plan in enumerate(segments) if plan.is_streamed and self.cost.segments[number].weight_bytes]
         clock = _Clock(self.machine, limit_bytes=staging, intervals=intervals)
         weights = _WeightLane(clock, [self.cost.segments[number].weight_bytes for number in streamed], streamed)
+        embedding_bytes = self.cost.embedding_bytes if streamed else 0
         for number, work in enumerate(works):
             self._forward(clock, weights, number, work)
         clock.begin("head")
@@ -120,9 +121,9 @@ class StepModel:
         return Outcome(
             step_ms=clock.now,
             exposed_ms=clock.waited,
-            host_bytes=sum(work.host_bytes for work in works) + weights.num_bytes,
+            host_bytes=sum(work.host_bytes for work in works) + weights.num_bytes + embedding_bytes,
             staging_bytes=staging,
-            memory=self._memory(works, base=self.cost.base_bytes - weights.num_bytes + weights.slot_bytes, staging=staging),
+            memory=self._memory(works, base=self.cost.base_bytes - weights.num_bytes - embedding_bytes + weights.slot_bytes, staging=staging),
         )
 
     def _forward(self, clock: _Clock, weights: _WeightLane, number: int, work: _Work) -> None:

@@ -307,7 +307,7 @@ def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
         )
         for segment in cost.segments
     )
-    return StepCost(segments, cost.base_bytes, round(cost.head_peak_bytes * factor), cost.head_ms * factor, cost.other_ms)
+    return cost._replace(segments=segments, head_peak_bytes=round(cost.head_peak_bytes * factor), head_ms=cost.head_ms * factor)
 
 
 def make_clock(device: torch.device) -> Clock:

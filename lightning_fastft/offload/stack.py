@@ -50,12 +50,14 @@ class StreamedWeights(NamedTuple):
     Args:
         num_host_bytes: Their bytes there.
         num_slot_bytes: Bytes of the device slots for them.
+        num_embedding_bytes: Bytes of an input embedding that went with them.
         statuses: What to tell the user.
         enter_backward: Brings the first layer in for its backward; None where nothing has to.
     """
 
     num_host_bytes: int
     num_slot_bytes: int
+    num_embedding_bytes: int = 0
     statuses: tuple[Status, ...] = ()
     enter_backward: Callable[[], None] | None = None
 
@@ -90,8 +92,9 @@ class SegmentStack:
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         self.note = ""
-        # Moves the frozen weights of the layers to the host; set by who knows the model.
+        # Moves the frozen weights of the layers to the host, and says how many bytes of embedding would go with them; set by who knows the model.
         self.stream_weights: Callable[[Lanes], StreamedWeights] | None = None
+        self.embedding_bytes: Callable[[], int] = lambda: 0
         self.streamed: StreamedWeights | None = None
         self.make_lanes: Callable[[torch.device], Lanes] = lambda device: make_lanes(device, is_serial=options.is_serial)
         self._lanes: Lanes | None = None
@@ -320,14 +323,19 @@ class SegmentStack:
         assert self._step is not None
         assert self._saved is not None
         counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
+        embedding_bytes, extra_bytes = self.embedding_bytes(), self._extra_bytes()
+        if self.streamed is not None:
+            # Streamed weights are counted as if resident: the plan takes them off again.
+            embedding_bytes = self.streamed.num_embedding_bytes
+            extra_bytes += sum(self._weight_bytes) - self.streamed.num_slot_bytes + embedding_bytes
         cost = self._step.read(
             self.segments,
             input_bytes=align(self._timed_bytes),
             saved_bytes=lambda index: counted[self._kinds[index]] * self._timed_bytes // self._counted_bytes,
-            # Streamed weights are counted as if resident: the plan takes them off again.
-            extra_bytes=self._extra_bytes() + (0 if self.streamed is None else sum(self._weight_bytes) - self.streamed.num_slot_bytes),
+            extra_bytes=extra_bytes,
             weight_bytes=self._weight_bytes,
         )
+        cost = cost._replace(embedding_bytes=embedding_bytes)
         self.cost = scale_cost(cost, self._most_bytes / self._timed_bytes, input_bytes=self._input_bytes)
         self._step = None
         self._phase = _PLANNED
@@ -362,16 +370,21 @@ class SegmentStack:
         """The fastest plan with resident weights where one fits, else with streamed ones."""
         assert self.cost is not None
         plan = functools.partial(
-            make_plan, self.cost, vram_budget_bytes=vram_budget, host_budget_bytes=host_budget, machine=machine, buffers=self.options.buffers
+            make_plan, vram_budget_bytes=vram_budget, host_budget_bytes=host_budget, machine=machine, buffers=self.options.buffers
         )
         if self.streamed is not None:
-            return plan(weights="stream")
+            return plan(self.cost, weights="stream")
         if self.options.weights == "resident" or self.stream_weights is None or machine.is_unified:
-            return plan(weights="resident")
-        found = plan(weights="auto")
+            return plan(self.cost, weights="resident")
+        found = plan(self.cost, weights="auto")
         if any(segment.is_streamed for segment in found.segments):
             self._stream(device)
             self._report("activations: no plan fits with all weights on the device, so frozen weights are streamed from the host")
+            assert self.streamed is not None
+            if self.streamed.num_embedding_bytes != self.cost.embedding_bytes:
+                # The embedding turned out to be one that stays.
+                self.cost = self.cost._replace(embedding_bytes=self.streamed.num_embedding_bytes)
+                return plan(self.cost, weights="stream")
         return found
 
     def _stream(self, device: torch.device) -> None:

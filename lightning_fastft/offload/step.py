@@ -60,6 +60,7 @@ class StepCost(NamedTuple):
         head_peak_bytes: Transient of the final norm, the head and the loss.
         head_ms: Their time, forward and backward.
         other_ms: Embedding, optimizer and clipping.
+        embedding_bytes: Of base_bytes, those of an input embedding that goes to the host together with streamed weights.
     """
 
     segments: tuple[SegmentCost, ...]
@@ -67,6 +68,7 @@ class StepCost(NamedTuple):
     head_peak_bytes: int
     head_ms: float
     other_ms: float
+    embedding_bytes: int = 0
 
 
 class Machine(NamedTuple):

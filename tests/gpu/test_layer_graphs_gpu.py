@@ -1,9 +1,11 @@
 """Decoder layers from CUDA graphs: the steps of layers that run as ever, without a host wait, in memory that does not grow."""
 
 import copy
+import gc
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoConfig
 
 from lightning_fastft.models.adapters import install_adapter_shadows
 from lightning_fastft.models.decoder import install_layer_graphs
+from lightning_fastft.models.layer_graphs import CudaRecorder
 from lightning_fastft.models.loading import ModelSource, build_model
 from lightning_fastft.models.moe import install_bincount_router
 from lightning_fastft.models.packed import install_packed_training
@@ -141,6 +144,31 @@ def test_replays_wait_for_nothing_and_need_no_more_memory(policy):
     torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() == reserved
     assert graphs.num_replays == 3 * (4 * len(PACKS) - 2)
+
+
+def test_recordings_that_are_all_dropped_are_no_obstacle_to_the_next():
+    recorder, number = CudaRecorder(torch.device("cuda", 0)), torch.zeros((), device="cuda")
+    for _ in range(2):
+        recorder.record(lambda: number.add_(torch.ones_like(number)))
+        gc.collect()
+    recorder.record(lambda: number.add_(torch.ones_like(number)))()
+    assert number.item() == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_recording_that_cannot_begin_leaves_the_process_as_it_was(when):
+    recorder, number, begin = CudaRecorder(torch.device("cuda", 0)), torch.zeros((), device="cuda"), torch.cuda.CUDAGraph.capture_begin
+
+    def fail(graph, *args, **options):
+        if when == "after":
+            begin(graph, *args, **options)
+        raise RuntimeError("planted")
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", fail), pytest.raises(RuntimeError, match="planted"):
+        recorder.record(lambda: number.add_(1))
+    assert torch.rand(8, device="cuda").ge(0).all()
+    recorder.record(lambda: number.add_(1))()
+    assert number.item() == 1
 
 
 def test_memory_of_graphs_is_given_back():

@@ -102,6 +102,9 @@ def test_streamed_weights_take_three_slots_and_stay_there_at_both_turns():
     streamed = predict(cost, [plan._replace(is_streamed=True) for plan in resident], machine=SLOW)
     assert predict(cost, resident, machine=SLOW).peak_bytes - streamed.peak_bytes == 300
     assert streamed.host_bytes == 600
+    below = predict(cost._replace(embedding_bytes=70), [plan._replace(is_streamed=True) for plan in resident], machine=SLOW)
+    assert (streamed.peak_bytes - below.peak_bytes, below.host_bytes - streamed.host_bytes) == (70, 70)
+    assert predict(cost._replace(embedding_bytes=70), resident, machine=SLOW).peak_bytes == predict(cost, resident, machine=SLOW).peak_bytes
     copies = [interval.label for interval in streamed.lanes if interval.lane == "h2d"]
     assert copies == ["weights 3", "weights 4", "weights 5", "weights 2", "weights 1", "weights 0"]
     assert streamed.exposed_ms == pytest.approx(0.0)

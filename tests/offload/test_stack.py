@@ -1,6 +1,7 @@
 """SegmentStack: the phases of "auto", budgets that force a plan, plans made again, memory that is refused, and how ranks agree."""
 
 import copy
+import functools
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -483,9 +484,39 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     assert any("no plan fits with all weights on the device" in report for report in attached.reports)
     assert [status.name for status in attached.checkpointing.statuses()] == ["activations", "frozen weights", "input embedding"]
     assert_equal(attached.step(), expected, what="streamed")
+    cost, segments = attached.stack.cost, attached.stack.plan.segments
+    embedding = attached.model.get_input_embeddings().weight
+    assert cost.embedding_bytes == embedding.numel() * embedding.element_size()
+    resident = predict(cost._replace(embedding_bytes=0), segments, machine=FAST)
+    assert resident.peak_bytes - predict(cost, segments, machine=FAST).peak_bytes == cost.embedding_bytes
     before = {name: value.clone() for name, value in attached.model.state_dict().items()}
     attached.ledger.undo()
     assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
+
+
+def test_an_embedding_that_stays_is_planned_for(monkeypatch):
+    resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
+    least = peak_gib(resident.cost, RECOMPUTE._replace(input_place="host"))
+    attached = streaming(monkeypatch, vram_budget=0.95 * least)
+    attached.stack.stream_weights = functools.partial(_stays, attached.stack.stream_weights)
+    attached.until_planned()
+    assert resident.cost.embedding_bytes > 0
+    assert attached.stack.cost.embedding_bytes == 0
+    assert attached.stack.plan.prediction == predict(attached.stack.cost, attached.stack.plan.segments, machine=FAST)
+
+
+def _stays(stream, lanes):
+    """Weights that are streamed, and an embedding of which only this shows that it cannot go."""
+    return stream(lanes)._replace(num_embedding_bytes=0)
+
+
+def test_weights_are_streamed_from_the_start_where_asked_count_as_if_resident(monkeypatch):
+    resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
+    asked = streaming(monkeypatch, vram_budget=1000, weights="stream").until_planned().stack
+    assert asked.cost.embedding_bytes == resident.cost.embedding_bytes > 0
+    slots = asked.streamed.num_slot_bytes
+    # The device of these tests never sees the bytes go: they are added a second time.
+    assert asked.cost.base_bytes - resident.cost.base_bytes == sum(asked._weight_bytes) - slots + asked.cost.embedding_bytes
 
 
 def test_resident_weights_stay_where_they_are(monkeypatch):
