@@ -28,6 +28,13 @@ def test_a_curve_outside_or_with_another_end_misses_them(ours, second, reason):
     assert reason in verdict
 
 
+def test_a_control_has_no_bar():
+    given = curves(ours=0.05, second=0.01)
+    given["control, another order"] = given.pop("ours, fused")
+    _, verdict = training_curves.judge(given)
+    assert verdict.startswith("control: another order: at most 5.00e-02 from plain")
+
+
 def test_packs_hold_whole_documents_in_an_order_of_the_seed():
     documents = [Document(np.full(length, length), np.full(length, length)) for length in range(3, 40)]
     first, again, other = (training_curves.make_packs(documents, num_packs=3, max_tokens=64, seed=seed) for seed in (0, 0, 1))
@@ -51,8 +58,10 @@ def test_three_steps_of_every_arm(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = ["--data", str(tmp_path / "rows.jsonl"), "--tokenizer", str(tmp_path), "--out", str(tmp_path / "out"), "--steps", "3"]
     assert training_curves.main([*given, "--families", "qwen3", "--max-tokens", "128"]) == 0
-    assert "qwen3: met: ours, fused" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "qwen3: met: ours, fused" in told
+    assert "qwen3: control: plain with eager attention: at most" in told
     lines = (tmp_path / "out" / "qwen3.csv").read_text().splitlines()
-    assert lines[0] == 'step,"plain, seed 0","ours, fused","plain, seed 1"'
+    assert lines[0] == 'step,"plain, seed 0","control, plain with eager attention","ours, fused","plain, seed 1"'
     assert len(lines) == 4
     assert len({line.split(",")[1] for line in lines}) == 4
