@@ -35,7 +35,8 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
         **kwargs: As Lightning's DDPStrategy takes them: ``process_group_backend``, ``timeout``, ``start_method``, the ``ddp_comm_*`` options, and
-            those of torch's DistributedDataParallel, such as ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``.
+            those of torch's DistributedDataParallel, such as ``find_unused_parameters`` and ``static_graph``. ``gradient_as_bucket_view`` is True
+            unless given: gradients lie where they are sent from, so there is no second copy of them.
 
     Example:
         >>> FastFTDDPStrategy(find_unused_parameters=True).statuses()
@@ -56,6 +57,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         precision_plugin: Precision | None = None,
         **kwargs: Any,  # noqa: ANN401 - as Lightning's
     ) -> None:
+        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(
             activations=activations,
             attention=attention,

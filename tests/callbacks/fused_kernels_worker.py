@@ -21,7 +21,12 @@ from tests.strategies.strategy_worker import STRATEGIES, fit, make_tuner, traine
 CASES = [("ddp", "lora", "keep"), ("ddp", "full", "recompute"), ("fsdp", "lora", "recompute"), ("fsdp", "full", "keep")]
 BFLOAT16 = [("ddp", "lora"), ("fsdp", "lora")]
 # From recordings: adapters, every weight, and with the options of DistributedDataParallel. Packs of two lengths, each four times.
-RECORDED = [("lora", "keep", ""), ("full", "recompute", ""), ("lora", "keep", "gradient_as_bucket_view"), ("lora", "keep", "static_graph")]
+RECORDED = [
+    ("lora", "keep", ()),
+    ("full", "recompute", ()),
+    ("lora", "keep", (("gradient_as_bucket_view", False),)),
+    ("lora", "keep", (("static_graph", True),)),
+]
 NUM_RECORDED_STEPS = 4
 
 
@@ -41,11 +46,11 @@ def train(strategy_name, kind, policy, *, rank=0, folder=None, dtype="float32", 
     return {"state": trained_state(module), "status": [tuple(status) for status in callback.status()], "own": len(own)}
 
 
-def train_recorded(kind, policy, option, *, rank, folder):
+def train_recorded(kind, policy, options, *, rank, folder):
     """The trained weights of layers that DDP's ranks repeat from recordings, and what the table said."""
     seed_everything(5, verbose=False)
     module, callback = make_tuner(kind), FusedKernels(cuda_graphs=True)
-    strategy = STRATEGIES["ddp"](activations=OffloadCheckpointing(policy), **({option: True} if option else {}))
+    strategy = STRATEGIES["ddp"](activations=OffloadCheckpointing(policy), **dict(options))
     with mock.patch("lightning_fastft.models.decoder.LayerGraphs", functools.partial(LayerGraphs, recorder=Repeating(), backends=CPU)):
         fit(module, strategy=strategy, rank=rank, folder=folder, max_steps=NUM_RECORDED_STEPS, callbacks=[callback])
     return {"state": trained_state(module), "replays": callback._graphs[0].num_replays, "status": tuple(callback.status()[-1])}

@@ -25,10 +25,10 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "init_lora_we
 # 512 tokens each, all of one kind, other ones on each rank.
 PACKS = ((190, 1, 64, 257), (200, 56, 256), (250, 250, 12), (5, 200, 300, 7))
 # What is trained, micro-batches of a step, further options of DistributedDataParallel.
-CASES = [("lora", 1, ""), ("lora", 2, "gradient_as_bucket_view"), ("full", 1, "")]
+CASES = [("lora", 1, ()), ("lora", 2, (("gradient_as_bucket_view", False),)), ("full", 1, ())]
 
 
-def train(kind, accumulate, option, *, is_recorded, rank):
+def train(kind, accumulate, options, *, is_recorded, rank):
     """Trained weights before and after, on this rank, and how often a graph was launched."""
     seed_everything(5, verbose=False)
     tuner = FineTuner(
@@ -42,7 +42,7 @@ def train(kind, accumulate, option, *, is_recorded, rank):
 
     batches = [make_batch(PACKS[(number + rank) % 4], seed=2 * number + rank) for number in range(NUM_STEPS * accumulate)]
     trainer = pl.Trainer(
-        accelerator="cuda", devices=2, strategy=FastFTDDPStrategy(activations=OffloadCheckpointing("keep"), **({option: True} if option else {})),
+        accelerator="cuda", devices=2, strategy=FastFTDDPStrategy(activations=OffloadCheckpointing("keep"), **dict(options)),
         callbacks=[callback, Begin()], max_steps=NUM_STEPS, accumulate_grad_batches=accumulate, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip

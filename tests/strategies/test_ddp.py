@@ -71,7 +71,8 @@ def test_two_devices_for_the_single_device_strategy_are_refused_with_the_names_t
 def test_strategy_pickles_before_setup():
     strategy = pickle.loads(pickle.dumps(FastFTDDPStrategy(activations=OffloadCheckpointing("recompute"), find_unused_parameters=True)))
     assert strategy.checkpointing.policy == "recompute"
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    assert FastFTDDPStrategy(gradient_as_bucket_view=False)._ddp_kwargs == {"gradient_as_bucket_view": False}
 
 
 def test_wrong_activations_are_refused():
