@@ -67,6 +67,14 @@ class RankVote:
         self._pending = (vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
         return answer
 
+    def everywhere(self, is_so: bool) -> bool:
+        """Return whether something is so on every rank; all of them make this call, and wait for each other on the host."""
+        if self._group is None:
+            return is_so
+        vote = torch.tensor([is_so], dtype=torch.int64)
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(vote.item())
+
     def close(self) -> None:
         """Leave the other ranks."""
         self._read()

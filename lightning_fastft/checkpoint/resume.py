@@ -18,6 +18,7 @@ from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, StopSignals
 from lightning_fastft.checks import check_bool
 from lightning_fastft.errors import FastFTError, ResumeError
+from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.status import Status
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ STATE = "fastft_resume"
 _FIXED = ("lora.r",)
 # What an optimizer and its schedule bring along from the checkpoint, whatever this run says.
 _RESTORED = ("learning_rate", "weight_decay", "seed_everything")
+# The method of Lightning's epoch loop that asks rank 0 on the device, before each micro-batch, whether it was told to stop, and waits for the answer.
+_ASKING = "_broadcast_sigterm_tensor"
 _TRAINER_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "precision")
 
 
@@ -44,7 +47,8 @@ class ExactResume(Callback):
     an accumulation window stands for the beginning of that window, because half-summed gradients are in no checkpoint: it has the random states of
     then, and PackedDataModule trains the window again; other data modules are warned about. SIGTERM and SIGUSR1 are noted, and at the next optimizer
     step all ranks save ``stopped-step=N.ckpt`` (in the folder of the first ModelCheckpoint, else in the Trainer's ``default_root_dir``) and end with
-    exit code 143 or 138. Settings that differ from those of the checkpoint are named.
+    exit code 143 or 138. Settings that differ from those of the checkpoint are named. While signals are noted here on every rank, Lightning's own
+    question of rank 0 before each micro-batch, for whose answer the host waits for the device, is left out: the ranks agree on the host.
 
     Args:
         stop_signals: Whether SIGTERM and SIGUSR1 are taken over during training. SLURM with automatic requeueing keeps Lightning's own.
@@ -67,6 +71,8 @@ class ExactResume(Callback):
         self.stop_signals = check_bool("stop_signals", stop_signals)
         self._stops = StopSignals()
         self._vote = RankVote()
+        self._has_signals = False
+        self._ledger = SwapLedger()
         self._at_window_start: RandomState | None = None
         self._to_restore: RandomState | None = None
         self._has_warned = False
@@ -133,6 +139,7 @@ class ExactResume(Callback):
         """Take the signals over where there was no sanity check, and join the other ranks."""
         self._take_signals(trainer)
         self._vote.open()
+        self._spare_the_device(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
         """At an optimizer step, save and end if a rank was told to stop.
@@ -154,10 +161,12 @@ class ExactResume(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the other ranks; Lightning gives the signals back."""
+        self._ledger.undo()
         self._vote.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Wait for no rank any more."""
+        self._ledger.undo()
         self._vote.drop()
 
     def _settings(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -166,12 +175,14 @@ class ExactResume(Callback):
     def _take_signals(self, trainer: pl.Trainer) -> None:
         environment = trainer._accelerator_connector.cluster_environment
         connector = trainer._signal_connector
+        self._has_signals = False
         reason = "random states of every rank; a save inside an accumulation window stands for its beginning"
         if not self.stop_signals:
             reason += "; signals are left alone (stop_signals=False)"
         elif isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             reason += "; SIGTERM and the requeue signal are Lightning's (SLURM requeues)"
         elif self._stops.install(STOP_SIGNALS, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector):
+            self._has_signals = True
             reason += f"; {' and '.join(number.name for number in STOP_SIGNALS)} save at the next optimizer step and end the run"
             if connector.received_sigterm:
                 # It came between Lightning's handlers and ours; Lightning would end the run inside a window, with exit code 0.
@@ -180,6 +191,14 @@ class ExactResume(Callback):
         else:
             reason += "; signals are left alone (this is not the main thread)"
         self._status = Status("exact resume", "active", reason)
+
+    def _spare_the_device(self, trainer: pl.Trainer) -> None:
+        """Leave out Lightning's question, where on every rank the signals come here; all ranks make this call."""
+        loop = trainer.fit_loop.epoch_loop
+        self._ledger.undo()
+        if trainer.world_size > 1 and hasattr(loop, _ASKING) and self._vote.everywhere(self._has_signals):
+            self._ledger.set_attribute(loop, _ASKING, _ask_nobody)
+            self._status = self._status._replace(reason=f"{self._status.reason}; ranks agree on the host, so no micro-batch waits for the device")
 
     def _warn_of_lost_window(self, trainer: pl.Trainer) -> None:
         """Say that data which cannot go back loses the beginning of a window."""
@@ -190,6 +209,10 @@ class ExactResume(Callback):
                 "train these micro-batches, unless the data goes back to the beginning of the window, as PackedDataModule does. Save every so many "
                 "optimizer steps (ModelCheckpoint(every_n_train_steps=...)), or make val_check_interval a multiple of accumulate_grad_batches."
             )
+
+
+def _ask_nobody() -> None:
+    """No rank is told to stop by Lightning."""
 
 
 def is_in_window(trainer: pl.Trainer) -> bool:

@@ -44,8 +44,9 @@ def vote(rank):
     ranks.open()
     # Rank 1 gets a signal between step 1 and step 2.
     answers = [ranks.agree(10 if rank == 1 and step >= 2 else 0) for step in range(5)]
+    alike = [ranks.everywhere(is_so) for is_so in (True, rank == 0, False)]
     ranks.close()
-    return answers
+    return [*answers, *alike]
 
 
 def test_failure_of_one_rank_is_raised_on_all(tmp_path):
@@ -56,13 +57,14 @@ def test_failure_of_one_rank_is_raised_on_all(tmp_path):
 
 
 def test_signal_of_one_rank_is_answered_on_all_at_the_same_step(tmp_path):
-    assert run_two(tmp_path, vote) == ["[0, 0, 0, 10, 10]"] * 2
+    assert run_two(tmp_path, vote) == ["[0, 0, 0, 10, 10, True, False, False]"] * 2
 
 
 def test_one_rank_needs_no_agreement():
     vote = RankVote()
     vote.open()
     assert [vote.agree(number) for number in (0, 15)] == [0, 15]
+    assert [vote.everywhere(is_so) for is_so in (True, False)] == [True, False]
     vote.close()
     with pytest.raises(OSError, match="no room"):
         on_all_ranks(lambda: (_ for _ in ()).throw(OSError("no room")), error=CheckpointNotSavedError)

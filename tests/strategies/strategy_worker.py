@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -177,6 +178,7 @@ def run_ddp(rank, folder):
         found[kind, policy] = state
         found[kind, policy, "batches with a reduction"] = sorted(buckets.by_batch)
     found["options"] = options_of_ddp(rank, folder)
+    found["asked"] = {is_exact: how_often_lightning_asks(rank, folder, is_exact=is_exact) for is_exact in (True, False)}
     for form in ("uninterrupted", "resumed"):
         found["checkpoint", form] = checkpointed("lora", form, rank, folder, strategy=FastFTDDPStrategy())
     return found
@@ -192,6 +194,19 @@ def options_of_ddp(rank, folder):
         trainer = fit(module, strategy=strategy, rank=rank, folder=folder)
         found |= {name: (trainer.strategy._ddp_kwargs.get(name), trained_state(module)) for name in options}
     return found
+
+
+def how_often_lightning_asks(rank, folder, *, is_exact):
+    """Questions of rank 0 whether it was told to stop, each a wait for the device; and whether the loop is left as it was."""
+    real, asked = _TrainingEpochLoop._broadcast_sigterm_tensor, []
+
+    def counted(loop):
+        asked.append(True)
+        real(loop)
+
+    with mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", counted):
+        trainer = fit(make_tuner("lora"), strategy=FastFTDDPStrategy(exact_resume=is_exact), rank=rank, folder=folder)
+    return len(asked), "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)
 
 
 def run_fsdp(rank, folder):

@@ -44,6 +44,12 @@ def test_options_of_ddp_arrive_and_train_the_same(two_ranks, option, policy):
 
 
 @pytest.mark.slow
+def test_no_micro_batch_waits_for_the_device_to_learn_of_a_signal(two_ranks):
+    # Lightning asks before each micro-batch.
+    assert two_ranks["asked"] == {True: (0, False), False: (NUM_WINDOWS * ACCUMULATE, False)}
+
+
+@pytest.mark.slow
 def test_resumed_run_equals_the_uninterrupted_one_and_saves_adapters_only(two_ranks):
     whole, resumed = two_ranks["checkpoint", "uninterrupted"], two_ranks["checkpoint", "resumed"]
     assert all(torch.equal(value, resumed["state"][name]) for name, value in whole["state"].items())
