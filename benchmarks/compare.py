@@ -37,13 +37,11 @@ from benchmarks.results import append_rows
 from benchmarks.ruler.cases import Case
 from benchmarks.ruler.clocks import ClockLog, read_clocks
 from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
-from benchmarks.ruler.pairs import CONTROL, comparison_rows, comparison_table, control_of, pool
+from benchmarks.ruler.pairs import CONTROL, UNFINISHED, comparison_rows, comparison_table, control_of, pool
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.systems import SYSTEMS, find_gap, missing_module, settings_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
 
-# What a process says that is worth another try.
-UNFINISHED = ("not started", "stopped after")
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -14,6 +14,8 @@ from benchmarks.ruler.systems import SYSTEMS, is_default, system_of
 # Medians of the same case, measured twice, may differ by this much.
 MAX_CONTROL_DIFFERENCE = 0.02
 CONTROL = "A/A"
+# What a process says that is worth another try.
+UNFINISHED = ("not started", "stopped after")
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "repeat")
 _HEADER = (
     "system mode (* default)", "ms", "first", "second", "p10", "p90", "n", "tok/s", "lab.tok/s", "GiB", "resv", "pinned", "waits", "MHz", "min cos",
@@ -114,14 +116,21 @@ def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], *, device: str) -> list[str]:
-    """Return ours against every peer in tokens/s, best against best and default against default, with memory beside."""
+    """Return ours against every peer in tokens/s, best against best and default against default, with memory beside.
+
+    The best of a system of which a setting is still to be measured is not known yet, and nothing is said of it.
+    """
     timed = [row for row in rows if not row["reason"] and not row["repeat"]]
+    unfinished = {system_of(row) for row in rows if not row["repeat"] and any(reason in row["reason"] for reason in UNFINISHED)}
     lines = []
     for name, chosen in (("best against best", timed), ("default against default", [row for row in timed if is_default(row, device=device)])):
         ours = [row for row in chosen if system_of(row) == "ours"]
         for system in SYSTEMS:
             peers = [row for row in chosen if system_of(row) == system]
             if system == "ours" or not ours or not peers:
+                continue
+            if name == "best against best" and {"ours", system} & unfinished:
+                lines.append(f"{name}, {system}: settings of {' and '.join(sorted({'ours', system} & unfinished))} are still to be measured")
                 continue
             own, other = (max(found, key=lambda row: row["tokens_per_s"]) for found in (ours, peers))
             memory = f"{own['peak_gib']['allocated']:.1f} against {other['peak_gib']['allocated']:.1f} GiB"

@@ -48,11 +48,13 @@ def test_signals_end_in_a_checkpoint_at_a_step(tmp_path, num_signals):
         os.kill(child, number)
         # A second one, in the middle of the save or not, changes nothing.
         time.sleep(chance.uniform(0, 0.02))
-        os.kill(child, chance.choice([signal.SIGTERM, signal.SIGUSR1]))
+        second = chance.choice([signal.SIGTERM, signal.SIGUSR1])
+        os.kill(child, second)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os.close(read)
         stopped = list(folder.glob("stopped-step=*.ckpt"))
-        is_good = code == 128 + number and len(stopped) == 1 and check_file(stopped[0]) and not list(folder.glob(".*"))
+        # Two that come before the process runs again have no order.
+        is_good = code in (128 + number, 128 + second) and len(stopped) == 1 and check_file(stopped[0]) and not list(folder.glob(".*"))
         state = torch.load(stopped[0], weights_only=True) if is_good else {}
         is_good = is_good and state["PackedDataModule"]["micro_batches"] == state["global_step"] * ACCUMULATE >= num_begun - ACCUMULATE
         num_good += is_good
