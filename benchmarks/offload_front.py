@@ -351,12 +351,22 @@ def read_points(paths: Sequence[Path]) -> dict[str, dict[str, dict[str, float]]]
     return {workload: systems for workload, systems in complete.items() if systems}
 
 
-def _draw(workload: str, systems: dict[str, dict[str, float]], path: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+# Whose layers a case ran, by the end of its mode: what the picture calls them, and their color.
+_LAYERS = {"": ("transformers' layers", "tab:gray"), "liger": ("Liger's layers", "tab:cyan"), "fused": ("fused layers", "tab:blue")}
 
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+
+def _layers_of(system: str) -> str:
+    """Return whose layers a system ran, as its mode says it.
+
+    Example:
+        >>> _layers_of("ours auto=12:24+fused, adamw_8bit"), _layers_of("ours keep, adamw_8bit")
+        ('fused', '')
+    """
+    return next((kind for kind in _LAYERS if kind and f"+{kind}" in system), "")
+
+
+def _draw_layers(axes: Any, systems: dict[str, dict[str, float]], *, label: str, color: str) -> None:
+    """Draw plans between the ends of one kind of layers, measured and predicted."""
     plans = sorted((figures["peak allocated"], figures["step"]) for system, figures in systems.items() if system.startswith("ours auto"))
     predicted = sorted(
         (figures["predicted peak"], figures["predicted step"]) for figures in systems.values() if {"predicted peak", "predicted step"} <= set(figures)
@@ -364,18 +374,29 @@ def _draw(workload: str, systems: dict[str, dict[str, float]], path: Path) -> No
     ends = {
         mode_name(system.split(",")[0].removeprefix("ours ")): (figures["peak allocated"], figures["step"])
         for system, figures in systems.items()
-        if system.startswith("ours ") and not system.startswith("ours auto") and "+stream" not in system
+        if not system.startswith("ours auto") and "+stream" not in system
     }
     if {"recompute", "keep"} <= set(ends):
-        axes.plot(*zip(ends["recompute"], ends["keep"]), color="0.7", linewidth=1, linestyle="--", label="straight line between the ends")
+        axes.plot(*zip(ends["recompute"], ends["keep"]), color=color, linewidth=1, linestyle="--", alpha=0.6)
     if plans:
-        axes.plot(*zip(*plans), marker="o", markersize=4, color="tab:blue", label="auto, measured")
+        axes.plot(*zip(*plans), marker="o", markersize=4, color=color, label=f"auto, {label}")
     if predicted:
-        axes.plot(*zip(*predicted), marker="x", markersize=5, color="tab:cyan", linestyle="none", label="auto, predicted")
+        axes.plot(*zip(*predicted), marker="x", markersize=5, color=color, linestyle="none", label=f"predicted, {label}")
     for name, point in ends.items():
-        axes.plot(*point, marker="s", markersize=5, color="black", linestyle="none")
+        axes.plot(*point, marker="s", markersize=5, color=color, linestyle="none")
         offset, side = ((-5, 6), "right") if name == "offload" else ((5, 6), "left")
-        axes.annotate(f"{name} all", point, textcoords="offset points", xytext=offset, ha=side, fontsize=8)
+        axes.annotate(f"{name} all", point, textcoords="offset points", xytext=offset, ha=side, fontsize=8, color=color)
+
+
+def _draw(workload: str, systems: dict[str, dict[str, float]], path: Path) -> None:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for kind, (label, color) in _LAYERS.items():
+        own = {system: figures for system, figures in systems.items() if system.startswith("ours ") and _layers_of(system) == kind}
+        _draw_layers(axes, own, label=label, color=color)
     for system, figures in systems.items():
         if system.startswith("unsloth"):
             point = (figures["peak allocated"], figures["step"])

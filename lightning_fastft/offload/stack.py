@@ -347,9 +347,12 @@ class SegmentStack:
         """Plan and follow; a budget that turns out not to be there is lowered, with a word."""
         host_budget, machine = self._host_budget(), measure_machine(device)
         for attempt in range(_MAX_NOTCHES):
-            plan = self._best_plan(device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
+            plan = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             if not self._has_agreed:
                 self._has_agreed, plan = True, self._agree(plan)
+            # What this rank would have done alone does not count.
+            if self.streamed is None and any(segment.is_streamed for segment in plan.segments):
+                plan = self._stream_for(plan, device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             try:
                 self.follow(plan.segments, device=device, cost=self.cost)
             except HostMemoryError as error:
@@ -366,8 +369,8 @@ class SegmentStack:
         self.close_engine()
         raise OptionError("No plan for the activations could be put into effect; give vram_budget and host_budget in GiB, or policy 'recompute'.")
 
-    def _best_plan(self, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
-        """The fastest plan with resident weights where one fits, else with streamed ones."""
+    def _best_plan(self, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
+        """The fastest plan that fits, with weights that are streamed where they are already."""
         assert self.cost is not None
         plan = functools.partial(
             make_plan, vram_budget_bytes=vram_budget, host_budget_bytes=host_budget, machine=machine, buffers=self.options.buffers
@@ -376,16 +379,18 @@ class SegmentStack:
             return plan(self.cost, weights="stream")
         if self.options.weights == "resident" or self.stream_weights is None or machine.is_unified:
             return plan(self.cost, weights="resident")
-        found = plan(self.cost, weights="auto")
-        if any(segment.is_streamed for segment in found.segments):
-            self._stream(device)
-            self._report("activations: no plan fits with all weights on the device, so frozen weights are streamed from the host")
-            assert self.streamed is not None
-            if self.streamed.num_embedding_bytes != self.cost.embedding_bytes:
-                # The embedding turned out to be one that stays.
-                self.cost = self.cost._replace(embedding_bytes=self.streamed.num_embedding_bytes)
-                return plan(self.cost, weights="stream")
-        return found
+        return plan(self.cost, weights="auto")
+
+    def _stream_for(self, plan: Plan, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
+        """Move the frozen weights to the host, as a plan wants it; return it, made again where the embedding turned out to be one that stays."""
+        assert self.cost is not None
+        self._stream(device)
+        assert self.streamed is not None
+        self._report(f"activations: {next(note for note in plan.notes if 'streamed' in note)}")
+        if self.streamed.num_embedding_bytes == self.cost.embedding_bytes:
+            return plan
+        self.cost = self.cost._replace(embedding_bytes=self.streamed.num_embedding_bytes)
+        return self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
 
     def _stream(self, device: torch.device) -> None:
         if self.stream_weights is None:

@@ -149,7 +149,7 @@ def test_no_host_budget_means_no_host():
 def test_a_small_host_budget_is_used_and_said_to_be_small():
     cost = qwen3_14b()
     recompute, _ = ends(cost, H200)
-    none, small, large = (plan_for(cost, recompute.peak_bytes, host=host) for host in (0, 6 * GB, MUCH))
+    none, small, large = (plan_for(cost, recompute.peak_bytes, host=host, weights="resident") for host in (0, 6 * GB, MUCH))
     assert 5 * GB < small.prediction.host_bytes <= 6 * GB
     assert large.prediction.step_ms < small.prediction.step_ms < none.prediction.step_ms
     assert large.notes == ()
@@ -169,9 +169,16 @@ def test_unified_memory_moves_nothing_and_says_why():
 
 
 @pytest.mark.slow
-def test_weights_are_streamed_only_where_nothing_else_fits():
-    cost = qwen3_14b()
-    assert not any(plan.is_streamed for plan in plan_for(cost, 16 * GB).segments)
+def test_weights_are_streamed_where_nothing_else_fits_or_where_it_makes_the_step_faster():
+    cost, slow = qwen3_14b(), Machine("a slow bus", 12e9, 12e9)
+    plans = {weights: plan_for(cost, 16 * GB, weights=weights) for weights in ("auto", "resident", "stream")}
+    assert all(plan.is_streamed for plan in plans["auto"].segments)
+    assert plans["auto"].segments == plans["stream"].segments
+    assert plans["auto"].prediction.step_ms * 1.03 < plans["resident"].prediction.step_ms
+    assert f"would take {plans['resident'].prediction.step_ms:.0f} ms" in plans["auto"].notes[0]
+    # Nothing to gain, a bus that is too slow, a host without the room.
+    for options in ({"vram": 90 * GB}, {"vram": 16 * GB, "machine": slow}, {"vram": 16 * GB, "host": 6 * GB}):
+        assert not any(plan.is_streamed for plan in plan_for(cost, **options).segments)
     small = plan_for(cost, 10 * GB)
     assert all(plan.is_streamed for plan in small.segments)
     assert "streamed" in small.notes[0]

@@ -481,7 +481,7 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     attached.until_planned()
     assert pointer is None
     assert attached.stack.streamed.num_host_bytes > 0
-    assert any("no plan fits with all weights on the device" in report for report in attached.reports)
+    assert any("frozen weights are streamed: with resident weights the least peak" in report for report in attached.reports)
     assert [status.name for status in attached.checkpointing.statuses()] == ["activations", "frozen weights", "input embedding"]
     assert_equal(attached.step(), expected, what="streamed")
     cost, segments = attached.stack.cost, attached.stack.plan.segments
@@ -492,6 +492,21 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     before = {name: value.clone() for name, value in attached.model.state_dict().items()}
     attached.ledger.undo()
     assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, is_streamed):
+    def other_rank(plan):
+        segments = tuple(segment._replace(is_streamed=is_streamed) for segment in plan.segments)
+        return plan._replace(segments=segments, notes=("frozen weights are streamed: on rank 0",) if is_streamed else ())
+
+    least = peak_gib(streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host"))
+    attached = streaming(monkeypatch, vram_budget=1000 if is_streamed else 0.95 * least, agree=other_rank)
+    expected = attached.expected()
+    attached.until_planned()
+    assert attached.asked[0].segments[0].is_streamed is not is_streamed
+    assert (attached.stack.streamed is not None) is is_streamed
+    assert_equal(attached.step(), expected, what="agreed")
 
 
 def test_an_embedding_that_stays_is_planned_for(monkeypatch):
