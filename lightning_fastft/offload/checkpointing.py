@@ -50,7 +50,7 @@ class OffloadCheckpointing:
             same with the inputs in pinned host memory. "auto" measures the first three steps, in which it recomputes, and then holds on the device
             what is dearest to recompute, sends to the host what hides under compute, and recomputes the rest; on a CPU it keeps.
         vram_budget: Device memory for everything, in GiB, that "auto" may fill; "auto" is what the process has plus 90 % of what is free.
-        host_budget: Pinned host memory in GiB; "auto" is half of what the host has available.
+        host_budget: Pinned host memory of each rank, in GiB; "auto" is half of what the host has available, shared by its ranks.
         buffers: Staging slots: 2 fetches one layer ahead, 1 is the serial form (a control), more fetch further ahead.
         weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory and brings each layer in before
             its use; "auto" does so under policy "auto" when no plan fits otherwise, or when the memory that is free then makes the step at least 3 %
@@ -94,11 +94,13 @@ class OffloadCheckpointing:
             raise OptionError(f"mlp_tiles={mlp_tiles} computes blocks again in the backward, which policy 'keep' forbids: use 'auto' or 'recompute'.")
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
-        # Set by who owns the plugin: where plans are reported, what will be resident later, how ranks agree on one plan, and how long packs can be.
+        # Set by who owns the plugin: where plans are reported, what will be resident later, how ranks agree on one plan, how long packs can be, and
+        # how many ranks share the host.
         self.report: Callable[[str], None] = logger.info
         self.extra_bytes: Callable[[], int] = _nothing
         self.agree: Callable[[Plan], Plan] = _own_plan
         self.most_tokens: Callable[[], int] = _nothing
+        self.num_local_ranks: Callable[[], int] = _alone
 
     def __repr__(self) -> str:
         return f"OffloadCheckpointing({self.policy!r})"
@@ -150,6 +152,7 @@ class OffloadCheckpointing:
             extra_bytes=lambda: self.extra_bytes(),
             agree=lambda plan: self.agree(plan),
             most_tokens=lambda: self.most_tokens(),
+            num_local_ranks=lambda: self.num_local_ranks(),
         )
         self.stacks.append(stack)
         ledger.add_undo(functools.partial(self._detach, stack))
@@ -258,6 +261,10 @@ def _read_gib(name: str, value: float | str) -> int | None:
 
 def _nothing() -> int:
     return 0
+
+
+def _alone() -> int:
+    return 1
 
 
 def _own_plan(plan: Plan) -> Plan:

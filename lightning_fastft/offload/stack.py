@@ -72,6 +72,7 @@ class SegmentStack:
         extra_bytes: Returns the bytes that will be resident later and are not yet (optimizer state before the first step).
         agree: Returns the plan that all ranks follow, from this rank's.
         most_tokens: Returns the tokens of the longest pack to come, 0 where nobody knows.
+        num_local_ranks: Returns how many ranks share the host's memory.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class SegmentStack:
         extra_bytes: Callable[[], int],
         agree: Callable[[Plan], Plan],
         most_tokens: Callable[[], int] = lambda: 0,
+        num_local_ranks: Callable[[], int] = lambda: 1,
     ) -> None:
         self.options = options
         self.segments = [
@@ -104,6 +106,7 @@ class SegmentStack:
             segment.awaits_plan = self._awaits_plan
         self._kinds = _kinds(layers)
         self._report, self._extra_bytes, self._agree, self._most_tokens = report, extra_bytes, agree, most_tokens
+        self._num_local_ranks = num_local_ranks
         # Known once the model stands on its device.
         self._is_always_kept = False
         # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the others for ever.
@@ -417,7 +420,10 @@ class SegmentStack:
         return auto_vram_bytes(device)
 
     def _host_budget(self) -> int:
-        return auto_host_bytes() if self.options.host_budget_bytes is None else self.options.host_budget_bytes
+        """The budget of this rank for pinned memory, in bytes."""
+        if self.options.host_budget_bytes is not None:
+            return self.options.host_budget_bytes
+        return auto_host_bytes() // self._num_local_ranks()
 
 
 def _host_bytes(entry: SegmentPlan, index: int, *, cost: StepCost | None, input_bytes: int) -> int:

@@ -170,11 +170,12 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
 
 
 def connect_activations(activations: OffloadCheckpointing, trainer: pl.Trainer) -> None:
-    """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, how ranks agree, how long packs can be."""
+    """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, the ranks, how long packs can be."""
     activations.report = rank_zero_info
     activations.extra_bytes = lambda: missing_optimizer_bytes(trainer.optimizers)
     activations.agree = trainer.strategy.broadcast
     most_tokens = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
+    activations.num_local_ranks = lambda: trainer.num_devices
     activations.most_tokens = lambda: most_tokens if isinstance(most_tokens, int) else 0
 
 

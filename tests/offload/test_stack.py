@@ -509,6 +509,14 @@ def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, is_stream
     assert_equal(attached.step(), expected, what="agreed")
 
 
+def test_ranks_of_one_host_share_its_memory(monkeypatch):
+    monkeypatch.setattr(stack_module, "auto_host_bytes", lambda: 80 * GIB)
+    attached = Attached(policy="auto")
+    attached.checkpointing.num_local_ranks = lambda: 8
+    assert attached.stack._host_budget() == 10 * GIB
+    assert Attached(policy="auto", host_budget=24).stack._host_budget() == 24 * GIB
+
+
 def test_an_embedding_that_stays_is_planned_for(monkeypatch):
     resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
     least = peak_gib(resident.cost, RECOMPUTE._replace(input_place="host"))
