@@ -1,9 +1,5 @@
 import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import DataError, OptionError, ResumeError
 from tests.datamodule_worker import TWO_PROCESS_CASES, SaveAt, TinyModel, make_data, make_rows, make_trainer, rows_in, run, run_and_resume
+from tests.two_ranks import run_two_ranks
 
 NUM_ROWS = 61
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -140,12 +137,8 @@ class TestResume:
 
     @pytest.mark.slow
     def test_two_processes_go_on_bit_for_bit_and_share_every_row(self, tmp_path):
-        script = Path(__file__).parent / "datamodule_worker.py"
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(tmp_path)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_two_ranks("tests.datamodule_worker", tmp_path, timeout_s=400)
         ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         refusals = [results.pop()["refused"] for results in ranks]
         assert refusals[0] == refusals[1]

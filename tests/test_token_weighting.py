@@ -1,14 +1,11 @@
 """The gradient is the exact token mean: packed, unpacked, accumulated and over ranks it equals that of one big batch."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 
 from tests.token_weighting_worker import ONE_RANK, TWO_RANKS, flat_gradient, gradient, make_module, micro_batches, ragged_examples
+from tests.two_ranks import run_two_ranks
 
 KINDS = ("ours", "ours_lora", "stock")
 BOUND = 1e-6
@@ -26,9 +23,7 @@ def one_big_batch():
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "gradients"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.token_weighting_worker", str(path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_two_ranks("tests.token_weighting_worker", path)
     return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(2)]
 
 

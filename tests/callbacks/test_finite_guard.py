@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.host_waits import count_host_waits
 from tests.rank_exit import leave
 from tests.test_module import trainable, tuner
 from tests.training_parts import packed_batches, quiet_trainer
+from tests.two_ranks import run_two_ranks
 
 WIDTH, ROWS, NUM_PARTS = 6, 4, 2
 NUM_RANKS = 2
@@ -501,9 +501,7 @@ def rank_stop(folder, rank):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "found"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.callbacks.test_finite_guard"]
-    done = subprocess.run([*command, str(path)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two_ranks("tests.callbacks.test_finite_guard", path)
     return [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(NUM_RANKS)]
 
 

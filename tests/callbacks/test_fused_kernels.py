@@ -1,9 +1,6 @@
 """FusedKernels: installed for each run of any LightningModule, trains what training without it trains, and leaves nothing behind."""
 
 import contextlib
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,6 +25,7 @@ from tests.models.layer_pairs import layers_of
 from tests.models.tiny_models import TINY, build_tiny
 from tests.strategies.strategy_worker import BOUND, difference
 from tests.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer
+from tests.two_ranks import run_two_ranks
 
 register_strategies()
 
@@ -311,9 +309,7 @@ def test_an_obstacle_is_in_the_table_and_the_run_goes_on(tmp_path):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fused")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.callbacks.fused_kernels_worker"]
-    done = subprocess.run([*command, str(folder)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two_ranks("tests.callbacks.fused_kernels_worker", folder)
     return torch.load(folder / "found.pt", weights_only=True)
 
 

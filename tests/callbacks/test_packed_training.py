@@ -1,10 +1,6 @@
 """PackedTraining: what strategy="fastft" does, under other strategies."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,6 +15,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.callbacks.packed_training_worker import train_on_one_process
 from tests.strategies.test_single_device import ForeignModel
 from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.two_ranks import run_two_ranks
 
 register_strategies()
 
@@ -130,12 +127,7 @@ def test_model_in_evaluation_mode_is_refused_under_recompute(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_process_learns(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "tests.callbacks.packed_training_worker", str(tmp_path)]
-    result = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_two_ranks("tests.callbacks.packed_training_worker", tmp_path)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     alone = train_on_one_process(tmp_path)
     for name, expected in alone.items():

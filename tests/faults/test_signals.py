@@ -3,10 +3,7 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from lightning_fastft.checkpoint.files import check_file
 from tests.faults.saves import fork
 from tests.faults.signal_worker import SignalToSelf
 from tests.parity.resume_worker import ACCUMULATE, differences, train
+from tests.two_ranks import run_two_ranks
 
 NUM_SIGNALS = [pytest.param(2, id="2 signals"), pytest.param(50, id="50 signals", marks=pytest.mark.fault)]
 # Long enough that no signal comes after the end.
@@ -78,9 +76,7 @@ def test_signal_inside_a_window_waits_for_its_end(tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_signal_to_one_rank_ends_all_of_them(tmp_path, strategy):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.faults.signal_worker"]
-    done = subprocess.run([*command, strategy, str(tmp_path)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two_ranks("tests.faults.signal_worker", strategy, tmp_path, timeout_s=120)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["138", "138"]
     # Micro-batch 5 is the first of step 3; what is asked for at one step is answered at the next.
     assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=4.ckpt"]

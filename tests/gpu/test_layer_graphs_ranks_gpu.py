@@ -1,13 +1,10 @@
 """CUDA graphs under DDP: what two ranks send of recorded layers is what they send of layers that run as ever."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.gpu.layer_graphs_worker import CASES, NUM_LAYERS, NUM_STEPS
+from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -15,9 +12,7 @@ pytestmark = pytest.mark.multi_gpu
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.gpu.layer_graphs_worker"]
-    done = subprocess.run([*command, str(folder)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two_ranks("tests.gpu.layer_graphs_worker", folder)
     return [torch.load(folder / f"found{rank}.pt", weights_only=True) for rank in range(2)]
 
 

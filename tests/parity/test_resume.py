@@ -1,14 +1,11 @@
 """R4: a resumed run equals the continuation of the run that was saved, to the bit: losses, draws, batches, weights, moments, learning rate."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.datamodule_worker import SaveAt
 from tests.parity.resume_worker import ACCUMULATE, KINDS, NUM_STEPS, differences, resume_from, train
+from tests.two_ranks import run_two_ranks
 
 STOPS = range(1, NUM_STEPS)
 
@@ -46,9 +43,6 @@ def test_every_stop_is_exact_on_one_device(tmp_path, kind):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stop_is_exact_on_two_ranks(tmp_path, kind, strategy):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.parity.resume_worker"]
-    words = [strategy, kind, str(tmp_path), *map(str, STOPS)]
-    done = subprocess.run([*command, *words], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two_ranks("tests.parity.resume_worker", strategy, kind, tmp_path, *STOPS, timeout_s=600)
     for rank, found in enumerate(torch.load(tmp_path / "found.pt")):
         judge(found, f"{kind}, {strategy}, rank {rank} of 2")

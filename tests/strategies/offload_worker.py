@@ -4,7 +4,6 @@ Every rank has packs of its own lengths, so that nothing may depend on what only
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tests.rank_exit import leave
 from tests.strategies.strategy_worker import CLIP_NORM, NUM_RANKS, STRATEGIES, make_tuner, trained_state
 from tests.token_weighting_worker import ragged_examples
 from tests.training_parts import quiet_trainer
+from tests.two_ranks import run_two_ranks
 
 ACCUMULATE, NUM_WINDOWS = 3, 4
 # GiB: room for everything; "held in part" lies between what recompute needs (1.2e-3 to 1.4e-3) and what keeping everything takes (2.2e-3).
@@ -101,10 +101,8 @@ def train(kind, policy, strategy_name, *, rank=0, is_grown=False, folder=None):
 
 def run_on_two_ranks(folder):
     """What each rank found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.strategies.offload_worker"]
     # A deadlock is the fault that this is for: it must not take longer than it would take to look for it.
-    done = subprocess.run([*command, str(folder / "found")], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two_ranks("tests.strategies.offload_worker", folder / "found", timeout_s=120)
     return [torch.load(folder / f"found.{rank}", weights_only=True) for rank in range(NUM_RANKS)]
 
 

@@ -4,7 +4,6 @@ Each part is a list of cases that run one after the other in the same two proces
 """
 
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -31,6 +30,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.rank_exit import leave
 from tests.token_weighting_worker import CONFIG, micro_batches
 from tests.training_parts import PlainModule, tiny_llama
+from tests.two_ranks import run_two_ranks
 
 NUM_RANKS, NUM_WINDOWS, ACCUMULATE = 2, 2, 2
 LORA = {"r": 4, "lora_alpha": 4, "init_lora_weights": False}
@@ -65,9 +65,7 @@ def difference(found, truth):
 
 def run_on_two_ranks(part, folder):
     """What the worker found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.strategies.strategy_worker", part]
-    done = subprocess.run([*command, str(folder)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two_ranks("tests.strategies.strategy_worker", part, folder)
     return torch.load(folder / f"{part}.pt", weights_only=True)
 
 
