@@ -52,6 +52,8 @@ _MOST_RECORDINGS = 4
 _FOREIGN_KEYWORDS = frozenset({"num_items_in_batch"})
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
+# What parameters have under FSDP2 and FSDP1.
+_PIECES = ("device_mesh", "_fsdp_flattened", "_is_flat_param")
 
 
 class Recorder(Protocol):
@@ -72,7 +74,7 @@ class CudaRecorder:
         self._device = device
         # What steps left in the allocator's cache cannot be used by graphs, and cannot be given back while one is recorded.
         torch.cuda.empty_cache()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)
 
@@ -110,9 +112,9 @@ class LayerGraphs:
 
     A micro-batch runs as ever when it is one of the first two of as many tokens, or when the backward of an earlier one is still to come; when its
     layers are under a plan that copies to the host or is still being measured; and for the reasons that ``status`` names. It needs memory of its own
-    then, beside that of the graphs. Gradients of what is trained are written to buffers that ``Parameter.grad`` refers to; hooks that run when a
-    gradient is accumulated would be passed over, so a layer with such hooks is not recorded. In a process group autograd accumulates what the buffers
-    hold, so that DistributedDataParallel finds every gradient when its layer is done, and sends it beside the layers that follow.
+    then, beside that of the graphs. Gradients of what is trained are written to buffers. Alone, ``Parameter.grad`` refers to them; in a process group
+    autograd accumulates what they hold, so that DistributedDataParallel finds every gradient when its layer is done, and sends it beside the layers
+    that follow. A layer whose parameters have hooks of somebody else is not recorded.
 
     Args:
         layers: Fused decoder layers, in order.
@@ -135,6 +137,9 @@ class LayerGraphs:
         backends: frozenset[str] = _BACKENDS,
     ) -> None:
         self._layers = list(layers)
+        uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
+        # Weights of several layers: autograd adds what each of them hands over only when the last one has.
+        self.shared = {parameter for parameter, num_layers in uses.items() if num_layers > 1}
         self._memory_of = memory_of
         self._recorder = recorder
         self.backends = backends
@@ -274,10 +279,14 @@ class LayerGraphs:
         hooked = next((type(module).__name__ for module in layer.modules() if _has_hooks(module)), "")
         if hooked:
             return f"{hooked} has hooks"
+        for module in layer.modules():
+            # Under FullyShardedDataParallel (the first one) weights are parts of one, given to the modules anew in each forward.
+            if any(torch.is_tensor(value) and value.requires_grad for value in vars(module).values()):
+                return "weights are held in pieces"
         for parameter in layer.parameters():
             if parameter.requires_grad and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
                 return "a parameter has hooks"
-            if hasattr(parameter, "device_mesh"):
+            if any(hasattr(parameter, name) for name in _PIECES):
                 return "weights are held in pieces"
         return ""
 
@@ -320,7 +329,9 @@ class _Recording:
     def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int, hidden: torch.Tensor) -> None:
         self.layer = layer
         self.held: list[torch.Tensor] = []
+        self._places = [(owner._parameters, name) for owner in layer.modules() for name in owner._parameters]
         self.parameters = list(layer.parameters())
+        self._found = [held[name] for held, name in self._places]
         self.trained: list[torch.Tensor] = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.adapters = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
         self.out = graphs.buffer(("out", index), hidden)
@@ -395,8 +406,9 @@ class _Recording:
         return sorted(self.backends.keys() - graphs.backends)
 
     def is_current(self, layer: nn.Module) -> bool:
-        """Whether weights lie where they lay, adapters are as they were and the plan is the same."""
-        return self.plan is _plan_of(layer) and self.state == self._read_state()
+        """Whether weights are those that were recorded and lie where they lay, adapters are as they were and the plan is the same."""
+        are_same = all(held.get(name) is parameter for (held, name), parameter in zip(self._places, self._found))
+        return are_same and self.plan is _plan_of(layer) and self.state == self._read_state()
 
     def _read_state(self) -> list[Any]:
         state: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.parameters]
@@ -528,7 +540,8 @@ class _Run:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of what is trained, in its order; None where the layer has none."""
-        found = {parameter: gradient.detach() for parameter, gradient in self._recording.gradients}
+        shared = self._graphs.shared
+        found = {parameter: gradient.clone() if parameter in shared else gradient.detach() for parameter, gradient in self._recording.gradients}
         return [found.get(parameter) for parameter in self._recording.trained]
 
     def _record_backward(self) -> None:

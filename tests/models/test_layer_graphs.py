@@ -18,6 +18,7 @@ from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from tests.models.layer_pairs import add_lora, build, fuse, layers_of
 from tests.models.packs import make_batch, relative_error
+from tests.two_ranks import run_two_ranks
 
 # Packs of 32 tokens: documents of one kind, then of two others.
 PACKS = ((7, 1, 12, 12), (12, 9, 11), (10, 11, 11), (16, 16), (7, 9, 8, 8), (15, 10, 7), (32,), (5, 27), (9, 9, 14), (31, 1))
@@ -117,6 +118,41 @@ def test_gradients_of_a_window_add_up(accumulate):
     packs = PACKS[:3] * 3
     assert_same(train(model, packs, accumulate=accumulate), train(plain, packs, accumulate=accumulate))
     assert graphs.num_replays > 0
+
+
+@pytest.mark.parametrize("is_in_group", [False, True])
+def test_weights_of_several_layers_have_the_sum_of_their_gradients(tmp_path, is_in_group):
+    model = build("qwen3", "full")
+    first, second = layers_of(model)
+    second.mlp.down_proj.weight = first.mlp.down_proj.weight
+    plain = copy.deepcopy(model)
+    fuse(plain)
+    install_packed_training(plain, SwapLedger(), checkpointing=OffloadCheckpointing("keep"))
+    graphs, _ = install(model)
+    if is_in_group:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert_same(train(model), train(plain))
+    assert graphs.num_replays > 0
+
+
+def test_weights_that_are_exchanged_are_recorded_again():
+    model, plain, graphs = twins("qwen3", "full")
+    for each in (model, plain):
+        train(each)
+        for layer in layers_of(each):
+            layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 2)
+    before = graphs.num_replays
+    assert_same(train(model), train(plain))
+    assert graphs.num_replays > before
+
+
+def test_weights_in_pieces_of_the_first_fsdp_run_as_ever(tmp_path):
+    run_two_ranks("tests.models.fsdp1_worker", tmp_path)
+    for use_orig_params in (True, False):
+        plain, recorded = (torch.load(tmp_path / f"{use_orig_params}-{is_recorded}.pt", weights_only=True) for is_recorded in (False, True))
+        assert recorded["losses"] == plain["losses"]
+        assert recorded["replays"] == 0
+        assert recorded["reasons"] == ["weights are held in pieces"]
 
 
 def test_gradients_that_are_zeroed_in_place_stay_right():
