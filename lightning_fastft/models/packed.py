@@ -89,17 +89,24 @@ def describe_models(root: nn.Module) -> list[str]:
 
 def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) -> StreamedWeights:
     """Move the frozen weights of the decoder layers and the input embedding to pinned memory, until the ledger is undone."""
+    own = SwapLedger()
 
     def allocate(num_bytes: int) -> torch.Tensor:
         slab = PinnedSlab(num_bytes, device=lanes.device)
-        ledger.add_undo(slab.close)
+        own.add_undo(slab.close)
         region = slab.reserve(num_bytes)
         assert region is not None
         return region.tensor
 
-    weights, streamer = install_weight_streaming(model, ledger, lanes=lanes, allocate_host=allocate)
     embedding_bytes = movable_embedding_bytes(model)
-    embedding = install_host_embedding(model, ledger, lanes=lanes, allocate_host=allocate)
+    try:
+        weights, streamer = install_weight_streaming(model, own, lanes=lanes, allocate_host=allocate)
+        embedding = install_host_embedding(model, own, lanes=lanes, allocate_host=allocate)
+    except BaseException:
+        # All or nothing.
+        own.undo()
+        raise
+    ledger.add_undo(own.undo)
     # The forward that is about to run may have passed the hooks of its first layer.
     streamer.use(0, direction=1)
     enter_backward = functools.partial(streamer.use, 0, direction=-1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.errors import HostMemoryError, OptionError
+from lightning_fastft.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.offload.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified, is_unified
 from lightning_fastft.offload.engine import OffloadEngine
 from lightning_fastft.offload.lanes import Lanes, make_lanes
@@ -194,7 +194,12 @@ class SegmentStack:
         if self.can_stream:
             gc.collect()
             self._observe(None)
-            self._stream(self._device)
+            try:
+                self._stream(self._device)
+            except (HostMemoryError, OptionError, UnsupportedModelError) as error:
+                self.stream_weights = None
+                self._report(f"activations: the first steps do not fit, and frozen weights cannot be streamed: {error}")
+                return False
             self._phase = _FRESH
             self._report("activations: the first steps do not fit with all weights on the device, so frozen weights are streamed from the host")
             return True
@@ -246,7 +251,7 @@ class SegmentStack:
     def _offload_inputs(self, device: torch.device) -> None:
         """Every input but the last segment's goes to the host, as far as the host has memory."""
         check_not_unified(device)
-        budget = self._host_budget()
+        budget = max(0, self._host_budget() - self._held_bytes())
         most = len(self.segments) - 1
         num_hosted = min(most, budget // self._input_bytes)
         while True:
@@ -359,8 +364,9 @@ class SegmentStack:
             try:
                 self.follow(plan.segments, device=device, cost=self.cost)
             except HostMemoryError as error:
-                # The last attempt is made without a host that refuses again and again.
-                host_budget = plan.prediction.host_bytes // 2 if attempt < _MAX_NOTCHES - 2 else 0
+                # The last attempt is made without a host that refuses again and again; weights that are there stay there.
+                held = self._held_bytes()
+                host_budget = held + (max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0)
                 self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
                 self._report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
             except torch.OutOfMemoryError:
@@ -385,11 +391,24 @@ class SegmentStack:
         return plan(self.cost, weights="auto")
 
     def _stream_for(self, plan: Plan, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
-        """Move the frozen weights to the host, as a plan wants it; return it, made again where the embedding turned out to be one that stays."""
+        """Move the frozen weights to the host, as a plan wants it.
+
+        Returns:
+            The plan; made again where the embedding turned out to be one that stays, or where the weights cannot go and a plan without that fits.
+        """
         assert self.cost is not None
-        self._stream(device)
+        try:
+            self._stream(device)
+        except (HostMemoryError, OptionError, UnsupportedModelError) as error:
+            self.stream_weights = None
+            try:
+                found = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
+            except OptionError:
+                raise error from None
+            self._report(f"activations: frozen weights stay on the device, where a plan fits too: {error}")
+            return found
         assert self.streamed is not None
-        self._report(f"activations: {next(note for note in plan.notes if 'streamed' in note)}")
+        self._report(f"activations: {' '.join(plan.notes)}")
         if self.streamed.num_embedding_bytes == self.cost.embedding_bytes:
             return plan
         self.cost = self.cost._replace(embedding_bytes=self.streamed.num_embedding_bytes)
@@ -420,10 +439,17 @@ class SegmentStack:
         return auto_vram_bytes(device)
 
     def _host_budget(self) -> int:
-        """The budget of this rank for pinned memory, in bytes."""
+        """The budget of this rank for pinned memory, in bytes, with what its streamed weights have of it."""
         if self.options.host_budget_bytes is not None:
             return self.options.host_budget_bytes
-        return auto_host_bytes() // self._num_local_ranks()
+        return auto_host_bytes() // self._num_local_ranks() + self._held_bytes()
+
+    def _held_bytes(self) -> int:
+        """Bytes of pinned memory that streamed weights have, which no plan can do without."""
+        if self.streamed is None:
+            return 0
+        # A plan counts whole layers, a few small tensors of which stay on the device.
+        return max(self.streamed.num_host_bytes, sum(self._weight_bytes)) + self.streamed.num_embedding_bytes
 
 
 def _host_bytes(entry: SegmentPlan, index: int, *, cost: StepCost | None, input_bytes: int) -> int:

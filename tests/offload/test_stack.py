@@ -4,13 +4,15 @@ import copy
 import functools
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_fastft.errors import HostMemoryError, OptionError
+from lightning_fastft.errors import HostMemoryError, OptionError, UnsupportedModelError
+from lightning_fastft.models import packed as packed_module
 from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.offload import engine as engine_module
@@ -469,7 +471,7 @@ def streaming(monkeypatch, **options):
     model = get_peft_model(build_tiny("llama", num_hidden_layers=8), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
     monkeypatch.setattr(WeightsCount, "num_bytes", sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
     monkeypatch.setattr(stack_module, "Memory", WeightsCount)
-    return Attached(model, host_budget=1, **options)
+    return Attached(model, **{"host_budget": 1, **options})
 
 
 def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
@@ -494,14 +496,20 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
 
 
+def as_streamed(plan):
+    """The plan of another rank, which has the same segments and streams."""
+    segments = tuple(segment._replace(is_streamed=True) for segment in plan.segments)
+    return plan._replace(segments=segments, notes=("frozen weights are streamed: there",))
+
+
+def as_resident(plan):
+    return plan._replace(segments=tuple(segment._replace(is_streamed=False) for segment in plan.segments), notes=())
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, is_streamed):
-    def other_rank(plan):
-        segments = tuple(segment._replace(is_streamed=is_streamed) for segment in plan.segments)
-        return plan._replace(segments=segments, notes=("frozen weights are streamed: on rank 0",) if is_streamed else ())
-
     least = peak_gib(streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host"))
-    attached = streaming(monkeypatch, vram_budget=1000 if is_streamed else 0.95 * least, agree=other_rank)
+    attached = streaming(monkeypatch, vram_budget=1000 if is_streamed else 0.95 * least, agree=as_streamed if is_streamed else as_resident)
     expected = attached.expected()
     attached.until_planned()
     assert attached.asked[0].segments[0].is_streamed is not is_streamed
@@ -509,11 +517,84 @@ def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, is_stream
     assert_equal(attached.step(), expected, what="agreed")
 
 
+def refuse(error):
+    def stream(*_, **__):
+        raise error("planted: not here")
+
+    return stream
+
+
+@pytest.mark.parametrize("error", [HostMemoryError, UnsupportedModelError, OptionError])
+def test_weights_that_cannot_go_stay_where_a_plan_fits_too(monkeypatch, error):
+    attached = streaming(monkeypatch, vram_budget=1000, agree=as_streamed)
+    attached.stack.stream_weights = refuse(error)
+    expected = attached.expected()
+    attached.until_planned()
+    assert attached.stack.streamed is None
+    assert not any(segment.is_streamed for segment in attached.stack.plan.segments)
+    assert any("stay on the device, where a plan fits too: planted: not here" in report for report in attached.reports)
+    assert_equal(attached.step(), expected, what="resident")
+
+
+@pytest.mark.parametrize("error", [HostMemoryError, UnsupportedModelError])
+def test_weights_that_cannot_go_and_do_not_fit_are_an_error(monkeypatch, error):
+    least = peak_gib(streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host"))
+    attached = streaming(monkeypatch, vram_budget=0.95 * least)
+    attached.stack.stream_weights = refuse(error)
+    with pytest.raises(error, match="planted"):
+        attached.until_planned()
+
+
+def test_weights_go_to_the_host_all_or_none(monkeypatch):
+    attached = streaming(monkeypatch, vram_budget=1000)
+    before = {name: value.clone() for name, value in attached.model.state_dict().items()}
+    with mock.patch.object(packed_module, "install_host_embedding", refuse(HostMemoryError)), pytest.raises(HostMemoryError):
+        attached.stack._stream(torch.device("cpu"))
+    assert attached.stack.streamed is None
+    assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
+    assert all(parameter.untyped_storage().nbytes() > 0 for parameter in attached.model.parameters())
+    attached.stack._stream(torch.device("cpu"))
+    assert attached.stack.streamed is not None
+
+
+def test_a_host_that_refuses_keeps_the_weights_that_it_has(monkeypatch):
+    attached = streaming(monkeypatch, vram_budget=1000, agree=as_streamed)
+    real, budgets = attached.stack.follow, []
+
+    def follow(segments, *, device, cost=None):
+        budgets.append(attached.stack._held_bytes())
+        if len(budgets) < 3:
+            raise HostMemoryError("planted: no more pinned memory")
+        return real(segments, device=device, cost=cost)
+
+    monkeypatch.setattr(attached.stack, "follow", follow)
+    attached.until_planned()
+    assert budgets[0] > 0
+    assert all(segment.is_streamed for segment in attached.stack.plan.segments)
+
+
+def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch):
+    cost = streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost
+    num_bytes = sum(segment.weight_bytes for segment in cost.segments) + cost.embedding_bytes
+    attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", agree=as_streamed, lengths=SMALL)
+    # Half of a host with room for a fifth more than the weights twice, and of what they leave of it.
+    monkeypatch.setattr(stack_module, "auto_host_bytes", lambda: (int(2.2 * num_bytes) - attached.stack._held_bytes()) // 2)
+    attached.until_planned()
+    first = attached.stack.plan
+    for _ in range(4):
+        attached.step(make_batch(LARGE))
+    assert attached.stack.plan is not first
+    assert all(segment.is_streamed for segment in attached.stack.plan.segments)
+
+
 def test_ranks_of_one_host_share_its_memory(monkeypatch):
     monkeypatch.setattr(stack_module, "auto_host_bytes", lambda: 80 * GIB)
-    attached = Attached(policy="auto")
+    attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", weights="stream")
     attached.checkpointing.num_local_ranks = lambda: 8
     assert attached.stack._host_budget() == 10 * GIB
+    attached.checkpointing.place(torch.device("cpu"))
+    streamed = attached.stack.streamed
+    assert attached.stack._host_budget() >= 10 * GIB + streamed.num_host_bytes + streamed.num_embedding_bytes
     assert Attached(policy="auto", host_budget=24).stack._host_budget() == 24 * GIB
 
 
