@@ -198,7 +198,9 @@ class ExactResume(Callback):
         self._ledger.undo()
         if trainer.world_size > 1 and hasattr(loop, _ASKING) and self._vote.everywhere(self._has_signals):
             self._ledger.set_attribute(loop, _ASKING, _ask_nobody)
-            self._status = self._status._replace(reason=f"{self._status.reason}; ranks agree on the host, so no micro-batch waits for the device")
+            self._status = self._status._replace(
+                reason=f"{self._status.reason}; ranks agree on the host, in place of Lightning's question before each micro-batch"
+            )
 
     def _warn_of_lost_window(self, trainer: pl.Trainer) -> None:
         """Say that data which cannot go back loses the beginning of a window."""
@@ -211,7 +213,7 @@ class ExactResume(Callback):
             )
 
 
-def _ask_nobody() -> None:
+def _ask_nobody(*_: object) -> None:
     """No rank is told to stop by Lightning."""
 
 

@@ -40,7 +40,8 @@ __all__ = [
 
 # A host budget is worth a note where a larger one makes the step faster by this factor.
 _NOTEWORTHY = 1.005
-# Where all weights have room, streamed ones have to make the step faster by this factor: they lean on the bus, and on the host's memory.
+# Where all weights have room, streamed ones have to make the step faster by this factor: they lean on the bus, and on the host's memory,
+# and the rows of the embedding that cross the bus with them (some ms) are not on paper.
 _WORTH_STREAMING = 1.03
 _GIB = 2**30
 

@@ -36,7 +36,8 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         precision_plugin: As in Lightning.
         **kwargs: As Lightning's DDPStrategy takes them: ``process_group_backend``, ``timeout``, ``start_method``, the ``ddp_comm_*`` options, and
             those of torch's DistributedDataParallel, such as ``find_unused_parameters`` and ``static_graph``. ``gradient_as_bucket_view`` is True
-            unless given: gradients lie where they are sent from, so there is no second copy of them.
+            unless given: once sent, gradients lie where they were sent from, without a second copy of them (there is one while a window
+            accumulates, and where layers run from CUDA graphs).
 
     Example:
         >>> FastFTDDPStrategy(find_unused_parameters=True).statuses()

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.errors import OptionError
 from lightning_fastft.models import adapters
 from lightning_fastft.models.sharding import gather_state, is_sharded
@@ -176,6 +177,8 @@ def run_ddp(rank, folder):
         found[kind, policy] = state
         found[kind, policy, "batches with a reduction"] = sorted(buckets.by_batch)
     found["options"] = options_of_ddp(rank, folder)
+    found["after a failure"] = loop_after_a_failure(rank, folder)
+    found["signals on one rank"] = loop_where_one_rank_leaves_signals_alone(rank, folder)
     found["asked"] = {is_exact: how_often_lightning_asks(rank, folder, is_exact=is_exact) for is_exact in (True, False)}
     for form in ("uninterrupted", "resumed"):
         found["checkpoint", form] = checkpointed("lora", form, rank, folder, strategy=FastFTDDPStrategy())
@@ -204,7 +207,39 @@ def how_often_lightning_asks(rank, folder, *, is_exact):
 
     with mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", counted):
         trainer = fit(make_tuner("lora"), strategy=FastFTDDPStrategy(exact_resume=is_exact), rank=rank, folder=folder)
-    return len(asked), "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)
+    return len(asked), _is_loop_changed(trainer)
+
+
+def _is_loop_changed(trainer):
+    return "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)
+
+
+class Fail(Callback):
+    """Fails on every rank after a micro-batch, and keeps whether Lightning's loop was changed then."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.trainer, self.was_changed = trainer, _is_loop_changed(trainer)
+        raise ValueError("planted")
+
+
+def loop_after_a_failure(rank, folder):
+    """Whether the loop was changed while the run lasted, and after it."""
+    fail = Fail()
+    try:
+        fit(make_tuner("lora"), strategy=FastFTDDPStrategy(), rank=rank, folder=folder, callbacks=[fail])
+    except ValueError:
+        return fail.was_changed, _is_loop_changed(fail.trainer)
+    raise AssertionError("nothing failed")
+
+
+def loop_where_one_rank_leaves_signals_alone(rank, folder):
+    """Whether the loop was changed where the signals come here on one rank only."""
+    fail = Fail()
+    try:
+        fit(make_tuner("lora"), strategy=FastFTDDPStrategy(), rank=rank, folder=folder, callbacks=[fail, ExactResume(stop_signals=rank == 0)])
+    except ValueError:
+        return fail.was_changed
+    raise AssertionError("nothing failed")
 
 
 def run_fsdp(rank, folder):

@@ -47,6 +47,8 @@ def test_options_of_ddp_arrive_and_train_the_same(two_ranks, option, policy):
 def test_no_micro_batch_waits_for_the_device_to_learn_of_a_signal(two_ranks):
     # Lightning asks before each micro-batch.
     assert two_ranks["asked"] == {True: (0, False), False: (NUM_WINDOWS * ACCUMULATE, False)}
+    assert two_ranks["after a failure"] == (True, False)
+    assert two_ranks["signals on one rank"] is False
 
 
 @pytest.mark.slow
