@@ -5,7 +5,8 @@ r"""The comparison anyone can rerun: every system that can be imported here, on 
 
 Builds what is missing, names every system that cannot run here with its error, and measures the others in the order A B C ... A' | A' ... C B A: each
 setting in two processes, half of its timed steps in each; A' is the first of ours once more, the A/A control. Judge, clock and proof that steps train
-are the ruler's (benchmarks/train_step.py). If the control's two medians differ by more than 2 %, no row is written.
+are the ruler's (benchmarks/train_step.py). If the control's two medians differ by more than 2 %, no row is written and nothing is said of who is
+faster. On a CPU the run shows only that everything runs: no rows, no ratios, exit status 0 where every process ran and was judged.
 
 In OUT: raw.jsonl (every process), log.txt (what they print), clocks.csv, table.txt, rows.csv (columns of results.csv), chart.png. A run that ended
 for want of time goes on with the same --out: processes that are in raw.jsonl are not run again.
@@ -37,7 +38,7 @@ from benchmarks.results import append_rows
 from benchmarks.ruler.cases import Case
 from benchmarks.ruler.clocks import ClockLog, read_clocks
 from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
-from benchmarks.ruler.pairs import CONTROL, UNFINISHED, comparison_rows, comparison_table, control_of, pool
+from benchmarks.ruler.pairs import CONTROL, UNFINISHED, comparison_rows, comparison_table, control_of, find_unfinished, pool
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.systems import SYSTEMS, find_gap, missing_module, settings_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.build()
     with ClockLog(out / "clocks.csv"):
         run.measure(settings)
-    return _report(run, gaps, command=" ".join(["python -m benchmarks.compare", *words]), with_chart=not options.no_chart)
+    return _report(run, settings, gaps, command=" ".join(["python -m benchmarks.compare", *words]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,30 +206,43 @@ class ComparisonRun:
         return record is not None and not record["reason"]
 
 
-def _report(run: ComparisonRun, gaps: Mapping[str, str], *, command: str, with_chart: bool) -> int:
-    """Write table, rows and chart; return 0 where rows were written."""
+def _report(run: ComparisonRun, settings: Sequence[tuple[str, str]], gaps: Mapping[str, str], *, command: str) -> int:
+    """Write table, rows and chart; return 0 where rows were written, on a CPU where everything ran."""
     device, workload = run.options.device, run.options.workload
     rows = pool(run.records(), clocks=read_clocks(run.out / "clocks.csv"))
     hardware = next((row["versions"].get("device", "cpu") for row in rows if "versions" in row), device)
     title = f"{workload}, {WORKLOADS[workload].max_tokens:,} tokens a step, {hardware}"
-    table = f"{title}\n{comparison_table(rows, gaps, device=device)}"
+    table = f"{title}\n{comparison_table(rows, gaps, settings=settings, device=device)}"
     (run.out / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(table, flush=True)
-    if any(reason in row["reason"] for row in rows for reason in UNFINISHED):
+    unfinished = find_unfinished(rows, settings)
+    if unfinished:
         print(f"not finished: the same command with --out {run.out} goes on from here", flush=True)
-    figures = comparison_rows(rows, command=command)
+    figures = [] if device == "cpu" else comparison_rows(rows, command=command)
     path = run.out / "rows.csv"
     # Made anew from raw.jsonl, which may have grown since.
     path.unlink(missing_ok=True)
     if figures:
         append_rows(figures, path=path)
-    if with_chart:
+    if not run.options.no_chart:
         from benchmarks.ruler.picture import draw_comparison
 
         draw_comparison(rows, gaps, device=device, title=title, path=run.out / "chart.png")
         print(f"chart: {run.out / 'chart.png'}", flush=True)
+    if device == "cpu":
+        return _report_cpu(rows, is_finished=not unfinished)
     print(f"rows: {path}: {len(figures)}" if figures else f"rows: none; {control_of(rows).describe()}", flush=True)
     return 0 if figures else 1
+
+
+def _report_cpu(rows: Sequence[Mapping[str, Any]], *, is_finished: bool) -> int:
+    """Say whether everything ran, the case that is measured twice with it; return 0 if it did."""
+    failed = [row["title"] for row in rows if row["reason"]]
+    if is_finished and not failed and any(row["repeat"] for row in rows):
+        print(f"everything ran: {len(rows)} cases in two processes each, gradients judged; no row is written on a CPU", flush=True)
+        return 0
+    print(f"not everything ran: {', '.join(failed) or 'some cases are still to be measured'}", flush=True)
+    return 1
 
 
 if __name__ == "__main__":

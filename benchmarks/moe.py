@@ -48,6 +48,7 @@ import torch
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, quantization_config, run_case
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.judge import load_adapter
+from benchmarks.ruler.pairs import UNFINISHED
 from benchmarks.ruler.plans import describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.report import read_records, render_table, result_rows
 from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
@@ -60,8 +61,6 @@ BARS = {
 # What tells one case from another.
 _KEY = ("workload", "system", "mode", "label_share", "optimizer")
 _GOLDEN = (5**0.5 - 1) / 2
-# What a case that was not measured says when it is worth another try.
-_UNFINISHED = ("not started", "stopped after")
 
 
 # The plain arm
@@ -455,7 +454,7 @@ def is_done(case: Case, records: Sequence[dict[str, Any]], *, files: WorkloadFil
     if case.num_steps == 0:
         return files.reference(case.label_share).exists()
     return any(
-        all(record[name] == getattr(case, name) for name in _KEY) and record.get("num_steps") != 0 and not record["reason"].startswith(_UNFINISHED)
+        all(record[name] == getattr(case, name) for name in _KEY) and record.get("num_steps") != 0 and not record["reason"].startswith(UNFINISHED)
         for record in records
     )
 

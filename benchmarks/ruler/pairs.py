@@ -16,6 +16,8 @@ MAX_CONTROL_DIFFERENCE = 0.02
 CONTROL = "A/A"
 # What a process says that is worth another try.
 UNFINISHED = ("not started", "stopped after")
+# What pool says of a half that left no record at all.
+_NOT_RUN = "it was not run"
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "repeat")
 _HEADER = (
     "system mode (* default)", "ms", "first", "second", "p10", "p90", "n", "tok/s", "lab.tok/s", "GiB", "resv", "pinned", "waits", "MHz", "min cos",
@@ -91,7 +93,7 @@ def _pooled(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None, c
 def _reason(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> str:
     for name, half in (("first", first), ("second", second)):
         if half is None or half["reason"]:
-            return f"{name} process: {'it was not run' if half is None else half['reason']}"
+            return f"{name} process: {_NOT_RUN if half is None else half['reason']}"
     assert first is not None
     assert second is not None
     different = sorted(name for name in {*first["versions"], *second["versions"]} if first["versions"].get(name) != second["versions"].get(name))
@@ -115,13 +117,33 @@ def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
     return Control(title, high / low - 1)
 
 
-def ratios(rows: Sequence[Mapping[str, Any]], *, device: str) -> list[str]:
+def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[str, str]]) -> list[Mapping[str, Any]]:
+    """Return what another run in the same folder would still measure: rows that ended early, then settings without a row, as system and mode.
+
+    Args:
+        rows: As pool returns them; the control is one of them.
+        settings: Arm and mode of everything that was to be measured.
+    """
+    present = {(row["system"], row["mode"]) for row in rows if not row["repeat"]}
+    ended_early = [row for row in rows if row["reason"].partition(" process: ")[2].startswith((*UNFINISHED, _NOT_RUN))]
+    return ended_early + [{"system": arm, "mode": mode, "repeat": ""} for arm, mode in settings if (arm, mode) not in present]
+
+
+def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, str]], device: str) -> list[str]:
     """Return ours against every peer in tokens/s, best against best and default against default, with memory beside.
 
-    The best of a system of which a setting is still to be measured is not known yet, and nothing is said of it.
+    The best of a system of which a setting is still to be measured is not known yet, and nothing is said of it. Nothing at all is said without an A/A
+    control that passed, nor on a CPU, where ours keeps what others compute again.
+
+    Args:
+        rows: As pool returns them.
+        settings: Arm and mode of everything that was to be measured.
+        device: "cuda" or "cpu".
     """
+    if device == "cpu" or not control_of(rows).passed:
+        return []
     timed = [row for row in rows if not row["reason"] and not row["repeat"]]
-    unfinished = {system_of(row) for row in rows if not row["repeat"] and any(reason in row["reason"] for reason in UNFINISHED)}
+    unfinished = {system_of(setting) for setting in find_unfinished(rows, settings) if not setting["repeat"]}
     lines = []
     for name, chosen in (("best against best", timed), ("default against default", [row for row in timed if is_default(row, device=device)])):
         ours = [row for row in chosen if system_of(row) == "ours"]
@@ -138,23 +160,26 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, device: str) -> list[str]:
     return lines
 
 
-def comparison_table(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, device: str) -> str:
+def comparison_table(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, settings: Sequence[tuple[str, str]], device: str) -> str:
     """Return the table: a line for every case that passed, fastest first, the reason of every other, the gaps, the control and the ratios.
 
     Args:
         rows: As pool returns them.
         gaps: Why a system or a setting was not run, by its name.
+        settings: Arm and mode of everything that was to be measured.
         device: "cuda" or "cpu".
     """
     timed = sorted((row for row in rows if not row["reason"]), key=lambda row: -row["tokens_per_s"])
     lines = align([_HEADER, *(_line(row, device=device) for row in timed)])
     lines += [f"  no row: {row['title']}: {row['reason'][:400]}" for row in rows if row["reason"]]
     lines += [f"  not run: {name}: {reason}" for name, reason in gaps.items()]
-    return "\n".join([*lines, f"  {control_of(rows).describe()}", *(f"  {line}" for line in ratios(rows, device=device))])
+    control = "on a CPU nothing is compared and no row is written" if device == "cpu" else control_of(rows).describe()
+    return "\n".join([*lines, f"  {control}", *(f"  {line}" for line in ratios(rows, settings=settings, device=device))])
 
 
 def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
     summary, peak, clock = row["summary"], row["peak_gib"], row["clock_mhz"]
+    sizes_gib = (peak["allocated"], peak["reserved"], row["pinned_host_gib"])
     return (
         f"{row['title']}{' *' if is_default(row, device=device) else ''}",
         f"{summary['median']:.1f}",
@@ -164,9 +189,7 @@ def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
         str(summary["n"]),
         f"{row['tokens_per_s']:.0f}",
         f"{row['labelled_tokens_per_s']:.0f}",
-        f"{peak['allocated']:.1f}",
-        f"{peak['reserved']:.1f}",
-        f"{row['pinned_host_gib']:.1f}",
+        *("-" if device == "cpu" else f"{size_gib:.1f}" for size_gib in sizes_gib),
         "-" if row["host_waits"] is None else str(row["host_waits"]),
         "-" if clock is None else f"{clock:.0f}",
         f"{row['verdict']['worst_cosine'][1]:.5f}",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fastft.errors import SwapError
+from lightning_fastft.errors import OptionError, SwapError
 from lightning_fastft.status import Status
 
 if TYPE_CHECKING:
@@ -17,11 +17,30 @@ if TYPE_CHECKING:
     from lightning_fastft.models.swap import SwapLedger
 
 
+def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
+    """Refuse a callback that swaps modules and that the Trainer has more than once: the second would find nothing left to swap.
+
+    Raises:
+        OptionError: The Trainer has another of its class.
+    """
+    kind = type(callback)
+    num_given = sum(isinstance(other, kind) for other in getattr(trainer, "callbacks", ()))
+    if num_given > 1:
+        raise OptionError(
+            f"{kind.__name__} is given {num_given} times, and only one of them can swap the modules: what --trainer.callbacks+= gives on the command "
+            "line comes on top of the callbacks of the config and changes none of them. Give it once; to change an option of the one in the config, "
+            "set it under its init_args in the YAML of a config of your own (a copy: fastft fit --config NAME --print_config > mine.yaml)."
+        )
+
+
 class ModelSwaps(Callback):
     """Swap modules of every transformers model inside the LightningModule for the length of a run; a subclass says which.
 
     A FineTuner is asked to swap while it builds its model, before it is sharded and before strategies measure it; any other module is swapped when
     the run starts, before sanity validation. Everything is taken back at the end and after an exception.
+
+    Raises:
+        OptionError: When a run is set up: the Trainer has more than one of the class.
     """
 
     status_name = ""
@@ -48,7 +67,8 @@ class ModelSwaps(Callback):
         return self._statuses or [Status(self.status_name, "inactive", "not installed")]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Ask a FineTuner to swap while it builds its model."""
+        """Ask a FineTuner to swap while it builds its model; refuse a second callback of the class."""
+        check_given_once(self, trainer)
         self._is_running = True
         register: Any = getattr(pl_module, "register_transform", None)
         if callable(register):

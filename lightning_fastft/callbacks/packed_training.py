@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_fastft.callbacks.model_swaps import check_given_once
 from lightning_fastft.errors import OptionError
 from lightning_fastft.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
@@ -30,7 +31,7 @@ class PackedTraining(Callback):
         activations: What happens to activations; None leaves the models' own checkpointing alone.
 
     Raises:
-        OptionError: Options are given and the strategy is ours: give them to the strategy.
+        OptionError: Options are given and the strategy is ours: give them to the strategy. Or the Trainer has more than one PackedTraining.
 
     Example:
         >>> PackedTraining().status()
@@ -49,7 +50,8 @@ class PackedTraining(Callback):
         return self.packed_steps.statuses()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find out whether the strategy does this work already."""
+        """Find out whether the strategy does this work already; refuse a second callback of the class."""
+        check_given_once(self, trainer)
         self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
         if self._is_redundant and (self.packed_steps.activations is not None or self.packed_steps.attention != "auto"):
             raise OptionError(

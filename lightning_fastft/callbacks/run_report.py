@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -23,8 +22,8 @@ from lightning_fastft.errors import OptionError
 from lightning_fastft.offload.budgets import peak_memory_bytes
 from lightning_fastft.report.copies import StepProfile, StepTrace
 from lightning_fastft.report.facts import describe_command, describe_model, describe_options, describe_versions, without_secrets
-from lightning_fastft.report.findings import describe_plan, describe_profile, describe_rows, describe_waits
-from lightning_fastft.report.sums import Curve, PackSums
+from lightning_fastft.report.findings import describe_plan, describe_profile, describe_rows, describe_waits, find_max_tokens
+from lightning_fastft.report.sums import Curve, PackSums, WindowLosses
 from lightning_fastft.report.timing import Batch, BatchTimes, Clock
 from lightning_fastft.report.verdict import judge
 from lightning_fastft.status import Status
@@ -39,7 +38,7 @@ SCHEMA = "lightning_fastft.run_report"
 SCHEMA_VERSION = 1
 # The first steps set up optimizer state, kernels and plans.
 _NUM_WARMUP = 3
-# Losses behind "first" and "final": at most so many micro-batches, and never more than a quarter of the run.
+# Losses behind "first" and "final": at most so many optimizer steps, and never more than a quarter of the run.
 _NUM_ENDS = 20
 
 
@@ -47,10 +46,12 @@ class RunReport(Callback):
     """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or Ctrl-C.
 
     On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, a verdict in words; what is active and why
-    not; the memory plan; fill of packs and lengths of documents; curves of loss and tokens per second (at most 512 points, each the mean of equally
-    many micro-batches); the parts of a step; one profiled step with compute and copy lanes; host waits by line of code; the slowest pack; options,
-    versions and command. Environment variables are not read; options and texts that look like secrets are replaced. The page loads nothing and runs
-    no script. Rank 0 writes; ranks are asked for their memory and speed only at the end of a run that ends well.
+    not; the memory plan; fill of packs and lengths of documents; curves of loss (by optimizer step: the mean over the micro-batches of its window,
+    which on one rank is that over the window's labelled tokens; of several ranks rank 0's part, scaled by its share of the labels) and tokens per
+    second (by micro-batch), each of at most 512 points, the means of equally many values; the parts of a step; one profiled step with compute and
+    copy lanes; host waits by line of code; the slowest pack; options, versions and command. Environment variables are not read; options and texts
+    that look like secrets are replaced. The page loads nothing and runs no script. Rank 0 writes; ranks are asked for their memory and speed only at
+    the end of a run that ends well.
 
     Args:
         path: The HTML file, ending in ".html"; the JSON file stands beside it. None is "run_report.html" in the folder of the logger, or in the
@@ -85,7 +86,7 @@ class RunReport(Callback):
         self._is_open = False
         self._device = torch.device("cpu")
         self._losses = Curve()
-        self._num_not_finite = 0
+        self._window = WindowLosses()
         self._first_losses: list[float] = []
         self._last_losses: deque[float] = deque(maxlen=_NUM_ENDS)
         self._copies = LateCopies()
@@ -176,12 +177,13 @@ class RunReport(Callback):
         self._last_end = end if clock.is_counted else None
         if self._profile is not None:
             self._trace, self._profile = self._profile.stop(), None
+        has_stepped = trainer.global_step != self._last_global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # Lightning hands the loss over divided by the micro-batches of a window.
-            self._copies.push((self._step, trainer.accumulate_grad_batches), loss)
+            self._copies.push((self._step, trainer.accumulate_grad_batches, has_stepped), loss)
         self._num_batches += 1
-        if trainer.global_step != self._last_global_step:
+        if has_stepped:
             self._last_global_step = trainer.global_step
             self._step += 1
         self._plans = _find_plans(trainer) or self._plans
@@ -271,11 +273,10 @@ class RunReport(Callback):
         return Batch(self._num_batches, self._step, ids.numel() if isinstance(ids, torch.Tensor) else None, None, None)
 
     def _take_in(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
-        for (step, num_micro_batches), value in arrived:
+        for (step, num_micro_batches, is_last), value in arrived:
             # A copy on the host that has arrived: reading it waits for nothing.
-            loss = float(value) * num_micro_batches
-            if not math.isfinite(loss):
-                self._num_not_finite += 1
+            loss = self._window.add(float(value) * num_micro_batches, is_last=is_last)
+            if loss is None:
                 continue
             self._losses.add(step, loss)
             if len(self._first_losses) < _NUM_ENDS:
@@ -336,13 +337,13 @@ class RunReport(Callback):
             },
             "statuses": [status._asdict() for status in _statuses(trainer)],
             "plans": [describe_plan(cost, plan) for cost, plan in self._plans],
-            "packing": self._packs.to_dict(),
+            "packing": self._packs.to_dict(max_tokens=find_max_tokens(trainer)),
             "data": describe_rows(trainer),
             "curves": {
                 "loss": {
                     **self._losses.to_dict(),
-                    "num_not_finite": self._num_not_finite,
-                    "why_not": "training_step returned no loss that is a number.",
+                    "num_not_finite": self._window.num_not_finite,
+                    "why_not": "No optimizer step ended with a loss that is a number.",
                 },
                 "tokens_per_s": {
                     **self._times.tokens_per_s.to_dict(),
@@ -363,7 +364,7 @@ class RunReport(Callback):
         return data
 
     def _num_ends(self) -> int:
-        return max(1, min(_NUM_ENDS, self._num_batches // 4))
+        return max(1, min(_NUM_ENDS, self._step // 4))
 
 
 class _QuietDetector(HostWaitDetector):

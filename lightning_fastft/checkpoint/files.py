@@ -306,7 +306,7 @@ def _told_damage(path: Path) -> Iterator[None]:
         yield
     except _DamageError as damage:
         intact = newest_intact(path.parent, but=path)
-        advice = f"The newest intact checkpoint beside it is {intact}." if intact else f"There is no intact checkpoint in {path.parent}."
+        advice = f"The newest intact checkpoint beside it is {intact}." if intact else f"There is no intact checkpoint in {path.parent.resolve()}."
         raise DamagedCheckpointError(f"{path} is damaged and was not loaded: {damage}. {advice}") from damage
 
 

@@ -13,6 +13,10 @@ from pathlib import Path
 PARTLY_ALLOWED = ("lightning", "torch", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
 _UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
+_UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[([^\]]*)\]); PEFT's LoraConfig has \[([^\]]*)\]")
+# What a field of PEFT is called elsewhere, and no spelling shows.
+_LORA_NAMES = {"rank": "r"}
+_CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that everything read from a folder or the hub goes through.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
@@ -57,7 +61,14 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
         hint = f"hint: did you mean {near[0]}?\n" if near else ""
         return f"error: {where}{reason}{f' by {owner}' if owner else ''}\n{hint}{last_line}"
 
-    kept = [line.removeprefix("- ") for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
+    unknown = _UNKNOWN_LORA.search(message)
+    if unknown:
+        names, fields = (re.findall(r"'([^']+)'", group) for group in unknown.groups()[1:])
+        near = [_LORA_NAMES.get(name) or next(iter(difflib.get_close_matches(name, fields, n=1, cutoff=0.6)), "") for name in names]
+        hint = f"hint: did you mean {', '.join(filter(None, near))}?\n" if any(near) else "hint: the fields are those of PEFT's LoraConfig\n"
+        return f"error: {where}{unknown[1]}\n{hint}{last_line}"
+
+    kept = [_explain_choice(line.removeprefix("- "), lines) for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
     return f"error: {where}{' '.join(kept) or message.strip()}\n{last_line}"
 
 
@@ -79,6 +90,18 @@ def explain_missing_files(error: OSError | ValueError) -> str:
         f"hint: --model.model takes a name on huggingface.co or a folder (looked from {Path.cwd()}); gated models need `hf auth login`\n"
         "hint: without a network set HF_HUB_OFFLINE=1 and take a folder that is here: fastft demo leaves a small model in runs/demo/trained\n"
     )
+
+
+def _explain_choice(reason: str, lines: list[str]) -> str:
+    """Return a reason with the value that is none of the choices, and the choices as one writes them."""
+    found = _CHOICE.search(reason)
+    if not found:
+        return reason
+    # The refusals that are quoted in a refusal come first, and the innermost is the value's own.
+    value = found[2] or next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), None)
+    has_none = "- Expected a <class 'NoneType'>" in lines and found[2] is None
+    got = "" if value is None else f", got {value!r}"
+    return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}one of {found[1]}{got}"
 
 
 def _owner_of(lines: list[str], option: str) -> str | None:

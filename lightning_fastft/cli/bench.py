@@ -32,7 +32,9 @@ _CPU_WORKLOAD = "tiny"
 
 
 def run_bench(words: Sequence[str]) -> int:
-    """Run ``python -m benchmarks.compare`` on the workload that fits this machine and return its exit status: 0 where rows were written.
+    """Run ``python -m benchmarks.compare`` on the workload that fits this machine and return its exit status.
+
+    0 where rows were written; without a GPU, where everything ran.
 
     Args:
         words: ``--workload NAME`` (by default the largest that fits the GPU; a model of two layers where there is none), ``--out FOLDER`` (a new
@@ -85,8 +87,7 @@ def choose_workload() -> tuple[str, str]:
     """
     if not torch.cuda.is_available():
         return _CPU_WORKLOAD, (
-            "there is no GPU here; a model of two layers shows that everything runs, not how fast it is (minutes; on a busy machine two runs of the "
-            "same differ, and no row is written)"
+            "there is no GPU here; a model of two layers shows that everything runs, not how fast it is (minutes; no row is written)"
         )
     name, memory_gib = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / _GIB
     for fit in _FITS:

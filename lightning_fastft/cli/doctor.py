@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lightning_fastft.cli.lightning_cli import FastFTCLI
+from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, find_configs
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import OptionError
 from lightning_fastft.module import FineTuner
+from lightning_fastft.packing.sources import SUFFIXES, open_sources
 from lightning_fastft.status import render_status_table
 
 # The miniature keeps what decides (family, heads, windows, quantisation, adapters) and drops what only costs.
@@ -28,6 +31,7 @@ MOST = {
     **dict.fromkeys(("num_experts_per_tok", "top_k"), 2),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 512),
 }
+SOURCES = ("paths", "val_paths", "test_paths")
 DOCUMENT_LENGTHS = (192, 64, 256, 2, 126)
 # Options of a run that the miniature must not follow; they come last, so they win.
 OVERRIDES = (
@@ -50,7 +54,13 @@ class LastTable(Callback):
 class _DoctorCLI(FastFTCLI):
     """Replace the model by a miniature, once everything of the config has been parsed and judged."""
 
+    def __init__(self, args: Sequence[str], *, run: bool = True, callbacks: Sequence[Callback] = ()) -> None:
+        self.examples = _find_examples(args)
+        super().__init__(args, run=run, callbacks=callbacks)
+
     def before_instantiate_classes(self) -> None:
+        if self.config.data.class_path.rpartition(".")[2] == PackedDataModule.__name__:
+            _check_sources(self.config.data.init_args, examples=self.examples)
         options = self.config.model.init_args
         if not self.config.model.class_path.rpartition(".")[2] == FineTuner.__name__ or not isinstance(options.get("model"), (str, dict)):
             raise OptionError(
@@ -65,6 +75,10 @@ def run_doctor(words: Sequence[str]) -> int:
 
     Args:
         words: Arguments of ``fastft fit``.
+
+    Raises:
+        DataError: A file or folder of data that is named is not there or cannot be read. Nothing of it is tokenised, and what a shipped config names
+            as an example need not be there.
     """
     table = LastTable()
     with tempfile.TemporaryDirectory() as folder, _quiet():
@@ -77,6 +91,30 @@ def run_doctor(words: Sequence[str]) -> int:
         trainer.fit(cli.model, datamodule=data)
     sys.stdout.write(f"{describe_machine()}\nmodel: {cli.model.source.config.model_type}, checked by one step of a miniature\n\n{table.text}\n")
     return 0
+
+
+def _find_examples(words: Sequence[str]) -> set[str]:
+    """Return the paths of data that stand in the shipped configs that are named, and not on the command line: files that a user is still to make."""
+    import yaml
+
+    given = [value for word in words for value in (word, word.partition("=")[2])]
+    shipped = [Path(word) for word in find_configs(words) if word.startswith(str(CONFIG_FOLDER))]
+    options = [yaml.safe_load(path.read_text())["data"]["init_args"] for path in shipped]
+    return {values[name] for values in options for name in SOURCES if name in values} - set(given)
+
+
+def _check_sources(options: Mapping[str, Any], *, examples: set[str]) -> None:
+    """Refuse files and folders of data that are not there or cannot be read, as the data module would; names on the hub are left to it."""
+    for name in SOURCES:
+        given = options.get(name)
+        for source in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(source, (str, os.PathLike)) and os.fspath(source) not in examples and _is_local(os.fspath(source)):
+                open_sources(source)
+
+
+def _is_local(source: str) -> bool:
+    path = Path(source).expanduser()
+    return path.exists() or path.suffix.lower() in SUFFIXES or path.is_absolute() or source.startswith((".", "~"))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def run_export(words: Sequence[str]) -> int:
             ``--device`` is where the model is built (cpu).
 
     Raises:
-        OptionError: There is something at the target, the source is neither, or its base is not known.
+        OptionError: There is something at the target, nothing at the source, the source is neither, or its base is not known.
         DamagedCheckpointError: Bytes of the checkpoint differ from those that were written.
         ResumeError: The checkpoint does not fit the model that it names.
         CheckpointNotSavedError: The folder cannot be written or reads back otherwise; nothing is left of it.
@@ -89,6 +89,8 @@ def _read_question(words: Sequence[str]) -> _Question:
     except RuntimeError as error:
         raise OptionError(f"--device must be a device of torch, got {device!r}: {error}") from error
     source = local_path(rest[0], use="exported from")
+    if not source.exists():
+        raise OptionError(f"There is nothing at {source} (looked from {Path.cwd()}): give a checkpoint file or a folder of adapters.")
     return _Question(source, Path(rest[1]), is_merged, base, dtype, place)
 
 

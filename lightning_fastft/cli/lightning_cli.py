@@ -16,11 +16,22 @@ from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.imports import check_named_functions, import_policy, take_allowed_imports
 from lightning_fastft.errors import OptionError
 
+# Words for checkpoints that Lightning finds itself.
+CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 
 
 class FastFTArgumentParser(LightningArgumentParser):
-    """Answer a wrong argument with its reason first and one line of advice, not with the usage of 200 options."""
+    """Take options by their full names only; answer a wrong argument with its reason first and one line of advice, not with the usage of 200 options.
+
+    Args:
+        *args: As Lightning's parser.
+        **kwargs: As Lightning's parser.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
+        # An abbreviation that argparse takes is as often a misspelt name.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the reason and a hint to standard error and exit with status 2."""
@@ -84,10 +95,12 @@ class FastFTCLI(LightningCLI):
         self.config = parser.parse_args(list(args or []))
 
     def _parse_ckpt_path(self) -> None:
-        """Take no settings from a checkpoint: Lightning would let them override the command line without a word."""
+        """Take no settings from a checkpoint: Lightning would let them override the command line without a word. Refuse one that is not there."""
         path = (self.config.get(self.config.get("subcommand") or "") or {}).get("ckpt_path")
         if path is not None and (":" in str(path)) and not Path(path).exists():
             raise OptionError(f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}: checkpoints are not loaded from elsewhere.")
+        if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(path).exists():
+            raise OptionError(f"ckpt_path: there is nothing at {path} (looked from {Path.cwd()}).")
 
     def instantiate_classes(self) -> None:
         """Make model, data module and trainer; what one of them refuses becomes an answer, not a traceback."""
@@ -99,6 +112,17 @@ class FastFTCLI(LightningCLI):
                 # Some values are judged by the parser only now.
                 self._parser(self.subcommand).error(str(error))
             raise OptionError(str(error)) from error
+        self._check_callbacks()
+
+    def _check_callbacks(self) -> None:
+        """Refuse a swapping callback that is given twice before the data is tokenised, where its own set-up would refuse it after."""
+        # Imported on use: it brings the strategies along, which --help does not need.
+        from lightning_fastft.callbacks.model_swaps import ModelSwaps, check_given_once
+        from lightning_fastft.callbacks.packed_training import PackedTraining
+
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (ModelSwaps, PackedTraining)):
+                check_given_once(callback, self.trainer)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Load checkpoints as tensors and plain types only, whatever the environment says."""

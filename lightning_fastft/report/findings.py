@@ -109,6 +109,14 @@ def describe_waits(watched: Watched | None, *, is_cuda: bool) -> dict[str, Any]:
     return {"num_steps": watched.num_watched, "per_step": per_step, "is_prediction": not is_cuda, "rows": rows}
 
 
+def find_max_tokens(trainer: pl.Trainer) -> int | None:
+    """Return how many tokens a pack may hold, where the data module of this package knows."""
+    from lightning_fastft.datamodule import PackedDataModule
+
+    datamodule = getattr(trainer, "datamodule", None)
+    return datamodule.max_tokens if isinstance(datamodule, PackedDataModule) else None
+
+
 def describe_rows(trainer: pl.Trainer) -> list[str]:
     """Return what became of the rows of the training data, where the data module of this package knows."""
     from lightning_fastft.datamodule import PackedDataModule

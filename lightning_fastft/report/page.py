@@ -80,16 +80,18 @@ _BODY = """<!doctype html>
 <td class="text">{{ status.reason }}{% if status.remedy %}<br><b>What to do:</b> {{ status.remedy }}{% endif %}</td></tr>{% endfor %}
 </table></div>{% else %}<p>Neither the strategy nor a callback reports any.</p>{% endif %}</section>
 
-{% for title, unit, form, curve in (("Loss", "", ".4g", curves.loss), ("Tokens per second", "", ",.0f", curves.tokens_per_s)) %}
+{% for title, value, form, curve in (("Loss", "optimizer step", ".4g", curves.loss),
+  ("Tokens per second", "micro-batch", ",.0f", curves.tokens_per_s)) %}
 <section><h2>{{ title }}</h2>{% if curve.points %}
 <div class="ends"><span>highest {{ curve.points | map("last") | max | number(form) }}</span>
 <span>lowest {{ curve.points | map("last") | min | number(form) }}</span><span>last {{ curve.points[-1][2] | number(form) }}</span></div>
 {{ draw_curve(curve.points, name=title) }}
 <div class="ends"><span>step {{ curve.points[0][0] | number("d") }}</span><span>step {{ curve.points[-1][1] | number("d") }}</span></div>
-<p class="soft">{% if curve.values_per_point == 1 %}Each point is one micro-batch.{% else %}Each point is the mean of
+<p class="soft">{% if curve.values_per_point == 1 %}Each point is one {{ value }}.{% else %}Each point is the mean of
 {{ curve.values_per_point | number("d") }}
-micro-batches that follow each other; none is left out.{% endif %}{% if title == "Loss" and curve.num_not_finite %}
-<b>{{ curve.num_not_finite | number("d") }} micro-batches had a loss that is not finite</b>; they are not drawn.{% endif %}</p>
+{{ value }}{{ "s" if title == "Loss" else "es" }} that follow each other; none is left out.{% endif %}
+{% if title == "Loss" and curve.num_not_finite %}
+<b>{{ curve.num_not_finite | number("d") }} micro-batches had a loss that is not finite</b>; their steps are not drawn.{% endif %}</p>
 {% else %}<p>{{ curve.why_not }}</p>{% endif %}</section>{% endfor %}
 
 <section class="wide"><h2>Where the time of a step goes</h2>{% if times.num_batches %}
@@ -131,7 +133,9 @@ ms of it waiting for copies,
 <details><summary>The plan as text</summary><div class="scroll"><pre>{{ plan.text }}</pre></div></details></section>{% endfor %}
 
 <section><h2>Packing</h2>{% if packing %}
-<p>Packs are <b>{{ packing.fill | percent }}</b> full: {{ packing.num_real_tokens | number(",d") }} tokens of
+<p>{% if packing.fill is not none %}Packs of {{ packing.max_tokens | number(",d") }} tokens are <b>{{ packing.fill | percent }}</b> full:
+{% else %}<b>{{ packing.padding | percent }}</b> of the tokens in the packs are padding:
+{% endif %}{{ packing.num_real_tokens | number(",d") }} tokens of
 {{ packing.num_documents | number(",d") }} documents in
 {{ packing.num_packs | number(",d") }} packs; {{ packing.num_labelled | number(",d") }} tokens were trained on.</p>
 <h3>Document lengths, in tokens</h3><div class="scroll"><table>

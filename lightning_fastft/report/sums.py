@@ -67,6 +67,33 @@ class Curve:
         return {"values_per_point": self.values_per_point, "points": [list(point) for point in self.points()]}
 
 
+class WindowLosses:
+    """Losses of micro-batches, brought to one for each optimizer step.
+
+    In a window of accumulation a micro-batch's loss is its sum over (labelled tokens of the window / micro-batches), so alone it says how many
+    labelled tokens it has as much as how well they are predicted. The mean over the micro-batches is that over the window's labelled tokens.
+
+    Example:
+        >>> window = WindowLosses()
+        >>> window.add(3.0, is_last=False), window.add(1.0, is_last=True)
+        (None, 2.0)
+    """
+
+    def __init__(self) -> None:
+        self.num_not_finite = 0
+        self._sum, self._num = 0.0, 0
+
+    def add(self, loss: float, *, is_last: bool) -> float | None:
+        """Take the loss of a micro-batch; return that of the step where it ends one and every loss of its window was finite."""
+        self.num_not_finite += not math.isfinite(loss)
+        self._sum, self._num = self._sum + loss, self._num + 1
+        if not is_last:
+            return None
+        mean = self._sum / self._num
+        self._sum, self._num = 0.0, 0
+        return mean if math.isfinite(mean) else None
+
+
 class Spread:
     """Percentiles of any number of positive values, right to half a percent, in bounded memory.
 
@@ -122,8 +149,12 @@ class PackSums:
         self._count += np.bincount(np.frexp(length_S)[1] - 1, minlength=64)
         return len(length_S), longest
 
-    def to_dict(self) -> dict[str, Any] | None:
-        """Return plain values for JSON; None where there was no pack."""
+    def to_dict(self, *, max_tokens: int | None) -> dict[str, Any] | None:
+        """Return plain values for JSON; None where there was no pack.
+
+        Args:
+            max_tokens: What a pack may hold, which fill is a share of; None where nobody knows, and then fill is None too.
+        """
         if not self.num_packs:
             return None
         found = np.flatnonzero(self._count)
@@ -134,7 +165,9 @@ class PackSums:
             "num_real_tokens": self.num_real_tokens,
             "num_labelled": self.num_labelled,
             "num_documents": self.num_documents,
-            "fill": self.num_real_tokens / self.num_tokens,
+            "max_tokens": max_tokens,
+            "fill": None if max_tokens is None else self.num_real_tokens / (self.num_packs * max_tokens),
+            "padding": 1 - self.num_real_tokens / self.num_tokens,
             "mean_document_tokens": self.num_real_tokens / max(1, self.num_documents),
             "longest_document_tokens": self.longest,
             "lengths": [{"low": 2**number, "high": 2 ** (number + 1) - 1, "count": int(self._count[number])} for number in numbers],

@@ -43,8 +43,7 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     between = next((part["share"] for part in data["times"]["parts"] if part["kind"] == "between"), 0.0)
     if between > _DATA_SHARE:
         warn.append(f"{100 * between:.0f} % of the time passed between micro-batches (data, transfer, logging).")
-    if data["packing"] and data["packing"]["fill"] < 1 - _EMPTY_SHARE:
-        warn.append(f"Packs are only {100 * data['packing']['fill']:.0f} % full.")
+    warn += _judge_packs(data["packing"])
     if data["profile"]["step"] is not None and data["profile"]["copy_ms"]:
         good.append(f"{100 * data['profile']['hidden_share']:.0f} % of the copy time of the profiled step was hidden under compute.")
     # What ended the run comes first.
@@ -54,6 +53,16 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
         *warn,
         *good[1:],
     ]
+
+
+def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
+    """Say how much room of the packs is empty where that is much; where nobody knows how much they hold, how much of them is padding."""
+    if packing is None:
+        return []
+    fill, padding = packing["fill"], packing["padding"]
+    if fill is not None:
+        return [f"Packs are only {100 * fill:.0f} % full."] if fill < 1 - _EMPTY_SHARE else []
+    return [f"{100 * padding:.0f} % of the tokens in the packs are padding."] if padding > _EMPTY_SHARE else []
 
 
 def _count(number: int, noun: str) -> str:

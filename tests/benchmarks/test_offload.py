@@ -419,6 +419,19 @@ def test_fused_layers_are_held_to_more_and_every_point_to_the_peers_line():
     assert "+8.7% faster" in slow[0]
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("keep", ""), ("keep+liger", "liger"), ("keep+fused", "fused"), ("keep+graphs", "graphs"), ("keep+fused+graphs", "graphs")]
+)
+def test_every_mode_is_drawn_with_the_layers_that_it_ran(mode, kind):
+    assert offload_front._layers_of(f"ours {mode}, adamw_8bit") == kind
+
+
+def test_recorded_layers_are_held_to_what_fused_ones_are():
+    records = [_front_record("recompute+graphs", 1000.0, 20.0), _front_record("auto=20:32+graphs", 920.0, 20.0)]
+    (bar,) = [bar for bar in _bars(records) if "faster" in bar]
+    assert bar.endswith("FAIL")
+
+
 def test_streamed_weights_are_held_to_memory_and_time():
     def bar(gib, ms):
         streamed = _front_record("recompute:8+stream", ms, gib, workload="qwen3-14b-qlora-16k")

@@ -134,7 +134,7 @@ def test_a_tuner_that_stands_is_served_by_a_later_callback(tmp_path):
 
 def test_a_tuner_is_swapped_while_it_builds_its_model():
     callback, module = BincountRouter(), tuner(lora={"r": 4})
-    callback.setup(mock.Mock(), module, "fit")
+    callback.setup(mock.Mock(callbacks=[callback]), module, "fit")
     module.configure_model()
     assert callback.is_installed
     assert not is_plain(module)

@@ -253,7 +253,7 @@ def test_fit_validate_and_test_install_by_themselves_and_a_second_fit_too(tmp_pa
 def test_a_tuner_without_narrow_copies_yet_is_served_when_it_has_them():
     """A FineTuner hands its model over before it makes the copies."""
     callback, module = FusedKernels(), tuner(**MODES["lora in bf16"])
-    callback.setup(mock.Mock(), module, "fit")
+    callback.setup(mock.Mock(callbacks=[callback]), module, "fit")
     module.configure_model()
     assert callback.is_installed
     assert callback.status()[0].state == "active"

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fastft import HostWaitDetector, RunReport
+from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
 from lightning_fastft.callbacks import run_report
 from lightning_fastft.callbacks.late_copy import LateCopies
 from lightning_fastft.errors import OptionError
 from lightning_fastft.offload.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
+from lightning_fastft.packing.collate import Document, collate
+from lightning_fastft.packing.describe import describe_data
 from lightning_fastft.report.copies import Copy, Kernel, StepTrace, copy_use, read_events
 from lightning_fastft.report.findings import describe_profile
 from lightning_fastft.report.page import render_page
-from lightning_fastft.report.sums import Curve, Spread
+from lightning_fastft.report.sums import Curve, Spread, WindowLosses
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.host_waits import count_host_waits
@@ -117,7 +119,7 @@ def test_every_figure_of_the_page_is_in_the_json_and_the_heads_are_on_the_page(f
     assert len(page.figures) > 40
     assert set(page.figures) <= known, set(page.figures) - known
     heads = [data["head"][name] for name in ("tokens_per_s", "peak_memory_gib", "final_loss", "first_loss", "num_steps")]
-    heads += [data["packing"]["fill"], data["slowest"]["ms"], data["profile"]["busy_ms"], data["waits"]["per_step"], data["times"]["p50_ms"]]
+    heads += [data["packing"]["padding"], data["slowest"]["ms"], data["profile"]["busy_ms"], data["waits"]["per_step"], data["times"]["p50_ms"]]
     heads += [part["mean_ms"] for part in data["times"]["parts"]] + [data["curves"]["loss"]["points"][-1][2]]
     assert set(map(float, heads)) <= set(page.figures)
     assert all(sentence in page.text for sentence in data["outcome"]["verdict"])
@@ -163,9 +165,26 @@ def test_padding_is_no_document_and_no_token(tmp_path):
     packing, num_real = data["packing"], sum(context.num_tokens for context in contexts)
     assert (packing["num_documents"], packing["num_tokens"], packing["num_real_tokens"]) == (8 * 3, 8 * 96, num_real)
     assert packing["longest_document_tokens"] == max(context.max_length for context in contexts)
-    assert packing["fill"] == pytest.approx(num_real / (8 * 96))
+    assert (packing["fill"], packing["max_tokens"]) == (None, None)
+    assert packing["padding"] == pytest.approx(1 - num_real / (8 * 96))
     assert data["slowest"]["num_tokens"] == contexts[data["slowest"]["step"]].num_tokens
-    assert any("Packs are only" in sentence for sentence in data["outcome"]["verdict"])
+    assert any("of the tokens in the packs are padding" in sentence for sentence in data["outcome"]["verdict"])
+    assert not any("full" in sentence for sentence in data["outcome"]["verdict"])
+
+
+@pytest.mark.parametrize("pad_to_max", [False, True])
+def test_fill_is_the_share_of_max_tokens_that_the_data_module_tells(tmp_path, pad_to_max):
+    rows = [{"input_ids": list(range(1, 41))} for _ in range(8)]
+    datamodule = PackedDataModule(rows, max_tokens=96, pad_to_max=pad_to_max, num_workers=0, num_proc=1, cache_dir=None, show_progress=False)
+    report = RunReport(tmp_path / "run.html", profile_step=None)
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[report], max_steps=4)
+    trainer.fit(Keeps(), datamodule=datamodule)
+    data, text = read(tmp_path)
+    told = re.search(r"fill ([\d.]+) %", describe_data(datamodule))[1]
+    assert data["packing"]["fill"] == pytest.approx(80 / 96)
+    assert f"{100 * data['packing']['fill']:.2f}" == told
+    assert "Packs of 96 tokens are 83.3 % full" in " ".join(Page(text).text.split())
+    assert "Packs are only 83 % full." in data["outcome"]["verdict"]
 
 
 def test_times_leave_out_warmup_and_disturbed_steps(finished):
@@ -249,8 +268,38 @@ def test_windows_of_accumulation_count_as_steps(tmp_path):
     fit(tmp_path, module, max_steps=4, accumulate_grad_batches=2)
     data, _ = read(tmp_path)
     assert (data["head"]["num_steps"], data["head"]["num_batches"]) == (4, 8)
-    assert [point[:2] for point in data["curves"]["loss"]["points"]] == [[step, step] for step in (0, 0, 1, 1, 2, 2, 3, 3)]
-    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx(module.losses)
+    assert [point[:2] for point in data["curves"]["loss"]["points"]] == [[step, step] for step in range(4)]
+    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx([sum(pair) / 2 for pair in np.split(np.array(module.losses), 4)])
+
+
+def test_loss_of_a_step_is_the_mean_over_the_labelled_tokens_of_its_window(tmp_path):
+    """Micro-batches of 1 and 30 labelled tokens: alone, each loss is scaled by its share."""
+    rng = np.random.default_rng(0)
+    documents = []
+    for num_labelled in (1, 30, 30, 1):
+        ids = rng.integers(1, 90, size=40)
+        documents.append(Document(ids, np.where(np.arange(40) >= 40 - num_labelled, ids, -100)))
+    loader = torch.utils.data.DataLoader([collate([document], num_items=31 / 2) for document in documents], batch_size=None)
+
+    class Still(Keeps):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module = Still()
+    fit(tmp_path, module, loader=loader, max_steps=2, accumulate_grad_batches=2)
+    data, text = read(tmp_path)
+    singly = [module.model(**collate([document])).loss.item() for document in documents]
+    truth = [(singly[0] + 30 * singly[1]) / 31, (30 * singly[2] + singly[3]) / 31]
+    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx(truth, rel=1e-4)
+    assert (data["head"]["first_loss"], data["head"]["final_loss"]) == pytest.approx(truth, rel=1e-4)
+    assert "Each point is one optimizer step." in Page(text).text
+
+
+def test_window_with_a_loss_that_is_not_finite_has_no_point():
+    window = WindowLosses()
+    values = [1.0, float("nan"), 3.0, 5.0]
+    assert [window.add(value, is_last=bool(index % 2)) for index, value in enumerate(values)] == [None, None, None, 4.0]
+    assert window.num_not_finite == 1
 
 
 @pytest.mark.parametrize(("error", "state"), [(ArithmeticError("broken " + HOSTILE), "failed"), (KeyboardInterrupt(), "interrupted")])

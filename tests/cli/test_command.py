@@ -8,7 +8,7 @@ import pytest
 
 import lightning_fastft
 import lightning_fastft.cli.command as command_module
-from lightning_fastft.cli import main
+from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names, find_configs, take_option
 from lightning_fastft.errors import OptionError
@@ -28,6 +28,10 @@ from tests.cli.hostile_configs import BORING
         ),
         (["--config", "wrong.yaml"], "Subcommand 'fit' does not accept option 'trainer.max_stps'", "trainer.max_steps"),
         (["--data.class_path", "nowhere.Data"], "data: a config may not import 'nowhere.Data'", ""),
+        # No abbreviations: they are misspelt names more often than not.
+        (["--trainer.max_step", "2"], "unrecognized arguments: --trainer.max_step 2", "trainer.max_steps"),
+        (["--model.lora.rank", "8"], "lora has the unknown fields ['rank']", "r"),
+        (["--model.lora.alpha", "8"], "lora has the unknown fields ['alpha']", "lora_alpha"),
     ],
 )
 def test_wrong_argument_answers_with_the_reason_first(words, reason, hint, folder, answer):
@@ -38,6 +42,52 @@ def test_wrong_argument_answers_with_the_reason_first(words, reason, hint, folde
     assert lines[0].startswith(f"error: {reason}")
     assert len(lines) <= 3
     assert not hint or f"did you mean {hint}?" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--model.quantization", "nf5"], "must be None or one of 'nf4', got 'nf5'"),
+        (["--model.dtype", "bf16"], "must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'bf16'"),
+        (["--data.too_long", "drop"], "must be one of 'refuse', 'truncate', 'split', got 'drop'"),
+    ],
+)
+def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, folder, answer):
+    status, text = answer(["fit", "--model.model", "x", "--data.paths", "y", *words])
+    assert status == 2
+    assert reason in text.splitlines()[0]
+    assert "typing" not in text
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_checkpoint_that_is_not_there_is_refused_before_anything_is_made(command, folder, answer):
+    status, text = answer([command, "--model.model", "x", "--data.paths", "y", "--ckpt_path", "runs/none.ckpt"])
+    assert status == 1
+    assert text == f"error: OptionError: ckpt_path: there is nothing at runs/none.ckpt (looked from {folder}).\n"
+
+
+@pytest.mark.parametrize("name", ["FusedKernels", "BincountRouter", "PackedTraining"])
+def test_swapping_callback_beside_that_of_the_config_is_refused_before_data_is_read(name, folder, answer):
+    (folder / "own.yaml").write_text(f"trainer: {{callbacks: [{{class_path: lightning_fastft.{name}}}]}}\n")
+    words = ["--config", "own.yaml", "--model.model", "x", "--data.paths", "nope.jsonl", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    status, text = answer(["fit", *words, f"--trainer.callbacks+=lightning_fastft.{name}"])
+    assert status == 1
+    assert f"error: OptionError: {name} is given 2 times" in text
+    assert "nope.jsonl" not in text
+
+
+@pytest.mark.parametrize("word", ["last", "best"])
+def test_words_for_checkpoints_are_no_files(word, folder):
+    tried = []
+
+    class Tries(FastFTCLI):
+        def instantiate_classes(self):
+            tried.append(self.config.fit.ckpt_path)
+            raise KeyError("far enough")
+
+    with pytest.raises(KeyError, match="far enough"):
+        Tries(["fit", "--model.model", "x", "--data.paths", "y", "--ckpt_path", word])
+    assert tried == [word]
 
 
 def test_refused_value_answers_with_the_reason(folder, answer):
@@ -153,6 +203,43 @@ def test_doctor_shows_what_is_active_without_the_data(folder, demo_files, capsys
     assert "ran: " in text
     assert re.search(r"adapter shadows +active", text)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--data.paths", "nope.jsonl"], "There is no file or folder nope.jsonl"),
+        (["--data.paths=nope.jsonl"], "There is no file or folder nope.jsonl"),
+        # A shipped config names it as an example; here it is asked for.
+        (["--data.paths", "train.jsonl"], "There is no file or folder train.jsonl"),
+        (["--data.paths", "[there.jsonl, nope.csv]"], "There is no file or folder nope.csv"),
+        (["--data.val_paths", "./nope"], "There is no file or folder ./nope"),
+        (["--data.paths", "empty.jsonl"], "empty.jsonl is empty"),
+        (["--config", "own.yaml"], "There is no file or folder mine.jsonl"),
+    ],
+)
+def test_doctor_refuses_data_that_is_not_there(words, reason, folder, answer, monkeypatch):
+    (folder / "there.jsonl").write_text('{"text": "a"}\n')
+    (folder / "empty.jsonl").write_text("")
+    (folder / "own.yaml").write_text("data: {class_path: lightning_fastft.PackedDataModule, init_args: {paths: mine.jsonl}}\n")
+    # Without it the hub would be asked for the model.
+    monkeypatch.setattr(doctor, "_read_config", lambda *args: pytest.fail("the data was not judged"))
+    status, text = answer(["doctor", "--config", "lora_qwen3_0.6b", *words])
+    assert status == 1
+    assert f"error: DataError: {reason}" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("words", [[], ["--data.paths", "there.jsonl"], ["--data.paths", "owner/name"]])
+def test_doctor_asks_for_no_data_beyond_what_is_named(words, folder, monkeypatch):
+    (folder / "there.jsonl").write_text('{"text": "a"}\n')
+
+    def stop(*args):
+        raise KeyError("far enough")
+
+    monkeypatch.setattr(doctor, "_read_config", stop)
+    with pytest.raises(KeyError, match="far enough"):
+        main(["doctor", "--config", "lora_qwen3_0.6b", *words])
 
 
 def test_doctor_refuses_modules_that_it_cannot_shrink(folder, answer):

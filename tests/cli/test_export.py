@@ -203,7 +203,7 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
         (["{checkpoint}", "out", "--merg"], "takes a source and a target"),
         (["{checkpoint}", "taken"], "taken is there already and is not overwritten"),
         (["{base}", "out"], "holds a whole model already"),
-        (["nowhere", "out"], "neither a checkpoint file of a FineTuner nor a folder"),
+        (["bare", "out"], "neither a checkpoint file of a FineTuner nor a folder"),
         (["pieces", "out"], "pieces of several ranks"),
         (["{checkpoint}", "out", "--dtype", "bfloat16"], "add --merge, or leave it away"),
         (["{checkpoint}", "out", "--merge", "--dtype", "int8"], "--dtype must be one of"),
@@ -216,6 +216,7 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
 def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, folder, answer):
     run = trained("lora")
     (folder / "taken").mkdir()
+    (folder / "bare").mkdir()
     (folder / "pieces").mkdir()
     (folder / "pieces" / "meta.pt").touch()
     torch.save({"state_dict": {}}, "other.ckpt")
@@ -227,6 +228,13 @@ def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, fold
     assert status == 1
     assert reason in text
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_source_that_is_not_there_is_said_to_be_missing(folder, answer):
+    status, text = answer(["export", "runs/none.ckpt", "out"])
+    assert status == 1
+    assert text.startswith(f"error: OptionError: There is nothing at runs/none.ckpt (looked from {folder}): ")
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.slow
