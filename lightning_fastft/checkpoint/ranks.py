@@ -73,6 +73,7 @@ class RankVote:
             return is_so
         vote = torch.tensor([is_so], dtype=torch.int64)
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
+        # The vote lies on the host, and this is asked once, before the first step.
         return bool(vote.item())
 
     def close(self) -> None:

@@ -52,8 +52,6 @@ _MOST_RECORDINGS = 4
 _FOREIGN_KEYWORDS = frozenset({"num_items_in_batch"})
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
-# What parameters have under FSDP2 and FSDP1.
-_PIECES = ("device_mesh", "_fsdp_flattened", "_is_flat_param")
 
 
 class Recorder(Protocol):
@@ -286,7 +284,7 @@ class LayerGraphs:
         for parameter in layer.parameters():
             if parameter.requires_grad and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
                 return "a parameter has hooks"
-            if any(hasattr(parameter, name) for name in _PIECES):
+            if hasattr(parameter, "device_mesh"):
                 return "weights are held in pieces"
         return ""
 

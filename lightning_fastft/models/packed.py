@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -99,13 +100,12 @@ def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) ->
         return region.tensor
 
     embedding_bytes = movable_embedding_bytes(model)
-    try:
+    with contextlib.ExitStack() as half_done:
+        half_done.callback(own.undo)
         weights, streamer = install_weight_streaming(model, own, lanes=lanes, allocate_host=allocate)
         embedding = install_host_embedding(model, own, lanes=lanes, allocate_host=allocate)
-    except BaseException:
-        # All or nothing.
-        own.undo()
-        raise
+        # All of it went: it stays there until the ledger is undone.
+        half_done.pop_all()
     ledger.add_undo(own.undo)
     # The forward that is about to run may have passed the hooks of its first layer.
     streamer.use(0, direction=1)
