@@ -124,7 +124,9 @@ def test_folder_is_read_in_order_without_hidden_files(tmp_path):
     assert [os.path.relpath(source.name, tmp_path) for source in open_sources(tmp_path)] == ["a.csv", "b.jsonl", "sub/c.JSONL"]
 
 
-def test_missing_empty_and_unknown_sources_are_named(tmp_path):
+def test_missing_empty_and_unknown_sources_are_named(tmp_path, monkeypatch):
+    # Whoever follows the README has a train.jsonl in the clone.
+    monkeypatch.chdir(tmp_path)
     for given, message in (
         (tmp_path / "none.jsonl", "There is no file"),
         ("train.jsonl", "There is no file or folder train.jsonl"),
