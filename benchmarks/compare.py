@@ -40,7 +40,7 @@ from benchmarks.ruler.clocks import ClockLog, read_clocks
 from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
 from benchmarks.ruler.pairs import CONTROL, UNFINISHED, comparison_rows, comparison_table, control_of, find_unfinished, pool
 from benchmarks.ruler.report import read_records
-from benchmarks.ruler.systems import SYSTEMS, find_gap, missing_module, settings_of
+from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, find_gap, missing_module, settings_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
 
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat", "num_steps")
@@ -76,7 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--root", type=Path, help="where weights are built; by default a folder in memory where they fit, else runs/weights")
     parser.add_argument("--out", type=Path, help="folder of results; by default a new one in runs/compare")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
+    parser.add_argument(
+        "--optimizer",
+        default="adamw_8bit",
+        choices=("adamw_8bit", "adamw_fused"),
+        help="adamw_8bit: averages in 8 bits, by bitsandbytes at the peers and by FusedAdamW in ours; adamw_fused: in 32",
+    )
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a setting, over both of its processes; 10 where one exceeds 3 s")
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
@@ -152,7 +157,7 @@ class ComparisonRun:
         Args:
             settings: Arm and mode, in the order of the first pass.
         """
-        first = [replace(self._template, system=system, mode=mode, half=1) for system, mode in settings]
+        first = [self._case(system, mode) for system, mode in settings]
         for number, case in enumerate(first):
             # The first case leaves the gradients that all others are judged by.
             leaves_reference = number == 0 and case.system == "plain"
@@ -167,6 +172,12 @@ class ComparisonRun:
         for case in reversed(passed):
             if self._row_of(case):
                 self._run(replace(case, half=2, is_judged=True))
+
+    def _case(self, system: str, mode: str) -> Case:
+        """Return the first process of a setting; on a GPU ours steps with its own optimizer of as many bits."""
+        asked = self.options.optimizer
+        optimizer = OUR_OPTIMIZERS.get(asked, asked) if system == "ours" and self.options.device == "cuda" else asked
+        return replace(self._template, system=system, mode=mode, half=1, optimizer=optimizer)
 
     def records(self) -> list[dict[str, Any]]:
         """Return what all processes have left, oldest first."""

@@ -32,8 +32,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 FIRST_PLANNED_STEP = 3
 CHECKED_STEP = FIRST_PLANNED_STEP + 1
 LEAST_AUTO_WARMUP = CHECKED_STEP + 3
-# Layers are recorded in the third step that follows a plan.
-GRAPHS_CHECKED_STEP = CHECKED_STEP + 2
+# Layers are recorded in the third step that follows a plan, after two that are watched where the host's pace decides.
+GRAPHS_CHECKED_STEP = CHECKED_STEP + 4
+# By then every kind of pack of the ruler's token files has been recorded: what a recording takes is paid once a run, not in its steps.
+_GRAPHS_WARMUP = 16
+_ADDED = ("liger", "fused", "graphs", "graphs=auto", "fp8", "stream")
 _GIB = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -44,7 +47,7 @@ class Mode(NamedTuple):
     checkpointing: OffloadCheckpointing
     wants_liger: bool
     wants_fused: bool
-    wants_graphs: bool = False
+    wants_graphs: bool | str = False
     wants_fp8: bool = False
 
     def callbacks(self, *, is_cuda: bool = True) -> list[FusedKernels]:
@@ -54,11 +57,11 @@ class Mode(NamedTuple):
 
 
 def parse_mode(mode: str) -> Mode:
-    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+fp8][+stream][+tilesN].
+    """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN].
 
-    "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "fp8" with frozen base products in fp8 (rows of their own: what they compute is an
-    approximation, which the judge allows for), "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N
-    tiles.
+    "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for the host, "fp8" with frozen base
+    products in fp8 (rows of their own: what they compute is an approximation, which the judge allows for), "stream" keeps frozen weights on the host,
+    "tilesN" runs feed-forward blocks in N tiles.
 
     Raises:
         ValueError: There is no such mode.
@@ -71,9 +74,9 @@ def parse_mode(mode: str) -> Mode:
     rest, _, host = rest.partition(":")
     name, _, vram = rest.partition("=")
     tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
-    if name not in POLICIES or len(tiles) + sum(part in ("liger", "fused", "graphs", "fp8", "stream") for part in added) != len(added):
+    if name not in POLICIES or len(tiles) + sum(part in _ADDED for part in added) != len(added):
         raise ValueError(
-            f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs][+fp8][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}."
+            f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}."
         )
     options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
     if "stream" in added:
@@ -82,14 +85,15 @@ def parse_mode(mode: str) -> Mode:
         options["host_budget"] = float(host or DEFAULT_HOST_GIB)
     if vram:
         options["vram_budget"] = float(vram)
-    wants_fused = bool({"fused", "graphs", "fp8"} & {*added})
-    return Mode(OffloadCheckpointing(**options), "liger" in added, wants_fused, "graphs" in added, "fp8" in added)
+    wants_fused = bool({"fused", "graphs", "graphs=auto", "fp8"} & {*added})
+    wants_graphs = "auto" if "graphs=auto" in added else "graphs" in added
+    return Mode(OffloadCheckpointing(**options), "liger" in added, wants_fused, wants_graphs, "fp8" in added)
 
 
 def least_warmup(mode: str) -> int:
     """Return how many steps come before the first that may be timed."""
     least = LEAST_AUTO_WARMUP if mode.startswith("auto") else 1
-    return max(least, GRAPHS_CHECKED_STEP + 3) if "+graphs" in mode else least
+    return max(least, _GRAPHS_WARMUP) if "+graphs" in mode else least
 
 
 def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
@@ -176,16 +180,28 @@ def check_plan(tuner: FineTuner, batch: PackedBatch, checkpointing: OffloadCheck
     return {**told, "num_equal": num_equal, "num_tensors": len(plain), "is_bitwise": num_equal == len(plain), "worst_cosine": verdict.worst_cosine}
 
 
-def check_graphs(tuner: FineTuner, batch: PackedBatch, *, is_cuda: bool) -> dict[str, Any]:
+def check_graphs(tuner: FineTuner, batch: PackedBatch, *, is_cuda: bool, may_be_none: bool = False) -> dict[str, Any] | None:
     """Compare the gradients of one batch by recorded layers with those of layers that run as ever, on the same weights, without an optimizer step.
+
+    Args:
+        tuner: Between two steps.
+        batch: On the device.
+        is_cuda: Whether this is a GPU.
+        may_be_none: Whether it is for the host's pace to decide what is recorded.
+
+    Returns:
+        The judge's verdict; None where nothing is recorded and need not be.
 
     Raises:
         ValueError: The gradients differ by more than the judge allows, or nothing was recorded.
     """
     layers = [module for module in tuner.model.modules() if GRAPH_ATTRIBUTE in vars(module)]
     graphs = [vars(layer)[GRAPH_ATTRIBUTE] for layer in layers]
-    if is_cuda and not any(graph.has_recordings for graph in graphs):
-        raise ValueError("No layer was recorded.")
+    if not any(graph.has_recordings for graph in graphs):
+        if may_be_none:
+            return None
+        if is_cuda:
+            raise ValueError("No layer was recorded.")
     recorded = _gradients(tuner, batch)
     for layer in layers:
         delattr(layer, GRAPH_ATTRIBUTE)

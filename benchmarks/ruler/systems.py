@@ -48,6 +48,9 @@ class System(NamedTuple):
     why_no_arm: str = ""
 
 
+# Averages in 8 bits: bitsandbytes' AdamW at the peers, ours in its own one pass.
+OUR_OPTIMIZERS: Mapping[str, str] = {"adamw_8bit": "adamw_fused_8bit"}
+
 # In the order of the first pass; plain leads, because it leaves the reference gradients.
 SYSTEMS: Mapping[str, System] = {
     "plain": System(
@@ -62,7 +65,7 @@ SYSTEMS: Mapping[str, System] = {
         modules=("lightning_fastft",),
         pip="pip install -e '.[qlora]'",
         # The last is what the shipped configs run; where everything fits, it keeps everything.
-        settings=(Setting("keep+graphs"), Setting("recompute+fused"), Setting("auto+fused", is_default=True)),
+        settings=(Setting("keep+graphs"), Setting("recompute+fused"), Setting("auto+graphs=auto", is_default=True)),
         # A plan needs a device whose memory runs out: on a CPU "auto" keeps everything.
         cpu_settings=(Setting("keep", is_default=True),),
     ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
-from lightning_fastft.checks import check_bool, check_choice
+from lightning_fastft.checks import check_choice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastft.models.swap import SwapLedger
     from lightning_fastft.status import Status
 
+CUDA_GRAPHS = (False, True, "auto")
 BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
 
 
@@ -38,7 +39,9 @@ class FusedKernels(ModelSwaps):
         cuda_graphs: Record the forward and the backward of each layer as CUDA graphs after the first steps, so that a step costs the host two
             launches per layer. For one device or DDP, LoRA without dropout or full fine-tuning, packs of one length or two
             (``PackedDataModule(pad_to_max=True)``), and plans that send nothing to the host; anything else runs as ever, and the table says why.
-            Memory that the graphs need stays reserved between steps, in validation too.
+            Memory that the graphs need stays reserved between steps, in validation too. "auto": only where the device is found to wait for the host
+            in two micro-batches after the first ones, and has the memory (within ``vram_budget`` where one is given); where recording fails, layers
+            run as ever, with a warning.
         base_compute: How the products with frozen weights compute, forward and by the input. "model_dtype": in the dtype of the model. "fp8": in e4m3
             with a scale for each row, each output column and each row of gradients; an approximation (about 3.7 % of a product's norm), so the loss
             follows that of bf16 nearly but not exactly. Adapters, norms, attention, embeddings, the head and whatever is trained stay as ever. For
@@ -47,7 +50,7 @@ class FusedKernels(ModelSwaps):
             read. "fp8_reference": the same numbers in plain PyTorch, on any device and slowly, to look at curves.
 
     Raises:
-        OptionError: cuda_graphs is neither True nor False, or base_compute is another.
+        OptionError: cuda_graphs or base_compute is another.
 
     Example:
         >>> FusedKernels().status()
@@ -56,9 +59,9 @@ class FusedKernels(ModelSwaps):
 
     status_name = "fused layers"
 
-    def __init__(self, *, cuda_graphs: bool = False, base_compute: str = "model_dtype") -> None:
+    def __init__(self, *, cuda_graphs: bool | str = False, base_compute: str = "model_dtype") -> None:
         super().__init__()
-        self.cuda_graphs = check_bool("cuda_graphs", cuda_graphs)
+        self.cuda_graphs = check_choice("cuda_graphs", cuda_graphs, CUDA_GRAPHS)
         self.base_compute = check_choice("base_compute", base_compute, BASE_COMPUTES)
         self._graphs: list[LayerGraphs] = []
         self._fp8: list[Fp8Base] = []
@@ -81,7 +84,7 @@ class FusedKernels(ModelSwaps):
         statuses = install_fused_layers(root, ledger, awaits_copies=not isinstance(root, LightningModule))
         is_emulated = self.base_compute == "fp8_reference"
         self._fp8 = install_fp8_base(root, ledger, is_emulated=is_emulated) if self.base_compute != "model_dtype" else []
-        self._graphs = install_layer_graphs(root, ledger) if self.cuda_graphs else []
+        self._graphs = install_layer_graphs(root, ledger, if_late=self.cuda_graphs == "auto") if self.cuda_graphs else []
         self._settled = []
         return statuses
 

@@ -37,6 +37,7 @@ from lightning_fastft.models.decoder_functions import (
 from lightning_fastft.models.dense_weights import DenseWeights, SettledWeights
 from lightning_fastft.models.families import decoder_layers, find_causal_models
 from lightning_fastft.models.fp8_base import FP8_ATTRIBUTE, Fp8Base, in_fp8
+from lightning_fastft.models.host_pace import HostPace
 from lightning_fastft.models.layer_graphs import GRAPH_ATTRIBUTE, LayerGraphs
 from lightning_fastft.models.linear_parts import read_part
 from lightning_fastft.models.linears import Joint, join
@@ -312,12 +313,13 @@ def _read_as_it_stands(layer: nn.Module) -> _Parts | str:
     return _read_parts(layer, dtype=norm.weight.dtype, awaits_copies=True)
 
 
-def install_layer_graphs(root: nn.Module, ledger: SwapLedger) -> list[LayerGraphs]:
+def install_layer_graphs(root: nn.Module, ledger: SwapLedger, *, if_late: bool = False) -> list[LayerGraphs]:
     """Let the fused layers of every model inside root run from CUDA graphs (``models/layer_graphs.py``).
 
     Args:
         root: What install_fused_layers was given.
         ledger: Where the changes are written down.
+        if_late: Only where the device turns out to wait for the host.
 
     Returns:
         One per model with fused layers.
@@ -326,7 +328,7 @@ def install_layer_graphs(root: nn.Module, ledger: SwapLedger) -> list[LayerGraph
     for _, model in find_causal_models(root):
         layers = decoder_layers(model)
         if all(isinstance(layer, _FusedLayer) for layer in layers):
-            found.append(LayerGraphs(layers, memory_of=_shared_memory))
+            found.append(LayerGraphs(layers, memory_of=_shared_memory, pace=HostPace() if if_late else None))
             found[-1].install(ledger)
     return found
 

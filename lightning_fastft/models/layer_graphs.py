@@ -7,19 +7,20 @@ what autograd saved of it in a recording is meant to change.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 from lightning_fastft.errors import SwapError
 from lightning_fastft.kernels.sizes import next_power_of_2
-from lightning_fastft.models.attention import DeferredMask
+from lightning_fastft.models.cuda_recorder import CudaRecorder, Recorder
+from lightning_fastft.models.host_pace import HostPace
+from lightning_fastft.models.layer_recordings import Kind, Recording
 from lightning_fastft.models.values import SEGMENT_ATTRIBUTE
 from lightning_fastft.offload.segments import is_random
 from lightning_fastft.packing.context import BatchContext
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightning_fastft.models.swap import SwapLedger
-    from lightning_fastft.offload.step import SegmentPlan
+
+logger = logging.getLogger(__name__)
 
 STATUS_NAME = "layer graphs"
 # A plain attribute of instances, so no state_dict has it.
@@ -48,61 +50,11 @@ _MOST_LENGTHS = 2
 _MANY_LENGTHS = 5
 # A layer whose weights moved as often has them moved all the time.
 _MOST_RECORDINGS = 4
-# Keywords that hold what belongs to the loss and not to a layer.
-_FOREIGN_KEYWORDS = frozenset({"num_items_in_batch"})
+# What recordings take where everything is kept, and where everything is recomputed, as a share of what a step takes beside what stays; what was
+# measured (results.csv: keep+graphs, recompute+graphs) is 1.1 and 1.6 to 2, hidden states of all layers not counted.
+_ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
-
-
-class Recorder(Protocol):
-    """Makes work on the device repeatable."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return what does that work again, in the same memory; the work itself need not be done."""
-
-
-class CudaRecorder:
-    """Record work as CUDA graphs that share one pool of memory, so they must run in the order in which they were recorded.
-
-    Args:
-        device: Where the work runs.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # What steps left in the allocator's cache cannot be used by graphs, and cannot be given back while one is recorded.
-        torch.cuda.empty_cache()
-        self._pool: Any = None
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._stream = torch.cuda.Stream(device)
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return a launch of what work queues; nothing runs yet."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        generator = torch.cuda.default_generators[self._device.index]
-        before = generator.clone_state()
-        self._stream.wait_stream(current)
-        if not self._graphs:
-            # A pool ends with the last of its graphs.
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(self._stream):
-            is_done = False
-            try:
-                # Kernels may be compiled and loaded on the way, and other threads pin memory meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-                work()
-                is_done = True
-            finally:
-                if not is_done:
-                    # What went wrong first is what the user has to read.
-                    with contextlib.suppress(RuntimeError):
-                        graph.capture_end()
-                    # A recording that fails never ends for the generator, which would draw nothing outside of it.
-                    generator.graphsafe_set_state(before)
-            graph.capture_end()
-        current.wait_stream(self._stream)
-        self._graphs.add(graph)
-        return graph.replay
 
 
 class LayerGraphs:
@@ -120,6 +72,8 @@ class LayerGraphs:
             go on with what they were recorded with, so it is held for them.
         recorder: Makes work repeatable; None for CUDA graphs.
         backends: Attention backends that may be recorded.
+        pace: Asked first, in micro-batches that could be recorded: layers are recorded only where the device waits for the host and has the memory,
+            and run as ever from then on where that fails. None to record without asking, and to say so when it fails.
 
     Cost:
         Memory: one tensor of hidden states per layer beside what the plan holds, the gradients of what is trained, and the pool, which stays
@@ -133,6 +87,7 @@ class LayerGraphs:
         memory_of: Callable[[nn.Module], list[torch.Tensor]],
         recorder: Recorder | None = None,
         backends: frozenset[str] = _BACKENDS,
+        pace: HostPace | None = None,
     ) -> None:
         self._layers = list(layers)
         uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
@@ -141,13 +96,16 @@ class LayerGraphs:
         self._memory_of = memory_of
         self._recorder = recorder
         self.backends = backends
+        self._pace = pace
+        self._is_watched = False
+        self._refusal = ""
         self._graphs = [_LayerGraph(self, layer, index) for index, layer in enumerate(self._layers)]
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, Kind] = {}
         self._shapes: Counter[torch.Size] = Counter()
         self._context: BatchContext | None = None
-        self._kind: _Kind | None = None
+        self._kind: Kind | None = None
         # Runs whose backward is still to come; one that nobody holds any more has none.
-        self.open_runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self.open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self.reasons: Counter[str] = Counter()
@@ -171,24 +129,28 @@ class LayerGraphs:
     def status(self) -> Status:
         """Return what is recorded, and why layers run otherwise."""
         num_recorded = sum(len(kind.recordings) for kind in self._kinds.values())
+        if self._refusal:
+            return Status(STATUS_NAME, "inactive", self._refusal)
         if num_recorded:
             noun = "kind of pack" if len(self._kinds) == 1 else "kinds of pack"
-            return Status(STATUS_NAME, "active", f"{num_recorded} recordings of {len(self._layers)} layers, {len(self._kinds)} {noun}")
+            seen = "" if self._pace is None else f"; before, {self._pace.describe()}"
+            return Status(STATUS_NAME, "active", f"{num_recorded} recordings of {len(self._layers)} layers, {len(self._kinds)} {noun}{seen}")
         if self._last_status is not None:
             return self._last_status
         if self.reasons:
             return Status(STATUS_NAME, "inactive", self.reasons.most_common(1)[0][0])
-        return Status(STATUS_NAME, "active", f"{len(self._layers)} layers, recorded after the first steps")
+        condition = "" if self._pace is None else " if the device waits for the host"
+        return Status(STATUS_NAME, "active", f"{len(self._layers)} layers, recorded after the first steps{condition}")
 
     def has_recordings(self, index: int) -> bool:
         """Whether a layer was recorded for some kind of pack."""
         return any(index in kind.recordings for kind in self._kinds.values())
 
-    def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> _Kind | None:
+    def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> Kind | None:
         """Return the recordings that fit a micro-batch, with its offsets in place; None where it runs as ever."""
         if context is self._context:
             return self._kind
-        self._context, self._kind = context, None
+        self._context, self._kind, self._is_watched = context, None, False
         self._shapes[hidden.shape] += 1
         num_documents = -(-context.num_documents // _DOCUMENT_BUCKET) * _DOCUMENT_BUCKET
         max_length = min(next_power_of_2(context.max_length), context.num_tokens)
@@ -197,13 +159,16 @@ class LayerGraphs:
             if len(self._shapes) >= _MANY_LENGTHS:
                 self.reasons["packs of many lengths; PackedDataModule(pad_to_max=True) gives them one"] += 1
             return None
+        if self._pace is not None and self._pace.begin_batch():
+            self._is_watched = True
+            return None
         kind = self._kinds.get(key)
         if kind is None:
-            reason = self._obstacle_of_kind(hidden.shape)
+            reason = self._obstacle_of_kind(hidden.shape) or self._obstacle_of_pace(hidden)
             if reason:
                 self.reasons[reason] += 1
                 return None
-            kind = self._kinds[key] = _Kind(context.recordable(num_documents=num_documents, max_length=max_length), hidden.shape)
+            kind = self._kinds[key] = Kind(context.recordable(num_documents=num_documents, max_length=max_length), hidden.shape)
         else:
             kind.context.load(context)
         self._kind = kind
@@ -215,6 +180,52 @@ class LayerGraphs:
             return f"more than {_MOST_KINDS} kinds of pack"
         shapes = {kind.shape for kind in self._kinds.values()}
         return f"packs of more than {_MOST_LENGTHS} lengths" if shape not in shapes and len(shapes) == _MOST_LENGTHS else ""
+
+    def _obstacle_of_pace(self, hidden: torch.Tensor) -> str:
+        """Return why layers that need not be recorded are not, the first time for good; empty where they are."""
+        if self._pace is None or self._kinds:
+            return ""
+        self._refusal = self._pace.describe() if not self._pace.is_late else self._missing_memory(hidden)
+        return self._refusal
+
+    def _missing_memory(self, hidden: torch.Tensor) -> str:
+        """Return how much memory recordings may take and is not there; empty where it is, and where nothing is on a GPU."""
+        if not hidden.is_cuda:
+            return ""
+        segments = [vars(layer.self_attn).get(SEGMENT_ATTRIBUTE) for layer in self._layers]
+        kept_share = sum(segment is None or segment.plan.is_kept for segment in segments) / len(segments)
+        allocated = torch.cuda.memory_allocated(hidden.device)
+        work = torch.cuda.max_memory_allocated(hidden.device) - allocated
+        hidden_states = len(self._layers) * hidden.numel() * hidden.element_size()
+        needed = work * (_ROOM_KEPT * kept_share + _ROOM_RECOMPUTED * (1 - kept_share)) + hidden_states
+        free = torch.cuda.mem_get_info(hidden.device)[0] + torch.cuda.memory_reserved(hidden.device) - allocated
+        budgets = [segment.vram_budget_bytes for segment in segments if segment is not None and segment.vram_budget_bytes is not None]
+        free = min([free, *(budget - allocated for budget in budgets)])
+        return "" if needed <= free else f"recordings may take {needed / 2**30:.1f} GiB, and {max(0, free) / 2**30:.1f} GiB are free"
+
+    def layer_ran(self, context: object) -> None:
+        """Call when a layer has run as ever."""
+        if self._is_watched and context is self._context:
+            assert self._pace is not None
+            self._pace.layer_queued()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether nothing more is recorded."""
+        return bool(self._refusal)
+
+    def give_up(self, error: SwapError) -> None:
+        """Run as ever from now on, where recording was not asked for in any case.
+
+        Raises:
+            SwapError: It was.
+        """
+        if self._pace is None:
+            raise error
+        logger.warning("layer graphs: %s Layers run as ever.", error)
+        self._refusal = str(error)
+        self._kind = None
+        self._kinds.clear()
 
     def buffer(self, name: Hashable, like: torch.Tensor) -> torch.Tensor:
         """Return memory that stays where it is, one for each name, shape and dtype."""
@@ -229,7 +240,7 @@ class LayerGraphs:
             self._grads[parameter] = torch.empty_like(parameter, requires_grad=False)
         return self._grads[parameter]
 
-    def record(self, work: Callable[[], None], *, recording: _Recording, what: str) -> Callable[[], None]:
+    def record(self, work: Callable[[], None], *, recording: Recording, what: str) -> Callable[[], None]:
         """Record work of a layer on the device.
 
         Raises:
@@ -245,9 +256,7 @@ class LayerGraphs:
             # The gradients of an earlier step's graph end in nodes that belong to the stream that is never recorded.
             is_held = "legacy stream" in str(error)
             advice = (
-                "Something holds the loss of an earlier step with its graph: keep loss.detach()"
-                if is_held
-                else "Leave cuda_graphs out of FusedKernels"
+                "Something holds the loss of an earlier step with its graph: keep loss.detach()" if is_held else "Give FusedKernels cuda_graphs=False"
             )
             raise SwapError(f"{what} could not be recorded as a CUDA graph. {advice}. ({error})") from error
 
@@ -255,6 +264,8 @@ class LayerGraphs:
         """Return why a call has to run as ever, as far as a look at it shows; empty where it need not."""
         if not isinstance(context, BatchContext):
             return "batches are not packed"
+        if self._refusal:
+            return self._refusal
         if self._recorder is None and not hidden.is_cuda:
             return f"CUDA graphs do not exist on {hidden.device.type}"
         if torch.is_autocast_enabled(hidden.device.type):
@@ -289,133 +300,6 @@ class LayerGraphs:
         return ""
 
 
-class _Kind:
-    """What is recorded for packs of one kind."""
-
-    def __init__(self, context: BatchContext, shape: torch.Size) -> None:
-        self.context = context
-        self.shape = shape
-        self.recordings: dict[int, _Recording] = {}
-        self.num_recordings: Counter[int] = Counter()
-        # What layers were given beside hidden states and the context: memory of ours, and whose content it holds.
-        self.inputs: list[_Input] = []
-
-    def input_for(self, tensor: torch.Tensor) -> _Input:
-        """Return memory that holds this tensor for every layer that is given it."""
-        for found in self.inputs:
-            if found.source is tensor:
-                return found
-        self.inputs.append(_Input(tensor))
-        return self.inputs[-1]
-
-
-class _Input:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.memory = tensor.detach().clone()
-        self.source, self._version = tensor, tensor._version
-
-    def load(self, tensor: torch.Tensor) -> None:
-        # The layers of a micro-batch are given the same tensors: the first one copies.
-        if self.source is not tensor or self._version != tensor._version:
-            self.memory.data.copy_(tensor)
-            self.source, self._version = tensor, tensor._version
-
-
-class _Recording:
-    """One layer under one kind of pack."""
-
-    def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int, hidden: torch.Tensor) -> None:
-        self.layer = layer
-        self.held: list[torch.Tensor] = []
-        self._places = [(owner._parameters, name) for owner in layer.modules() for name in owner._parameters]
-        self.parameters = list(layer.parameters())
-        self._found = [held[name] for held, name in self._places]
-        self.trained: list[torch.Tensor] = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self.adapters = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
-        self.out = graphs.buffer(("out", index), hidden)
-        self.d_hidden = graphs.buffer("gradient", hidden)
-        before = graphs.buffer(("out", index - 1), hidden) if index else None
-        # What the layer before leaves behind is read where it lies.
-        memory = before if before is not None and before.data_ptr() == hidden.data_ptr() else graphs.buffer(("in", index), hidden)
-        if memory is not before:
-            memory.copy_(hidden.detach())
-        self.hidden = memory.detach().requires_grad_(hidden.requires_grad)
-        self.inputs: list[tuple[str, tuple[_Input, ...]]] = []
-        self.constants: dict[str, Any] = {}
-        self.plan: SegmentPlan | None = _plan_of(layer)
-        self.state = self._read_state()
-        self.backends: dict[str, int] = {}
-        self.graph_out: torch.Tensor | None = None
-        self.open_run: weakref.ref[_Run] | None = None
-        self.forward: Callable[[], None] | None = None
-        self.backward: Callable[[], None] | None = None
-        # Trained parameters with the memory of their gradients; when the backward is recorded, those that the layer has no gradient for are left out.
-        self.gradients = [(parameter, graphs.gradient_of(parameter)) for parameter in self.trained]
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether the backward of a forward is still to come."""
-        run = None if self.open_run is None else self.open_run()
-        return run is not None and not run.is_over
-
-    def own_inputs(self, kind: _Kind, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keywords of a call with tensors of ours in the place of those that were given."""
-        options: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if name == "context":
-                options[name] = kind.context
-            elif torch.is_tensor(value) or (isinstance(value, tuple) and value and all(map(torch.is_tensor, value))):
-                pieces = tuple(kind.input_for(piece) for piece in (value if isinstance(value, tuple) else (value,)))
-                self.inputs.append((name, pieces))
-                memory = tuple(piece.memory for piece in pieces)
-                options[name] = memory if isinstance(value, tuple) else memory[0]
-            else:
-                options[name] = value
-                if name not in _FOREIGN_KEYWORDS:
-                    self.constants[name] = value
-        return options
-
-    def load(self, kwargs: dict[str, Any]) -> str:
-        """Put what a call is given in its place; return the name of what is not as it was when the layer was recorded."""
-        for name, value in self.constants.items():
-            given = kwargs.get(name)
-            if given is not value and given != value and not isinstance(value, DeferredMask):
-                return name
-        for name, pieces in self.inputs:
-            given = kwargs[name]
-            for piece, tensor in zip(pieces, given if isinstance(given, tuple) else (given,)):
-                piece.load(tensor)
-        return ""
-
-    def record_forward(self, graphs: LayerGraphs, run: Callable[..., Any], kind: _Kind, rest: tuple[Any, ...]) -> list[str]:
-        """Record the layer's forward; return the attention backends that cannot be recorded, after which the recording is of no use."""
-        context = kind.context
-        before = dict(context.backends_used)
-
-        def forward() -> None:
-            with torch.enable_grad():
-                self.graph_out = run(self.hidden, *rest)
-            with torch.no_grad():
-                self.out.data.copy_(self.graph_out)
-
-        self.forward = graphs.record(forward, recording=self, what="The forward of a layer")
-        counts = {name: count - before.get(name, 0) for name, count in context.backends_used.items()}
-        self.backends = {name: count for name, count in counts.items() if count}
-        return sorted(self.backends.keys() - graphs.backends)
-
-    def is_current(self, layer: nn.Module) -> bool:
-        """Whether weights are those that were recorded and lie where they lay, adapters are as they were and the plan is the same."""
-        are_same = all(held.get(name) is parameter for (held, name), parameter in zip(self._places, self._found))
-        return are_same and self.plan is _plan_of(layer) and self.state == self._read_state()
-
-    def _read_state(self) -> list[Any]:
-        state: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.parameters]
-        for adapter in self.adapters:
-            scaling = getattr(adapter, "scaling", {})
-            state.append((adapter.disable_adapters, tuple(adapter.active_adapters), tuple(adapter.merged_adapters), tuple(scaling.values())))
-        return state
-
-
 class _LayerGraph:
     """One layer and its recordings; what the layer asks when it is called."""
 
@@ -437,18 +321,20 @@ class _LayerGraph:
             return run(*args, **kwargs)
         recording = self._find(run, args, kwargs)
         if recording is None:
-            return run(*args, **kwargs)
+            out = run(*args, **kwargs)
+            self._graphs.layer_ran(kwargs.get("context"))
+            return out
         hidden, context = args[0], kwargs["context"]
         for backend, count in recording.backends.items():
             for _ in range(count):
                 context.note_read(backend)
         self._graphs.num_replays += 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return _RankReplay.apply(hidden, _Run(self._graphs, recording), *recording.trained)
+            return _RankReplay.apply(hidden, Run(self._graphs, recording), *recording.trained)
         anchor = None if hidden.requires_grad else recording.trained[0]
-        return _Replay.apply(hidden, anchor, _Run(self._graphs, recording))
+        return _Replay.apply(hidden, anchor, Run(self._graphs, recording))
 
-    def _find(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recording | None:
+    def _find(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         """Return the recording that serves a call, its inputs in place; None where the layer runs as ever."""
         graphs, hidden, context = self._graphs, args[0], kwargs.get("context")
         reason = graphs.obstacle(self.layer, hidden, context)
@@ -469,9 +355,9 @@ class _LayerGraph:
             graphs.reasons[f"{changed} changes from call to call"] += 1
         return None if changed else recording
 
-    def _record(self, kind: _Kind, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recording | None:
+    def _record(self, kind: Kind, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         graphs, index = self._graphs, self._index
-        recording = _Recording(graphs, self.layer, index, args[0])
+        recording = Recording(graphs, self.layer, index, args[0])
         kind.num_recordings[index] += 1
         reason = graphs.lasting_obstacle(self.layer, kwargs)
         if not reason and kind.num_recordings[index] > _MOST_RECORDINGS:
@@ -479,7 +365,11 @@ class _LayerGraph:
         if not reason and not recording.hidden.requires_grad and not recording.trained:
             reason = "nothing is trained up to a layer"
         if not reason:
-            foreign = recording.record_forward(graphs, functools.partial(run, **recording.own_inputs(kind, kwargs)), kind, args[1:])
+            try:
+                foreign = recording.record_forward(graphs, functools.partial(run, **recording.own_inputs(kind, kwargs)), kind, args[1:])
+            except SwapError as error:
+                graphs.give_up(error)
+                return None
             reason = f"attention by {', '.join(foreign)}, which is not recorded" if foreign else ""
         if reason:
             graphs.reasons[reason] += 1
@@ -488,14 +378,15 @@ class _LayerGraph:
         return recording
 
 
-class _Run:
+class Run:
     """One forward of a recorded layer, and its backward."""
 
-    def __init__(self, graphs: LayerGraphs, recording: _Recording) -> None:
+    def __init__(self, graphs: LayerGraphs, recording: Recording) -> None:
         self._graphs, self._recording = graphs, recording
         self.is_over = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the layer makes of hidden states."""
         recording = self._recording
         self._graphs.open_runs.add(self)
         recording.open_run = weakref.ref(self)
@@ -508,7 +399,7 @@ class _Run:
     def backward(self, d_out: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of the hidden states; those of what is trained lie in the memory of the recording."""
         if self.is_over:
-            raise SwapError("A second backward through recorded layers: what the first one needed is gone. Leave cuda_graphs out of FusedKernels.")
+            raise SwapError("A second backward through recorded layers: what the first one needed is gone. Give FusedKernels cuda_graphs=False.")
         self.is_over = True
         recording = self._recording
         self._graphs.open_runs.discard(self)
@@ -519,9 +410,9 @@ class _Run:
             if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
                 parameter.grad = parameter.grad.clone()
         if recording.backward is None:
-            self._record_backward()
-        assert recording.backward is not None
-        recording.backward()
+            self._first_backward()
+        else:
+            recording.backward()
         return recording.d_hidden.detach() if recording.hidden.requires_grad else None
 
     def accumulate(self) -> None:
@@ -542,8 +433,10 @@ class _Run:
         found = {parameter: gradient.clone() if parameter in shared else gradient.detach() for parameter, gradient in self._recording.gradients}
         return [found.get(parameter) for parameter in self._recording.trained]
 
-    def _record_backward(self) -> None:
+    def _first_backward(self) -> None:
+        """Record the backward and run it; where that fails and layers may run as ever, run forward and backward once more as ever."""
         recording = self._recording
+        assert recording.run_forward is not None
         # What has a gradient shows in the first run of the work, which is the recording.
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -558,15 +451,23 @@ class _Run:
             with torch.no_grad():
                 torch._foreach_copy_([memory for _, memory, _ in pairs], [gradient for _, _, gradient in pairs])
 
-        recording.backward = self._graphs.record(backward, recording=recording, what="The backward of a layer")
-        recording.gradients = found
+        try:
+            if not self._graphs.has_given_up:
+                recording.backward = self._graphs.record(backward, recording=recording, what="The backward of a layer")
+                recording.backward()
+        except SwapError as error:
+            self._graphs.give_up(error)
+        if recording.backward is None:
+            recording.run_forward()
+            backward()
+        recording.gradients, recording.run_forward = found, None
 
 
 class _Replay(torch.autograd.Function):
     """A recorded layer; saves nothing, because what its backward needs lies in the memory of the graphs."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, run: _Run) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, run: Run) -> torch.Tensor:  # noqa: ANN401 - autograd's context
         ctx.run = run
         return run.forward(hidden)
 
@@ -581,7 +482,7 @@ class _RankReplay(torch.autograd.Function):
     """A recorded layer whose gradients autograd accumulates, so that whoever waits for them is told."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, run: _Run, *trained: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+    def forward(ctx: Any, hidden: torch.Tensor, run: Run, *trained: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - autograd's context
         ctx.run = run
         return run.forward(hidden)
 
@@ -589,11 +490,6 @@ class _RankReplay(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         d_hidden = ctx.run.backward(grads[0])
         return d_hidden, None, *ctx.run.gradients()
-
-
-def _plan_of(layer: Any) -> SegmentPlan | None:  # noqa: ANN401 - a decoder layer
-    segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
-    return None if segment is None else segment.plan
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -86,6 +86,8 @@ class Segment:
         self.on_backward: Callable[[], None] | None = None
         # Whether forwards are being measured for a plan that does not stand yet.
         self.awaits_plan: Callable[[], bool] = _never
+        # What the device may hold in all, where somebody said so.
+        self.vram_budget_bytes: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled model recomputes: streams, pinned memory and probes stay with the original."""

@@ -104,6 +104,7 @@ class SegmentStack:
         self.segments[0].on_forward = self.begin_forward
         for segment in self.segments:
             segment.awaits_plan = self._awaits_plan
+            segment.vram_budget_bytes = options.vram_budget_bytes
         self._kinds = _kinds(layers)
         self._report, self._extra_bytes, self._agree, self._most_tokens = report, extra_bytes, agree, most_tokens
         self._num_local_ranks = num_local_ranks

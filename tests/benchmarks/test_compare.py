@@ -150,7 +150,7 @@ def test_rows_have_the_columns_of_results_and_every_figure(measured, tmp_path):
 def test_ratios_compare_best_with_best_and_default_with_default():
     records = [
         *pairs_of(OURS, 100.0, 100.0),
-        *pairs_of(("ours", "auto+fused"), 120.0, 120.0),
+        *pairs_of(("ours", "auto+graphs=auto"), 120.0, 120.0),
         *pairs_of(OURS, 98.5, 98.5, repeat=CONTROL),
         *pairs_of(UNSLOTH, 150.0, 150.0),
         *pairs_of(("unsloth", "unsloth"), 180.0, 180.0),
@@ -160,7 +160,7 @@ def test_ratios_compare_best_with_best_and_default_with_default():
     assert ratios(pool(records), settings=[OURS, UNSLOTH, ("trl", "keep+liger"), ("plain", "keep")], device="cuda") == [
         "best against best: ours keep+fused 1.50x unsloth off in tokens/s; 42.0 against 42.0 GiB",
         "best against best: ours keep+fused 1.40x trl keep+liger in tokens/s; 42.0 against 42.0 GiB",
-        "default against default: ours auto+fused 1.50x unsloth unsloth in tokens/s; 42.0 against 42.0 GiB",
+        "default against default: ours auto+graphs=auto 1.50x unsloth unsloth in tokens/s; 42.0 against 42.0 GiB",
     ]
 
 
@@ -181,16 +181,16 @@ def test_nothing_is_said_of_the_best_while_a_setting_is_to_be_measured(left):
     records = [
         *pairs_of(OURS, 100.0, 100.0),
         *pairs_of(OURS, 100.0, 100.0, repeat=CONTROL),
-        *pairs_of(("ours", "auto+fused"), 120.0, 120.0),
+        *pairs_of(("ours", "auto+graphs=auto"), 120.0, 120.0),
         *left,
         *pairs_of(UNSLOTH, 150.0, 150.0),
         *pairs_of(("unsloth", "unsloth"), 180.0, 180.0),
     ]
-    rows, settings = pool(records), [OURS, ("ours", "auto+fused"), GRAPHS, UNSLOTH, ("unsloth", "unsloth")]
+    rows, settings = pool(records), [OURS, ("ours", "auto+graphs=auto"), GRAPHS, UNSLOTH, ("unsloth", "unsloth")]
     assert [(setting["system"], setting["mode"]) for setting in find_unfinished(rows, settings)] == [GRAPHS]
     assert ratios(rows, settings=settings, device="cuda") == [
         "best against best, unsloth: settings of ours are still to be measured",
-        "default against default: ours auto+fused 1.50x unsloth unsloth in tokens/s; 42.0 against 42.0 GiB",
+        "default against default: ours auto+graphs=auto 1.50x unsloth unsloth in tokens/s; 42.0 against 42.0 GiB",
     ]
 
 
@@ -269,7 +269,7 @@ def test_settings_are_found_in_order_and_those_without_their_module_are_named(mo
     found, gaps = compare.find_settings(["unsloth", "trl+liger", "ours", "plain"], device="cuda")
     assert found == [
         ("plain", "recompute"), ("plain", "keep"),
-        ("ours", "keep+graphs"), ("ours", "recompute+fused"), ("ours", "auto+fused"),
+        ("ours", "keep+graphs"), ("ours", "recompute+fused"), ("ours", "auto+graphs=auto"),
         ("trl", "recompute+liger"), ("trl", "keep+liger"),
     ]  # fmt: skip
     assert gaps == {"plain keep+liger": "ModuleNotFoundError: No module named 'liger_kernel'", "unsloth": "it is broken"}

@@ -125,12 +125,13 @@ def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
         ("recompute:8+stream+tiles4", "recompute", None, 8.0, 2, False, False),
         ("keep+fused", "keep", None, None, 2, False, True),
         ("recompute+graphs", "recompute", None, None, 2, False, True),
+        ("auto+graphs=auto", "auto", None, plans.DEFAULT_HOST_GIB, 2, False, True),
         ("keep+fused+fp8", "keep", None, None, 2, False, True),
     ],
 )
 def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffers, wants_liger, wants_fused):
     checkpointing, liger, fused, graphs, fp8 = plans.parse_mode(mode)
-    assert graphs == mode.endswith("+graphs")
+    assert graphs == ("auto" if mode.endswith("+graphs=auto") else mode.endswith("+graphs"))
     assert fp8 == mode.endswith("+fp8")
     asked = [(callback.cuda_graphs, callback.base_compute) for callback in plans.parse_mode(mode).callbacks()]
     assert asked == ([(graphs, "fp8" if fp8 else "model_dtype")] if fused else [])

@@ -150,7 +150,7 @@ OPTIONS = {
     "ExactResume": {"stop_signals": flag},
     "FastFTProgressBar": {"refresh_rate": whole(0), "process_position": whole(0), "leave": flag},
     "FiniteGuard": {"max_skips": whole(1, 100), "check_every_n_steps": whole(1), "unsupported": choice("refuse", "wait")},
-    "FusedKernels": {"cuda_graphs": flag, "base_compute": choice("model_dtype", "fp8", "fp8_reference")},
+    "FusedKernels": {"cuda_graphs": choice(False, True, "auto"), "base_compute": choice("model_dtype", "fp8", "fp8_reference")},
     "GradientHealth": {"num_steps": whole(3), "allow_zero": either(text, lambda value: value in ([], ()))},
     "HostWaitDetector": {
         "steps": lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(is_whole(step) and step >= 0 for step in value),

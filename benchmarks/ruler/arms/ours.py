@@ -1,12 +1,12 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in GiB; ":32" behind it is the
-host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+fp8" (the same with
-frozen base products in fp8, judged by limits of its own: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward
-blocks in 8 tiles) and "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Where a workload trains all weights,
-FineTuner is given no lora, and AdamW keeps its averages in bf16 unless it is the 8-bit one. Gradients of recorded layers are
-compared with those of layers that run as ever. Under "auto" the judge's step is one that is measured, so gradients are
-compared again when the plan stands: with those of recompute on the same weights.
+host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+graphs=auto" (with those where the device waits for the host),
+"+fp8" (FusedKernels with frozen base products in fp8, judged by limits of its own: benchmarks/ruler/judge.py), "+stream" (frozen weights on the
+host), "+tiles8" (feed-forward blocks in 8 tiles) and "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Where a
+workload trains all weights, FineTuner is given no lora, and AdamW keeps its averages in bf16 unless it is one with 8 bits. Gradients of recorded
+layers are compared with those of layers that run as ever. Under "auto" the judge's step is one that is measured, so gradients are compared again when
+the plan stands: with those of recompute on the same weights.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ class MeasuringCallback(Callback):
         if self._recorder.step == CHECKED_STEP and stacks and stacks[-1].plan is not None:
             self._recorder.record["plan_check"] = check_plan(pl_module, batch, self._checkpointing, is_cuda=self._is_cuda)
         if self._recorder.step == GRAPHS_CHECKED_STEP and self._mode.wants_graphs:
-            self._recorder.record["graphs_check"] = check_graphs(pl_module, batch, is_cuda=self._is_cuda)
+            may_be_none = self._mode.wants_graphs == "auto"
+            self._recorder.record["graphs_check"] = check_graphs(pl_module, batch, is_cuda=self._is_cuda, may_be_none=may_be_none)
         self._recorder.batch_arrived(batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
