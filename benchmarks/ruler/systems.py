@@ -65,7 +65,7 @@ SYSTEMS: Mapping[str, System] = {
         modules=("lightning_fastft",),
         pip="pip install -e '.[qlora]'",
         # The last is what the shipped configs run; where everything fits, it keeps everything.
-        settings=(Setting("keep+graphs"), Setting("recompute+fused"), Setting("auto+graphs=auto", is_default=True)),
+        settings=(Setting("keep+graphs"), Setting("recompute+graphs=auto"), Setting("auto+graphs=auto", is_default=True)),
         # A plan needs a device whose memory runs out: on a CPU "auto" keeps everything.
         cpu_settings=(Setting("keep", is_default=True),),
     ),

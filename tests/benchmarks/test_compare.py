@@ -269,7 +269,7 @@ def test_settings_are_found_in_order_and_those_without_their_module_are_named(mo
     found, gaps = compare.find_settings(["unsloth", "trl+liger", "ours", "plain"], device="cuda")
     assert found == [
         ("plain", "recompute"), ("plain", "keep"),
-        ("ours", "keep+graphs"), ("ours", "recompute+fused"), ("ours", "auto+graphs=auto"),
+        ("ours", "keep+graphs"), ("ours", "recompute+graphs=auto"), ("ours", "auto+graphs=auto"),
         ("trl", "recompute+liger"), ("trl", "keep+liger"),
     ]  # fmt: skip
     assert gaps == {"plain keep+liger": "ModuleNotFoundError: No module named 'liger_kernel'", "unsloth": "it is broken"}
