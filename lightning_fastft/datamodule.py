@@ -13,13 +13,17 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checks import check_bool, check_choice, check_int, check_path, check_share, check_tokenizer
 from lightning_fastft.errors import DataError, OptionError, ResumeError
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
+from lightning_fastft.packing.report import render_counts
+from lightning_fastft.packing.sources import REJECTED
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
 
 log = logging.getLogger(__name__)
@@ -60,8 +64,9 @@ class PackedDataModule(LightningDataModule):
         cache_dir: Folder of the tokenised cache; "auto" is the user's cache folder, None keeps everything in memory.
         num_proc: Processes that tokenise; None for one per core, 8 at most.
         max_reject_share: Largest share of rejected rows before the run stops.
-        rejected_path: Where rejected rows are written; None for ``rejected.jsonl`` in the trainer's default_root_dir. Validation and test write
-            beside it (``rejected_val.jsonl``, ``rejected_test.jsonl``).
+        rejected_path: Where rejected rows are written, if there are any; None for ``rejected.jsonl`` in the folder of the run: the logger's, or the
+            Trainer's default_root_dir where there is no logger. Validation and test write beside it (``rejected_val.jsonl``,
+            ``rejected_test.jsonl``). The path is logged.
         show_progress: Whether tokenising shows a progress bar.
 
     Raises:
@@ -201,10 +206,10 @@ class PackedDataModule(LightningDataModule):
         return None if entry is None else entry[1].report
 
     def prepare_data(self) -> None:
-        """Fill the tokenised cache once per node, before the other ranks read it."""
+        """Fill the tokenised cache once per node, before the other ranks read it; rejected rows are written in setup, once the loggers stand."""
         if self.cache_dir is not None and self.trainer is not None and self.trainer.world_size > 1:
             for split in self._splits_of(self.trainer.state.fn):
-                self._tokenize(split)
+                self._read_rows(split, stopped_path=self._rejected_file(split))
 
     def setup(self, stage: str) -> None:
         """Tokenise (or open the cache), pack, and plan; called by the Trainer, or by hand with "fit", "validate" or "test".
@@ -275,24 +280,33 @@ class PackedDataModule(LightningDataModule):
         return [split for split in wanted.get(str(getattr(stage, "value", stage)), []) if self._sources[split] is not None]
 
     def _tokenize(self, split: str) -> None:
-        tokenizer = self.tokenizer
-        if split in self._tokenized and self._tokenized[split][0] is tokenizer:
+        if split in self._tokenized and self._tokenized[split][0] is self.tokenizer:
             return
+        path = self._rejected_file(split)
+        dataset = self._read_rows(split, rejected_path=path)
+        report = dataset.report
+        if path is not None and report.num_rejected:
+            rank_zero_info(
+                f"{split} data: {report.num_rejected} of {report.num_rows} rows are rejected ({render_counts(report.rejects)}); they are in {path}"
+            )
+        if len(dataset) == 0:
+            raise DataError(f"The {split} data {_name_source(self._sources[split])} holds no usable example.")
+        self._tokenized[split] = (self.tokenizer, dataset)
+
+    def _read_rows(self, split: str, *, rejected_path: Path | None = None, stopped_path: Path | None = None) -> TokenizedDataset:
         module = None if self.trainer is None else self.trainer.lightning_module
-        dataset = tokenize_sources(
+        return tokenize_sources(
             self._sources[split],
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
             options=self.options,
             cache_dir=self.cache_dir,
             num_proc=self.num_proc or _usable_cores(),
             max_reject_share=self.max_reject_share,
-            rejected_path=self._rejected_file(split),
+            rejected_path=rejected_path,
+            stopped_path=stopped_path,
             vocab_size=getattr(module, "vocab_size", None),
             show_progress=self.show_progress,
         )
-        if len(dataset) == 0:
-            raise DataError(f"The {split} data {_name_source(self._sources[split])} holds no usable example.")
-        self._tokenized[split] = (tokenizer, dataset)
 
     def _choose_subsets(self, stage: str) -> None:
         """Cut the held-out part from the training data where it is asked for, and pack what this stage needs."""
@@ -446,10 +460,17 @@ class PackedDataModule(LightningDataModule):
         if self.rejected_path is not None:
             path = Path(self.rejected_path)
         elif self.trainer is not None:
-            path = Path(self.trainer.default_root_dir) / "rejected.jsonl"
+            path = _run_folder(self.trainer) / REJECTED
         else:
             return None
         return path if split == "train" else path.with_stem(f"{path.stem}_{split}")
+
+
+def _run_folder(trainer: Trainer) -> Path:
+    """Return what Trainer.log_dir is on rank 0, without the broadcast in it: prepare_data runs on one rank, which would wait for the others."""
+    logger = next(iter(trainer.loggers), None)
+    folder = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else getattr(logger, "save_dir", None)
+    return Path(folder or trainer.default_root_dir)
 
 
 def _batch_progress(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning annotates its trackers by their base class

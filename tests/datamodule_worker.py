@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import DataError
@@ -136,6 +137,16 @@ TWO_PROCESS_CASES = [
 ]
 
 
+def warnings_of_a_bad_row(folder: Path) -> list[str]:
+    """Train on rows of which one is rejected, through a cache that one rank fills, with a logger that has a folder of its own."""
+    data = {"rows": str(folder / "rows.jsonl"), "cache_dir": str(folder.with_name("bad_cache")), "max_reject_share": 0.5}
+    options = {"devices": 2, "strategy": "ddp", "max_epochs": 1, "logger": CSVLogger(folder / "logs")}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        run(folder, data=data, trainer=options)
+    return [str(warning.message) for warning in heard]
+
+
 def main(folder: Path) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -153,6 +164,8 @@ def main(folder: Path) -> None:
         equal = torch.equal(whole.weight, resumed.weight)
         results.append({"whole": whole.seen, "resumed": resumed.seen, "equal": equal, "sum": float(whole.weight.sum())})
     rank = whole.data.trainer.global_rank
+    warned = warnings_of_a_bad_row(folder / "bad")
+    (folder / f"bad/warned{rank}.json").write_text(json.dumps(warned))
     try:
         run(folder, data={"rows": make_rows(40 + rank)}, trainer={"devices": 2, "strategy": "ddp"})
     except DataError as error:

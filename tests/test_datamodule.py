@@ -1,11 +1,16 @@
 import json
 import logging
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import DataError, OptionError, ResumeError
@@ -138,11 +143,18 @@ class TestResume:
     @pytest.mark.slow
     def test_two_processes_go_on_bit_for_bit_and_share_every_row(self, tmp_path):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+        (tmp_path / "bad").mkdir()
+        (tmp_path / "bad/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*make_rows(), {"input_ids": [1]}]))
         run_two_ranks("tests.datamodule_worker", tmp_path, timeout_s=400)
         ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         refusals = [results.pop()["refused"] for results in ranks]
         assert refusals[0] == refusals[1]
         assert "Rank 0 plans" in refusals[0]
+        # Beside the run's other outputs, once, and no logger found its folder taken.
+        assert [path.relative_to(tmp_path / "bad") for path in (tmp_path / "bad").rglob("rejected.jsonl")] == [
+            Path("logs/lightning_logs/version_0/rejected.jsonl")
+        ]
+        assert not any("not empty" in text for rank in (0, 1) for text in json.loads((tmp_path / f"bad/warned{rank}.json").read_text()))
         for case, *results in zip(TWO_PROCESS_CASES, *ranks, strict=True):
             num_per_epoch = len(results[0]["whole"]) // 3
             after = case["save"].get("micro_batch", 2 * num_per_epoch)
@@ -313,6 +325,44 @@ class TestOptions:
         run(tmp_path, data={"rows": rows, "max_reject_share": 0.5, "val_paths": [*make_rows(5), {"input_ids": []}]}, trainer={"max_epochs": 1})
         assert len((tmp_path / "rejected.jsonl").read_text().splitlines()) == 1
         assert len((tmp_path / "rejected_val.jsonl").read_text().splitlines()) == 1
+
+    def test_rejected_rows_go_into_the_folder_of_the_logger(self, tmp_path, monkeypatch, caplog):
+        monkeypatch.chdir(tmp_path)
+        caplog.set_level(logging.INFO, logger="lightning.pytorch")
+        rows, logger = [*make_rows(), {"input_ids": [1]}], CSVLogger(tmp_path / "out")
+        run(tmp_path, data={"rows": rows, "max_reject_share": 0.5}, trainer={"max_epochs": 1, "logger": logger})
+        written = Path(logger.log_dir) / "rejected.jsonl"
+        assert list(tmp_path.rglob("rejected*")) == [written]
+        assert f"train data: 1 of 62 rows are rejected (fewer than 2 tokens 1); they are in {written}" in caplog.messages
+
+    def test_path_that_is_given_wins_over_the_folder_of_the_run(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        rows, logger = [*make_rows(), {"input_ids": [1]}], CSVLogger(tmp_path / "out")
+        data = {"rows": rows, "max_reject_share": 0.5, "rejected_path": "mine/bad.jsonl"}
+        run(tmp_path, data=data, trainer={"max_epochs": 1, "logger": logger})
+        assert (tmp_path / "mine/bad.jsonl").is_file()
+        assert list(tmp_path.rglob("rejected*")) == []
+
+    def test_good_rows_leave_no_file_of_rejected_ones(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+        for _ in range(2):
+            # The second time from the cache, whose own file of them is empty.
+            run(tmp_path, data={"rows": "rows.jsonl", "cache_dir": "cache"}, trainer={"max_epochs": 1})
+        assert [path.parent.parent.name for path in tmp_path.rglob("rejected*")] == ["cache"]
+
+    def test_ranks_fill_the_cache_before_the_loggers_stand_and_leave_their_folder_alone(self, tmp_path):
+        """CSVLogger warns of a folder that is not empty; a run that stops has no logger to come."""
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*make_rows(), {"input_ids": [1]}]))
+        folder = tmp_path / "out/lightning_logs/version_0"
+        for most, is_there in ((0.5, False), (0.0, True)):
+            data = make_data(rows=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / f"cache{most}"), max_reject_share=most)
+            data.trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path / "out"))
+            data.trainer.state.fn = "fit"
+            stops = pytest.raises(DataError, match=re.escape(f"Rejected rows are in {folder}/rejected.jsonl.")) if is_there else nullcontext()
+            with mock.patch.object(Trainer, "world_size", 2), stops:
+                data.prepare_data()
+            assert (folder / "rejected.jsonl").exists() == is_there
 
     def test_cache_is_used_again(self, tmp_path):
         source = tmp_path / "rows.jsonl"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,7 +23,8 @@ from lightning_fastft.offload.budgets import peak_memory_bytes
 from lightning_fastft.report.copies import StepProfile, StepTrace
 from lightning_fastft.report.facts import describe_command, describe_model, describe_options, describe_versions, without_secrets
 from lightning_fastft.report.findings import describe_plan, describe_profile, describe_rows, describe_waits, find_max_tokens
-from lightning_fastft.report.sums import Curve, PackSums, WindowLosses
+from lightning_fastft.report.losses import NUM_ENDS, StepLosses
+from lightning_fastft.report.sums import PackSums
 from lightning_fastft.report.timing import Batch, BatchTimes, Clock
 from lightning_fastft.report.verdict import judge
 from lightning_fastft.status import Status
@@ -38,20 +39,18 @@ SCHEMA = "lightning_fastft.run_report"
 SCHEMA_VERSION = 1
 # The first steps set up optimizer state, kernels and plans.
 _NUM_WARMUP = 3
-# Losses behind "first" and "final": at most so many optimizer steps, and never more than a quarter of the run.
-_NUM_ENDS = 20
 
 
 class RunReport(Callback):
     """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or Ctrl-C.
 
     On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, a verdict in words; what is active and why
-    not; the memory plan; fill of packs and lengths of documents; curves of loss (by optimizer step: the mean over the micro-batches of its window,
-    which on one rank is that over the window's labelled tokens; of several ranks rank 0's part, scaled by its share of the labels) and tokens per
-    second (by micro-batch), each of at most 512 points, the means of equally many values; the parts of a step; one profiled step with compute and
-    copy lanes; host waits by line of code; the slowest pack; options, versions and command. Environment variables are not read; options and texts
-    that look like secrets are replaced. The page loads nothing and runs no script. Rank 0 writes; ranks are asked for their memory and speed only at
-    the end of a run that ends well.
+    not; the memory plan; fill of packs and lengths of documents; curves of loss (by optimizer step: the mean over the micro-batches of its window
+    and over the ranks, which is that over the labelled tokens of the step, as it is trained on) and tokens per second (by micro-batch, of rank 0),
+    each of at most 512 points, the means of equally many values; the parts of a step; one profiled step with compute and copy lanes; host waits by
+    line of code; the slowest pack; options, versions and command. Environment variables are not read; options and texts that look like secrets are
+    replaced. The page loads nothing and runs no script. Rank 0 writes; ranks are asked for their losses, memory and speed once, at the end of a run
+    that ends well. After any other end the losses are rank 0's part, scaled by its share of the labels, and the page says so.
 
     Args:
         path: The HTML file, ending in ".html"; the JSON file stands beside it. None is "run_report.html" in the folder of the logger, or in the
@@ -85,10 +84,8 @@ class RunReport(Callback):
     def _reset(self) -> None:
         self._is_open = False
         self._device = torch.device("cpu")
-        self._losses = Curve()
-        self._window = WindowLosses()
-        self._first_losses: list[float] = []
-        self._last_losses: deque[float] = deque(maxlen=_NUM_ENDS)
+        self._losses = StepLosses()
+        self._why_alone = "the run ended before the other ranks could be asked"
         self._copies = LateCopies()
         self._packs = PackSums()
         self._times = BatchTimes(num_warmup=_NUM_WARMUP)
@@ -275,19 +272,17 @@ class RunReport(Callback):
     def _take_in(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         for (step, num_micro_batches, is_last), value in arrived:
             # A copy on the host that has arrived: reading it waits for nothing.
-            loss = self._window.add(float(value) * num_micro_batches, is_last=is_last)
-            if loss is None:
-                continue
-            self._losses.add(step, loss)
-            if len(self._first_losses) < _NUM_ENDS:
-                self._first_losses.append(loss)
-            self._last_losses.append(loss)
+            self._losses.add(step, float(value) * num_micro_batches, is_last=is_last)
 
     def _ask_ranks(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
-        own = [peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0]
-        # Waits for the device and the other ranks: the run is over.
-        gathered = trainer.strategy.all_gather(torch.tensor(own, device=self._device)).reshape(-1, 2).tolist()
-        return [{"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None} for rank, (peak, rate) in enumerate(gathered)]
+        # As many numbers on every rank, however many steps it noted: nobody waits for more than comes.
+        own_V = np.concatenate([[peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0], self._losses.to_array()])
+        all_RV = own_V[None]
+        if trainer.world_size > 1:
+            # Waits for the device and the other ranks: the run is over.
+            all_RV = trainer.strategy.all_gather(torch.from_numpy(own_V).to(self._device)).reshape(-1, len(own_V)).cpu().numpy()
+            self._why_alone = "" if self._losses.take_mean(all_RV[:, 2:]) else "the ranks noted different steps"
+        return [{"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None} for rank, (peak, rate) in enumerate(all_RV[:, :2].tolist())]
 
     # What is written.
 
@@ -317,6 +312,9 @@ class RunReport(Callback):
             {"rank": trainer.global_rank, "peak_memory_gib": peak_memory_bytes(self._device) / GIB, "tokens_per_s": self._times.rate()}
         ]
         rates = [rank["tokens_per_s"] for rank in ranks]
+        # Never more than a quarter of the run.
+        num_ends = max(1, min(NUM_ENDS, self._step // 4))
+        is_alone = trainer.world_size > 1 and self._why_alone
         data: dict[str, Any] = {
             "schema": SCHEMA,
             "schema_version": SCHEMA_VERSION,
@@ -332,8 +330,8 @@ class RunReport(Callback):
                 "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
                 "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
                 "memory_of": "device, highest rank" if is_cuda else "process, from its start",
-                "first_loss": _mean(self._first_losses[: self._num_ends()]),
-                "final_loss": _mean(list(self._last_losses)[-self._num_ends() :]),
+                "first_loss": self._losses.first(num_ends),
+                "final_loss": self._losses.final(num_ends),
             },
             "statuses": [status._asdict() for status in _statuses(trainer)],
             "plans": [describe_plan(cost, plan) for cost, plan in self._plans],
@@ -341,8 +339,10 @@ class RunReport(Callback):
             "data": describe_rows(trainer),
             "curves": {
                 "loss": {
-                    **self._losses.to_dict(),
-                    "num_not_finite": self._window.num_not_finite,
+                    **self._losses.curve.to_dict(),
+                    "num_not_finite": self._losses.num_not_finite,
+                    "ranks": [trainer.global_rank] if is_alone else list(range(trainer.world_size)),
+                    "why_alone": self._why_alone if is_alone else "",
                     "why_not": "No optimizer step ended with a loss that is a number.",
                 },
                 "tokens_per_s": {
@@ -362,9 +362,6 @@ class RunReport(Callback):
         data = without_secrets(data)
         data["outcome"]["level"], data["outcome"]["verdict"] = judge(data)
         return data
-
-    def _num_ends(self) -> int:
-        return max(1, min(_NUM_ENDS, self._step // 4))
 
 
 class _QuietDetector(HostWaitDetector):
@@ -389,7 +386,3 @@ def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     return getattr(trainer, "callbacks", [])
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -13,9 +13,7 @@ from pathlib import Path
 PARTLY_ALLOWED = ("lightning", "torch", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
 _UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
-_UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[([^\]]*)\]); PEFT's LoraConfig has \[([^\]]*)\]")
-# What a field of PEFT is called elsewhere, and no spelling shows.
-_LORA_NAMES = {"rank": "r"}
+_UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that everything read from a folder or the hub goes through.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
@@ -63,9 +61,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
 
     unknown = _UNKNOWN_LORA.search(message)
     if unknown:
-        names, fields = (re.findall(r"'([^']+)'", group) for group in unknown.groups()[1:])
-        near = [_LORA_NAMES.get(name) or next(iter(difflib.get_close_matches(name, fields, n=1, cutoff=0.6)), "") for name in names]
-        hint = f"hint: did you mean {', '.join(filter(None, near))}?\n" if any(near) else "hint: the fields are those of PEFT's LoraConfig\n"
+        hint = f"hint: did you mean {unknown[2]}?\n" if unknown[2] else "hint: the fields are those of PEFT's LoraConfig\n"
         return f"error: {where}{unknown[1]}\n{hint}{last_line}"
 
     kept = [_explain_choice(line.removeprefix("- "), lines) for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.lightning_cli import FastFTCLI, config_names
+from lightning_fastft.cli.noise import without_noise
 from lightning_fastft.errors import FastFTError, OptionError
 
 USAGE = """\
@@ -40,7 +41,8 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
         return 0
     try:
-        return _run(words[0], words[1:])
+        with without_noise():
+            return _run(words[0], words[1:])
     except FastFTError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1

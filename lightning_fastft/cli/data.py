@@ -10,15 +10,16 @@ from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
 from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import MissingDependencyError, OptionError
 from lightning_fastft.packing.describe import describe_data, save_length_histogram
+from lightning_fastft.packing.sources import REJECTED
 
 DEFAULT_FOLDER = "runs/data"
 
 
 def run_data(words: Sequence[str]) -> int:
-    """Print rows per format, rejects, lengths, packs and an example; write the length histogram as a picture; return 0.
+    """Print rows per format, rejects, lengths, packs and an example; write the length histogram as a picture, and the rejected rows; return 0.
 
     Args:
-        words: Arguments of ``fastft fit``, and ``--out FOLDER`` for the picture (``runs/data`` in the current folder).
+        words: Arguments of ``fastft fit``, and ``--out FOLDER`` for what is written (``runs/data`` in the current folder).
     """
     out, words = take_option(words, "--out", default=DEFAULT_FOLDER)
     cli = FastFTCLI(words, run=False)
@@ -28,6 +29,7 @@ def run_data(words: Sequence[str]) -> int:
     # The data module asks the trainer's module for its tokenizer; the model itself is never built.
     trainer.strategy.connect(cli.model)
     data.trainer = trainer
+    data.rejected_path = data.rejected_path or str(Path(out) / REJECTED)
     data.setup("fit")
     report = describe_data(data, world_size=trainer.world_size, accumulate=trainer.accumulate_grad_batches, is_terminal=sys.stdout.isatty())
     sys.stdout.write(report + "\n")

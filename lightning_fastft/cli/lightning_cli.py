@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.imports import check_named_functions, import_policy, take_allowed_imports
+from lightning_fastft.cli.trainer import FastFTTrainer
 from lightning_fastft.errors import OptionError
 
 # Words for checkpoints that Lightning finds itself.
@@ -47,7 +48,7 @@ class FastFTCLI(LightningCLI):
     """LightningCLI for FineTuner and PackedDataModule, or any LightningModule and LightningDataModule that the import policy lets in.
 
     Differences from LightningCLI: no automatic optimizer (its parameters would be those of a model not built yet), a checkpoint brings weights and
-    state but never settings, and is a local file read with ``weights_only=True``.
+    state but never settings, and is a local file read with ``weights_only=True``; ``trainer.log_every_n_steps`` follows the length of the run.
 
     Args:
         args: Words of the command line, without the name of the program; ``--allow-import`` and names of shipped configs included.
@@ -71,6 +72,7 @@ class FastFTCLI(LightningCLI):
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,
                 save_config_kwargs={"overwrite": True},
+                trainer_class=FastFTTrainer,
                 trainer_defaults={"strategy": "fastft", "callbacks": list(callbacks)},
                 seed_everything_default=1,
                 parser_class=FastFTArgumentParser,

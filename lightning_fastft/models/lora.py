@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Wider than any layer is; alpha divided by rank is what scales an adapter.
 LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**20
+# What a field of PEFT is called elsewhere, and no spelling shows.
+_NAMES_ELSEWHERE = {"rank": "r"}
 
 
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
@@ -81,7 +84,12 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
     known = set(LoraConfig.__dataclass_fields__)
     unknown = sorted(set(lora) - known)
     if unknown:
-        raise OptionError(f"lora has the unknown fields {unknown}; PEFT's LoraConfig has {sorted(known)}.")
+        near = [_NAMES_ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "") for name in unknown]
+        advice = f"Did you mean {', '.join(filter(None, near))}?\n" if any(near) else ""
+        raise OptionError(
+            f"lora has the unknown fields {unknown}.\n{advice}"
+            "The fields are those of PEFT's LoraConfig, most used r, lora_alpha, lora_dropout and target_modules; help(peft.LoraConfig) explains all."
+        )
     try:
         return LoraConfig(**lora)
     except (TypeError, ValueError) as error:

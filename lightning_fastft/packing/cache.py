@@ -41,6 +41,7 @@ def tokenize_sources(
     num_proc: int = 0,
     max_reject_share: float = 0.01,
     rejected_path: str | Path | None = None,
+    stopped_path: str | Path | None = None,
     vocab_size: int | None = None,
     show_progress: bool = False,
 ) -> TokenizedDataset:
@@ -56,6 +57,7 @@ def tokenize_sources(
         num_proc: Processes that tokenise; 0 and 1 work in this process.
         max_reject_share: Part of the rows, 0 to 1, that may be rejected; one more stops the run.
         rejected_path: Where rejected rows are written; None writes them to the cache, if there is one.
+        stopped_path: Where they are written if the run stops over the rows; None is rejected_path, or else the cache.
         vocab_size: Rows of the model's embedding; ids outside stop the run. None where it is not known yet.
         show_progress: Whether a progress bar is drawn on stderr.
 
@@ -86,12 +88,13 @@ def tokenize_sources(
     named = None if rejected_path is None else Path(rejected_path)
     dataset = _open_if_whole(target)
     if dataset is None:
-        on_stop = named or (None if cache_dir is None else Path(cache_dir) / REJECTED)
+        fallback = None if cache_dir is None else Path(cache_dir) / REJECTED
+        on_stop = named or fallback if stopped_path is None else Path(stopped_path)
         ingest = _Ingest(Setup(tokenizer, options, vocab_size), max_reject_share=max_reject_share, on_stop=on_stop)
         dataset = ingest.run(opened, num_proc=num_proc, target=target, fingerprint=fingerprint, show_progress=show_progress)
         if named is not None:
             _write_rejects(named, ingest.rejects)
-    elif target is not None and named is not None:
+    elif target is not None and named is not None and (dataset.report.rejects or named.exists()):
         replace_file(named, (target / REJECTED).read_bytes())
     _check_share_of_rejects(dataset.report, most=max_reject_share, written=named or (None if target is None else target / REJECTED))
     _check_highest_id(dataset.report, tokenizer=tokenizer, vocab_size=vocab_size)

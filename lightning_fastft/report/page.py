@@ -91,7 +91,10 @@ _BODY = """<!doctype html>
 {{ curve.values_per_point | number("d") }}
 {{ value }}{{ "s" if title == "Loss" else "es" }} that follow each other; none is left out.{% endif %}
 {% if title == "Loss" and curve.num_not_finite %}
-<b>{{ curve.num_not_finite | number("d") }} micro-batches had a loss that is not finite</b>; their steps are not drawn.{% endif %}</p>
+<b>{{ curve.num_not_finite | number("d") }} micro-batches had a loss that is not finite</b>; their steps are not drawn.{% endif %}
+{% if head.num_ranks > 1 %}{% if title != "Loss" %}Of rank 0.{% elif curve.why_alone %}Of rank {{ curve.ranks[0] }} alone, scaled by its share of the
+labels, as are the first and the last loss above: {{ curve.why_alone }}.{% else %}The mean over all {{ curve.ranks | length }} ranks, weighted
+by their labelled tokens as in training.{% endif %}{% endif %}</p>
 {% else %}<p>{{ curve.why_not }}</p>{% endif %}</section>{% endfor %}
 
 <section class="wide"><h2>Where the time of a step goes</h2>{% if times.num_batches %}

@@ -58,6 +58,22 @@ class Curve:
             self.values_per_point *= 2
         self._sums.append([step, step, 1, value, weight])
 
+    def to_array(self) -> np.ndarray:
+        """Return first step, last step, number of values, sum and weight of each point, in rows; rows of zeros after the last."""
+        array_PC = np.zeros((self.max_points, 5))
+        array_PC[: len(self._sums)] = np.reshape(self._sums, (-1, 5))
+        return array_PC
+
+    def take_mean(self, array_RPC: np.ndarray) -> None:
+        """Take the mean of curves with the same steps in place of the own one; a point that has no weight in one of them has none.
+
+        Args:
+            array_RPC: ``to_array`` of each.
+        """
+        sum_RP, weight_RP = (array_RPC[:, : len(self._sums), column] for column in (3, 4))
+        for row, sums, weights in zip(self._sums, sum_RP.T, weight_RP.T):
+            row[3:] = [float(np.mean(sums / weights)), 1.0] if weights.all() else [0.0, 0.0]
+
     def points(self) -> list[CurvePoint]:
         """Return the points whose weight is not 0, in their order."""
         return [CurvePoint(int(first), int(last), value / weight) for first, last, _, value, weight in self._sums if weight > 0]
@@ -65,33 +81,6 @@ class Curve:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {"values_per_point": self.values_per_point, "points": [list(point) for point in self.points()]}
-
-
-class WindowLosses:
-    """Losses of micro-batches, brought to one for each optimizer step.
-
-    In a window of accumulation a micro-batch's loss is its sum over (labelled tokens of the window / micro-batches), so alone it says how many
-    labelled tokens it has as much as how well they are predicted. The mean over the micro-batches is that over the window's labelled tokens.
-
-    Example:
-        >>> window = WindowLosses()
-        >>> window.add(3.0, is_last=False), window.add(1.0, is_last=True)
-        (None, 2.0)
-    """
-
-    def __init__(self) -> None:
-        self.num_not_finite = 0
-        self._sum, self._num = 0.0, 0
-
-    def add(self, loss: float, *, is_last: bool) -> float | None:
-        """Take the loss of a micro-batch; return that of the step where it ends one and every loss of its window was finite."""
-        self.num_not_finite += not math.isfinite(loss)
-        self._sum, self._num = self._sum + loss, self._num + 1
-        if not is_last:
-            return None
-        mean = self._sum / self._num
-        self._sum, self._num = 0.0, 0
-        return mean if math.isfinite(mean) else None
 
 
 class Spread:

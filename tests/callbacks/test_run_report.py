@@ -22,12 +22,15 @@ from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.packing.describe import describe_data
 from lightning_fastft.report.copies import Copy, Kernel, StepTrace, copy_use, read_events
 from lightning_fastft.report.findings import describe_profile
+from lightning_fastft.report.losses import StepLosses, WindowLosses
 from lightning_fastft.report.page import render_page
-from lightning_fastft.report.sums import Curve, Spread, WindowLosses
+from lightning_fastft.report.sums import Curve, Spread
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.callbacks.run_report_worker import GONE_AT, NUM_MICRO_BATCHES, NUM_RANKS, NUM_STEPS, Still, count_labelled, documents_of
 from tests.host_waits import count_host_waits
 from tests.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.two_ranks import run_two_ranks
 
 VOID = {"meta", "rect", "line", "polyline", "br"}
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(2)>'
@@ -437,20 +440,70 @@ def test_plans_are_found_where_the_strategy_keeps_them():
     assert run_report._find_plans(trainer) == [("cost", "plan")]
 
 
-def test_every_rank_is_asked_and_only_rank_zero_writes(tmp_path):
-    def gather(self, tensor, *args, **kwargs):
-        return torch.stack([tensor, torch.tensor([7.0, 100.0])])
-
-    with mock.patch.object(FastFTStrategy, "all_gather", gather):
-        fit(tmp_path)
-    data, text = read(tmp_path)
-    assert [(rank["rank"], rank["peak_memory_gib"]) for rank in data["ranks"]][1] == (1, 7.0)
-    assert data["head"]["peak_memory_gib"] == 7.0
-    assert data["head"]["tokens_per_s"] == pytest.approx(data["ranks"][0]["tokens_per_s"] + 100)
-    assert 7.0 in Page(text).figures
+def test_only_rank_zero_writes(tmp_path):
     with mock.patch.object(pl.Trainer, "is_global_zero", False):
         fit(tmp_path, report=RunReport(tmp_path / "other" / "run.html"), max_steps=2)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run_two_ranks("tests.callbacks.run_report_worker", folder)
+    return folder
+
+
+def losses_of_parts(step):
+    """Sums over the labelled tokens of each part of a step, and the tokens."""
+    module, parts = Still(), [documents_of(step, part) for part in range(NUM_MICRO_BATCHES * NUM_RANKS)]
+    # One document at a time: outside of a run nothing keeps the documents of a pack apart.
+    sums = [sum(module.model(**collate([document])).loss.item() * count_labelled([document]) for document in documents) for documents in parts]
+    return np.array(sums), np.array([count_labelled(documents) for documents in parts])
+
+
+@pytest.mark.slow
+def test_loss_of_several_ranks_is_the_mean_over_the_labelled_tokens_of_all(two_ranks):
+    data, text = read(two_ranks / "whole")
+    sums_and_numbers = [losses_of_parts(step) for step in range(NUM_STEPS)]
+    truth = [sums.sum() / numbers.sum() for sums, numbers in sums_and_numbers]
+    of_rank_0 = [sums[::NUM_RANKS].sum() * NUM_RANKS / numbers.sum() for sums, numbers in sums_and_numbers]
+    loss = data["curves"]["loss"]
+    assert [point[2] for point in loss["points"]] == pytest.approx(truth, rel=1e-4)
+    assert of_rank_0 != pytest.approx(truth, rel=0.1), "the ranks are to differ"
+    assert (data["head"]["first_loss"], data["head"]["final_loss"]) == pytest.approx((truth[0], truth[-1]), rel=1e-4)
+    assert (loss["ranks"], loss["why_alone"]) == ([0, 1], "")
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
+    assert data["head"]["peak_memory_gib"] == max(rank["peak_memory_gib"] for rank in data["ranks"]) > 0
+    assert data["head"]["tokens_per_s"] == pytest.approx(sum(rank["tokens_per_s"] for rank in data["ranks"]))
+    assert "The mean over all 2 ranks" in " ".join(Page(text).text.split())
+
+
+@pytest.mark.slow
+def test_report_of_a_run_whose_other_rank_is_gone_says_that_it_is_rank_zeros_alone(two_ranks):
+    data, text = read(two_ranks / "broken")
+    assert (data["outcome"]["state"], data["head"]["num_steps"]) == ("failed", GONE_AT)
+    loss = data["curves"]["loss"]
+    sums, numbers = losses_of_parts(0)
+    assert loss["points"][0][2] == pytest.approx(sums[::NUM_RANKS].sum() * NUM_RANKS / numbers.sum(), rel=1e-4)
+    assert (len(loss["points"]), loss["ranks"]) == (GONE_AT, [0])
+    assert loss["why_alone"] == "the run ended before the other ranks could be asked"
+    assert f"Of rank 0 alone, scaled by its share of the labels, as are the first and the last loss above: {loss['why_alone']}." in " ".join(
+        Page(text).text.split()
+    )
+
+
+def test_ranks_that_noted_different_steps_are_told(tmp_path):
+    def gather(self, own_V):
+        other = StepLosses()
+        other.add(0, 1.0, is_last=True)
+        return torch.stack([own_V, torch.cat([own_V[:2], torch.from_numpy(other.to_array())])])
+
+    with mock.patch.object(FastFTStrategy, "all_gather", gather), mock.patch.object(pl.Trainer, "world_size", 2):
+        fit(tmp_path)
+    data, text = read(tmp_path)
+    assert (data["curves"]["loss"]["ranks"], len(data["curves"]["loss"]["points"])) == ([0], 8)
+    assert data["curves"]["loss"]["why_alone"] == "the ranks noted different steps"
+    assert "Of rank 0 alone" in Page(text).text
 
 
 def test_hooks_read_nothing_from_the_device(tmp_path):

@@ -1,3 +1,4 @@
+import logging
 import os
 import re
 import subprocess
@@ -5,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lightning_fastft
 import lightning_fastft.cli.command as command_module
@@ -167,6 +169,14 @@ def tiny_words(demo_files) -> list[str]:
     ]
 
 
+def test_interval_of_logging_is_in_the_printed_config(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", "qlora_qwen3_8b", "--print_config"])
+    assert stop.value.code == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert trainer["log_every_n_steps"] == "auto"
+
+
 @pytest.mark.slow
 def test_fit_trains_and_saves_its_config(folder, demo_files):
     run = FastFTCLI(["fit", *tiny_words(demo_files), "--trainer.default_root_dir", "out"])
@@ -191,7 +201,20 @@ def test_data_describes_without_training(folder, demo_files, capsys):
     assert "40 rows, 40 examples" in text
     assert "fill" in text
     assert "⟦" in text
-    assert (folder / "pictures" / "lengths.png").is_file()
+    assert [path.name for path in (folder / "pictures").iterdir()] == ["lengths.png"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "path"), [([], "pictures/rejected.jsonl"), (["--data.rejected_path", "mine.jsonl"], "mine.jsonl")])
+def test_data_writes_rejected_rows_beside_its_picture(words, path, folder, demo_files, caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    rows = demo_files.train.read_text() + '{"messages": []}\n'
+    (folder / "rows.jsonl").write_text(rows)
+    words = [*tiny_words(demo_files), "--data.paths", "rows.jsonl", "--data.max_reject_share", "0.5", "--out", "pictures", *words]
+    assert main(["data", *words]) == 0
+    assert f"train data: 1 of 41 rows are rejected (empty messages 1); they are in {path}" in caplog.messages
+    assert sorted(str(found.relative_to(folder)) for found in folder.rglob("*.jsonl")) == sorted(["rows.jsonl", path])
+    assert len((folder / path).read_text().splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,76 @@
+"""The command line's Trainer: a run of few steps leaves its loss, a long one is logged as seldom as Lightning would."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_fastft import FineTuner
+from lightning_fastft.cli.trainer import FastFTTrainer
+from tests.two_ranks import ROOT
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+
+
+def interval(*, num_batches=math.inf, **options):
+    trainer = FastFTTrainer(**QUIET, **options)
+    trainer.fit_loop.max_batches = num_batches
+    return trainer.log_every_n_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        # A tenth of the run, at least every step, at most Lightning's 50.
+        ({"max_epochs": 1, "num_batches": 28}, 2),
+        ({"max_epochs": 1, "num_batches": 7}, 1),
+        ({"max_epochs": 1, "num_batches": 499}, 49),
+        ({"max_epochs": 1, "num_batches": 10_000}, 50),
+        ({"max_steps": 28, "num_batches": 10_000}, 2),
+        ({"max_steps": 28}, 2),
+        ({"max_steps": 1000, "max_epochs": 1, "num_batches": 40}, 4),
+        # Micro-batches of a window are one step.
+        ({"max_epochs": 1, "num_batches": 400, "accumulate_grad_batches": 4}, 10),
+        # At least one step of every epoch, which is also what Lightning warns of.
+        ({"max_epochs": 100, "num_batches": 8}, 8),
+        ({"max_epochs": 100, "num_batches": 9, "accumulate_grad_batches": 4}, 3),
+        # Nobody knows how long it is.
+        ({"max_epochs": -1}, 50),
+        ({"max_epochs": -1, "num_batches": 20}, 20),
+        ({"max_epochs": 1, "num_batches": 0}, 1),
+        # What is asked for is done.
+        ({"log_every_n_steps": 7, "max_steps": 10}, 7),
+        ({"log_every_n_steps": 0, "max_steps": 10}, 0),
+        ({"log_every_n_steps": None, "max_steps": 10}, 50),
+    ],
+)
+def test_interval_follows_the_length_of_the_run(options, steps):
+    assert interval(**options) == steps
+
+
+@pytest.mark.slow
+def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_path, demo_files):
+    """In a process of its own: what other libraries say they say once."""
+    tuner = FineTuner(str(demo_files.model), init="random", dtype="float32")
+    tuner.configure_model()
+    tuner.save_pretrained(str(tmp_path / "model"))
+    words = ["--model.model", "model", "--model.dtype", "float32", "--model.lora.r", "4", "--data.paths", str(demo_files.train)]
+    words += ["--data.max_tokens", "512", "--data.cache_dir", "null", "--data.num_workers", "0", "--data.num_proc", "1"]
+    words += ["--trainer.accelerator", "cpu", "--trainer.max_steps", "28", "--trainer.max_epochs", "-1", "--trainer.devices", "1"]
+    words += ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs"]
+    command = [sys.executable, "-c", "import sys; from lightning_fastft.cli import main; sys.exit(main())", "fit", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open() as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert len(losses) >= 10
+    assert losses[-1] < losses[0]
+    for words in ("logging interval", "LeafSpec", "is_gradient_checkpointing", "💡", "kernels-community"):
+        assert words not in done.stderr
+    # What is ours and what Lightning says of the run is told as ever.
+    assert "packed attention" in done.stderr
+    assert "`max_steps=28` reached" in done.stderr
