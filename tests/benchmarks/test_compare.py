@@ -377,6 +377,14 @@ def test_settings_run_forwards_and_backwards_with_the_control_in_the_middle(run,
     assert {num_steps for *_, num_steps in processes[0]} == {15}
 
 
+@pytest.mark.parametrize(("device", "optimizer"), [("cuda", "adamw_fused_8bit"), ("cpu", "adamw_8bit")])
+def test_ours_steps_with_its_own_averages_of_as_many_bits(run, device, optimizer):
+    records = run(PLAIN, OURS, UNSLOTH, device=device).records()
+    assert {(record["system"], record["optimizer"]) for record in records} == {
+        ("plain", "adamw_8bit"), ("ours", optimizer), ("unsloth", "adamw_8bit")
+    }  # fmt: skip
+
+
 def test_what_was_refused_is_not_run_again_and_not_the_control(run, processes):
     processes[1]["ours keep+fused", 1] = {"reason": "OutOfMemoryError"}
     run(PLAIN, OURS, ("ours", "auto"))
