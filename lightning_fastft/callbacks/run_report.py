@@ -169,6 +169,8 @@ class RunReport(Callback):
         clock.begin("end", end)
         # Asked at the end: a detector of the user's may stand behind this callback, and begin and end a little later.
         clock.is_counted &= not (self._detector is not None and self._detector.is_watching)
+        set_ups = [found.context.set_up for found in find_packed_batches(batch) if found.context.set_up]
+        clock.batch = clock.batch._replace(set_up=", ".join(dict.fromkeys(set_ups)))
         self._times.push(clock)
         # What follows a step that was profiled or watched is no waiting for data.
         self._last_end = end if clock.is_counted else None

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 STATUS_NAME = "layer graphs"
 # A plain attribute of instances, so no state_dict has it.
 GRAPH_ATTRIBUTE = "fastft_layer_graph"
+# What a report says of a micro-batch in which layers are recorded.
+_SET_UP = "layers were recorded as CUDA graphs"
 # Backends whose kernels read nothing of a batch but offsets on the device and a bound on the length of a document.
 _BACKENDS = frozenset({"varlen"})
 # Documents of a pack are rounded up to a multiple of this.
@@ -358,6 +360,7 @@ class _LayerGraph:
     def _record(self, kind: Kind, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         graphs, index = self._graphs, self._index
         recording = Recording(graphs, self.layer, index, args[0])
+        kwargs["context"].set_up = _SET_UP
         kind.num_recordings[index] += 1
         reason = graphs.lasting_obstacle(self.layer, kwargs)
         if not reason and kind.num_recordings[index] > _MOST_RECORDINGS:

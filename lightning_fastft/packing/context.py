@@ -94,6 +94,8 @@ class BatchContext:
         self.attention_backend = "auto"
         # Loss heads return full logits when a user asks for them.
         self.output_logits = False
+        # What was made once while this batch ran, so that its time says nothing of a step; empty for nothing.
+        self.set_up = ""
         self.num_reads = 0
         self.backends_used: dict[str, int] = {}
         self.num_builds: Counter[str] = Counter()
@@ -270,6 +272,7 @@ class BatchContext:
         for name in self._DEVICE_TENSORS:
             setattr(other, name, move(getattr(self, name)))
         other.backends_used = {}
+        other.set_up = ""
         other.num_reads = 0
         other.num_builds = Counter()
         other._built = {}

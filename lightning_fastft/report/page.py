@@ -108,7 +108,8 @@ by their labelled tokens as in training.{% endif %}{% endif %}</p>
 {{ times.p90_ms | number(",.2f") }} ms).</p>
 <p class="soft">Over {{ times.num_batches | number(",d") }} micro-batches, by {{ times.clock }}{% if times.has_warmup %}; the first steps, which
 set things up, are
-part of it: the run was too short to leave them out{% else %}, the first steps left out{% endif %}.</p>
+part of it: the run was too short to leave them out{% else %}, the first steps left out{% endif %}.{% for made in times.set_ups %}
+Another {{ made.num_batches | number("d") }}, in which {{ made.what }}, took {{ made.ms | number(",.0f") }} ms together: once a run.{% endfor %}</p>
 {% if slowest %}<h3>The slowest pack</h3><p>Micro-batch {{ slowest.batch | number(",d") }} of step {{ slowest.step | number(",d") }} took
 {{ slowest.ms | number(",.2f") }} ms,
 {{ slowest.times_median | number(".2f") }} times the median{% if slowest.num_tokens is not none %}: {{ slowest.num_tokens | number(",d") }}

@@ -16,13 +16,14 @@ _MOST_EARLY = 64
 
 
 class Batch(NamedTuple):
-    """What a micro-batch held; None where it cannot be known from the host."""
+    """What a micro-batch held, None where it cannot be known from the host, and what was made once while it ran."""
 
     number: int
     step: int
     num_tokens: int | None
     num_documents: int | None
     longest_document: int | None
+    set_up: str = ""
 
 
 class Timed(NamedTuple):
@@ -63,6 +64,8 @@ class BatchTimes:
         self.spread = Spread()
         self.slowest: Timed | None = None
         self.has_warmup = False
+        # What was made once, with how many micro-batches that took, and their milliseconds.
+        self.set_ups: dict[str, tuple[int, float]] = {}
         self.num_tokens = 0
         self.seconds = 0.0
         self._parts_ms = dict.fromkeys(PARTS, 0.0)
@@ -95,10 +98,13 @@ class BatchTimes:
             self.add(Timed(clock.batch, parts_ms))
 
     def add(self, timed: Timed) -> None:
-        """Count a micro-batch."""
+        """Count a micro-batch; one in which something was made once is counted apart."""
         if timed.batch.num_tokens is not None:
             self.tokens_per_s.add(timed.batch.step, float(timed.batch.num_tokens), timed.ms / 1e3)
-        if timed.batch.step >= self.num_warmup:
+        if timed.batch.step >= self.num_warmup and timed.batch.set_up:
+            num_batches, ms = self.set_ups.get(timed.batch.set_up, (0, 0.0))
+            self.set_ups[timed.batch.set_up] = num_batches + 1, ms + timed.ms
+        elif timed.batch.step >= self.num_warmup:
             self._count(timed)
         elif len(self._early) < _MOST_EARLY:
             self._early.append(timed)
@@ -136,7 +142,8 @@ class BatchTimes:
         ]
         percentiles = {f"p{percent}_ms": self.spread.percentile(percent) for percent in (10, 50, 90)}
         clock = "CUDA events" if is_cuda else "the clock of the host"
-        return {"num_batches": num_batches, "has_warmup": self.has_warmup, "clock": clock, "parts": parts, **percentiles}
+        set_ups = [{"what": what, "num_batches": number, "ms": ms} for what, (number, ms) in self.set_ups.items()]
+        return {"num_batches": num_batches, "has_warmup": self.has_warmup, "clock": clock, "parts": parts, "set_ups": set_ups, **percentiles}
 
     def slowest_to_dict(self) -> dict[str, Any] | None:
         """Return the slowest micro-batch beside the median; None where none was timed."""

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
 from lightning_fastft.callbacks import run_report
@@ -188,6 +189,20 @@ def test_fill_is_the_share_of_max_tokens_that_the_data_module_tells(tmp_path, pa
     assert f"{100 * data['packing']['fill']:.2f}" == told
     assert "Packs of 96 tokens are 83.3 % full" in " ".join(Page(text).text.split())
     assert "Packs are only 83 % full." in data["outcome"]["verdict"]
+
+
+def test_what_was_made_once_in_a_batch_is_told_apart(tmp_path):
+    def note(trainer, pl_module, batch, batch_idx):
+        if batch_idx in (4, 6):
+            batch.context.set_up = "layers were recorded as CUDA graphs"
+
+    fit(tmp_path, loader=packed_loader(10), callbacks=[LambdaCallback(on_train_batch_start=note)])
+    data, text = read(tmp_path)
+    ((what, num_batches, ms),) = [tuple(made.values()) for made in data["times"]["set_ups"]]
+    assert (what, num_batches) == ("layers were recorded as CUDA graphs", 2)
+    assert ms > 0
+    assert data["slowest"]["step"] not in (4, 6)
+    assert "Another 2, in which layers were recorded as CUDA graphs, took" in " ".join(Page(text).text.split())
 
 
 def test_times_leave_out_warmup_and_disturbed_steps(finished):

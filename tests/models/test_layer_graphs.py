@@ -112,6 +112,16 @@ def test_steps_are_bit_equal_to_those_without(family, trained, policy):
     assert "2 kinds of pack" in graphs.status().reason
 
 
+def test_a_batch_in_which_layers_are_recorded_says_so():
+    model, _, _ = twins("qwen3", "lora")
+    batches = [make_batch(lengths, seed=number) for number, lengths in enumerate(PACKS[:5])]
+    for batch in batches:
+        model(**batch).loss.backward()
+    # Two warm up; then there is one kind of pack, then another.
+    assert [bool(batch.context.set_up) for batch in batches] == [False, False, True, False, False]
+    assert not batches[2].context.to("meta").set_up
+
+
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_gradients_of_a_window_add_up(accumulate):
     model, plain, graphs = twins("qwen3", "lora")
