@@ -141,6 +141,9 @@ class LayerGraphs:
             return self._last_status
         if self.reasons:
             return Status(STATUS_NAME, "inactive", self.reasons.most_common(1)[0][0])
+        device = next(self._layers[0].parameters()).device.type
+        if self._recorder is None and device != "cuda":
+            return Status(STATUS_NAME, "inactive", f"CUDA graphs do not exist on {device}")
         condition = "" if self._pace is None else " if the device waits for the host"
         return Status(STATUS_NAME, "active", f"{len(self._layers)} layers, recorded after the first steps{condition}")
 

@@ -241,6 +241,14 @@ def test_chart_is_a_picture(is_failed, measured, tmp_path):
     assert len(content) > 10_000
 
 
+def test_a_chart_of_a_cpu_says_that_nothing_is_compared(measured, monkeypatch, tmp_path):
+    titles = []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda figure, text, **_: titles.append(text))
+    for device in ("cpu", "cuda"):
+        picture.draw_comparison(pool(measured), {}, device=device, title="tiny", path=tmp_path / "chart.png")
+    assert titles == ["tiny\non a CPU nothing is compared: the bars show that everything ran", "tiny"]
+
+
 # Systems
 
 

@@ -398,6 +398,8 @@ def test_on_a_cpu_the_status_says_that_there_are_no_graphs():
     install_packed_training(model, SwapLedger())
     ledger = SwapLedger()
     (graphs,) = install_layer_graphs(model, ledger)
+    # The table of a run is made before its first step.
+    assert (graphs.status().state, graphs.status().reason) == ("inactive", "CUDA graphs do not exist on cpu")
     train(model)
     assert graphs.status().state == "inactive"
     assert graphs.status().reason == "CUDA graphs do not exist on cpu"
