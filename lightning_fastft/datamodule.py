@@ -24,7 +24,7 @@ from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.sources import REJECTED
-from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
+from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class PackedDataModule(LightningDataModule):
         val_share: Share of the training examples held out for validation where val_paths is not given; chosen by position and seed.
         tokenizer: Tokenizer, its hub id or its folder; None takes ``tokenizer`` of the LightningModule.
         max_tokens: Length of a pack in tokens.
-        format: "messages", "prompt_completion", "instruction", "text" or "input_ids"; "auto" finds it by columns.
+        format: "messages", "conversations" (ShareGPT's ``from`` and ``value``), "prompt_completion", "instruction", "text" or "input_ids"; "auto"
+            finds it by columns.
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
@@ -230,9 +231,9 @@ class PackedDataModule(LightningDataModule):
             self._plan = self._make_plan()
             self._agree_with_other_ranks()
 
-    def train_dataloader(self) -> PackedLoader:
+    def train_dataloader(self) -> ResumedLoader:
         """Return the planned micro-batches of this rank, from the run's position on."""
-        return PackedLoader(
+        return ResumedLoader(
             self._open_training_stream,
             # Uncut: the trainer applies limit_train_batches to this length itself.
             num_batches=self.plan.num_uncut_micro_batches,

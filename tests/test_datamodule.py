@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -108,6 +109,21 @@ class TestResume:
             run(tmp_path, data={}, trainer=options, callbacks=[Failure()])
         resumed = run(tmp_path, data={}, trainer=options, ckpt_path=tmp_path / "failed.ckpt")
         assert_goes_on(whole, resumed, after=9)
+
+    @pytest.mark.parametrize("save", [{"micro_batch": 5}, {"validation": 2}])
+    def test_nobody_is_warned_of_a_loader_that_does_go_on(self, tmp_path, save, recwarn):
+        run_and_resume(tmp_path, save=save, data={"val_share": 0.2}, trainer={})
+        assert [str(warning.message) for warning in recwarn if "not resumable" in str(warning.message)] == []
+        assert torch.load(tmp_path / "saved.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{}]
+
+    def test_goes_on_from_a_checkpoint_without_a_loaders_state(self, tmp_path):
+        """As they were written before the loader had one."""
+        whole = run(tmp_path, data={}, trainer={}, callbacks=[SaveAt(tmp_path / "saved.ckpt", micro_batch=5)])
+        checkpoint = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+        del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+        torch.save(checkpoint, tmp_path / "old.ckpt")
+        resumed = run(tmp_path, data={}, trainer={}, ckpt_path=tmp_path / "old.ckpt")
+        assert_goes_on(whole, resumed, after=5)
 
     def test_position_is_one_integer_and_loads_without_pickled_code(self, tmp_path):
         run(tmp_path, data={}, trainer={}, callbacks=[SaveAt(tmp_path / "saved.ckpt", micro_batch=17)])
@@ -427,3 +443,17 @@ class TestOptions:
             assert options.data.columns == {"prompt": "question", "completion": "answer"}
             assert options.data.cache_dir is None
             assert isinstance(parser.instantiate(options).data, PackedDataModule)
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.jsonl", "rows.csv", "rows.parquet"])
+def test_mapping_to_a_column_that_no_row_has_is_named_with_what_was_meant(tmp_path, name):
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 3)
+    (tmp_path / "rows.csv").write_text("question,answer\na,b\n")
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a"], "answer": ["b"]}), tmp_path / "rows.parquet")
+    source = [{"question": "a", "answer": "b"}] if name == "rows" else str(tmp_path / name)
+    options = {"cache_dir": None, "num_proc": 1, "show_progress": False}
+    wrong = PackedDataModule(source, columns={"prompt": "question", "completion": "answr"}, **options)
+    with pytest.raises(DataError, match="columns maps completion to 'answr', which the rows do not have; did you mean 'answer'"):
+        wrong.setup("fit")
+    with pytest.raises(DataError, match=r"make no known format .* --data.columns.prompt question --data.columns.completion answer"):
+        PackedDataModule(source, **options).setup("fit")

@@ -17,16 +17,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.callbacks.host_waits import HostWaitDetector
 from lightning_fastft.callbacks.late_copy import LateCopies
 from lightning_fastft.callbacks.token_throughput import GIB, mark_time
+from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.checks import check_int
 from lightning_fastft.errors import OptionError
 from lightning_fastft.offload.budgets import peak_memory_bytes
 from lightning_fastft.report.copies import StepProfile, StepTrace
-from lightning_fastft.report.facts import describe_command, describe_model, describe_options, describe_versions, without_secrets
+from lightning_fastft.report.facts import describe_checkpoints, describe_command, describe_model, describe_options, describe_versions, without_secrets
 from lightning_fastft.report.findings import describe_plan, describe_profile, describe_rows, describe_waits, find_max_tokens
 from lightning_fastft.report.losses import NUM_ENDS, StepLosses
 from lightning_fastft.report.sums import PackSums
-from lightning_fastft.report.timing import Batch, BatchTimes, Clock
-from lightning_fastft.report.verdict import judge
+from lightning_fastft.report.timing import EPOCH_START, Batch, BatchTimes, Clock
+from lightning_fastft.report.verdict import judge, summarize
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.packed_steps import collect_statuses, find_packed_batches
 
@@ -42,15 +43,17 @@ _NUM_WARMUP = 3
 
 
 class RunReport(Callback):
-    """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or Ctrl-C.
+    """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or a signal.
 
-    On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, a verdict in words; what is active and why
-    not; the memory plan; fill of packs and lengths of documents; curves of loss (by optimizer step: the mean over the micro-batches of its window
-    and over the ranks, which is that over the labelled tokens of the step, as it is trained on) and tokens per second (by micro-batch, of rank 0),
-    each of at most 512 points, the means of equally many values; the parts of a step; one profiled step with compute and copy lanes; host waits by
-    line of code; the slowest pack; options, versions and command. Environment variables are not read; options and texts that look like secrets are
-    replaced. The page loads nothing and runs no script. Rank 0 writes; ranks are asked for their losses, memory and speed once, at the end of a run
-    that ends well. After any other end the losses are rank 0's part, scaled by its share of the labels, and the page says so.
+    On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, the last validation, a verdict in words;
+    what is active and why not; the memory plan; fill of packs and lengths of documents; curves of loss (by optimizer step: the mean over the
+    micro-batches of its window and over the ranks, which is that over the labelled tokens of the step, as it is trained on) and tokens per second (by
+    micro-batch, of rank 0), each of at most 512 points, the means of equally many values; the parts of a step; one profiled step with its lanes of
+    compute and copies; host waits by line of code; the slowest pack, not counting the first of each epoch, beside which the loader starts; options,
+    versions and command. Steps are those of the whole training: a resumed run goes on from its checkpoint's. Environment variables are not read;
+    options and texts that look like secrets are replaced. The page loads nothing and runs no script. Rank 0 writes, and prints a line of figures;
+    ranks are asked for their losses, memory and speed once, at the end of a run that ends well or that ExactResume saved and stopped. After any other
+    end the losses are rank 0's part, scaled by its share of the labels, and the page says so.
 
     Args:
         path: The HTML file, ending in ".html"; the JSON file stands beside it. None is "run_report.html" in the folder of the logger, or in the
@@ -91,7 +94,12 @@ class RunReport(Callback):
         self._times = BatchTimes(num_warmup=_NUM_WARMUP)
         self._clock: Clock | None = None
         self._last_end: Any = None
-        self._step = self._num_batches = self._last_global_step = 0
+        self._step = self._num_batches = self._first_step = self._last_global_step = 0
+        self._source: str | None = None
+        self._is_epoch_start = False
+        self._validation_copies = LateCopies()
+        # The step after which the last validation was, and its values by name.
+        self._validation: tuple[int, dict[str, float]] = (0, {})
         self._profile: StepProfile | None = None
         self._trace: StepTrace | None = None
         self._no_profile = ""
@@ -132,11 +140,16 @@ class RunReport(Callback):
         self._device = trainer.strategy.root_device
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._last_global_step = trainer.global_step
+        self._first_step = self._last_global_step = trainer.global_step
+        self._source = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
         self._detector = next((found for found in _callbacks(trainer) if isinstance(found, HostWaitDetector)), None)
         if self._detector is None and self.profile_step is not None:
             self._detector, self._is_own_detector = _QuietDetector(steps=[self.profile_step + 1]), True
             self._detector.on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the next micro-batch counted apart: workers of the loader start beside it."""
+        self._is_epoch_start = True
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
         """Count the batch; begin to profile or to watch where this is the step for it."""
@@ -170,7 +183,8 @@ class RunReport(Callback):
         # Asked at the end: a detector of the user's may stand behind this callback, and begin and end a little later.
         clock.is_counted &= not (self._detector is not None and self._detector.is_watching)
         set_ups = [found.context.set_up for found in find_packed_batches(batch) if found.context.set_up]
-        clock.batch = clock.batch._replace(set_up=", ".join(dict.fromkeys(set_ups)))
+        is_epoch_start, self._is_epoch_start = self._is_epoch_start, False
+        clock.batch = clock.batch._replace(set_up=", ".join(dict.fromkeys(set_ups)) or (EPOCH_START if is_epoch_start else ""))
         self._times.push(clock)
         # What follows a step that was profiled or watched is no waiting for data.
         self._last_end = end if clock.is_counted else None
@@ -186,12 +200,18 @@ class RunReport(Callback):
             self._last_global_step = trainer.global_step
             self._step += 1
         self._plans = _find_plans(trainer) or self._plans
-        self._take_in(self._copies.poll())
-        self._times.poll()
+        self._poll()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the validation out of the times."""
         self._pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Send the values of the validation on their way."""
+        if not trainer.sanity_checking:
+            for name, value in trainer.callback_metrics.items():
+                if name.startswith("val") and value.numel() == 1:
+                    self._validation_copies.push((trainer.global_step, name), value)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave what lies between epochs out of the times."""
@@ -202,6 +222,7 @@ class RunReport(Callback):
         self._pause()
         self._close_detector()
         self._take_in(self._copies.wait())
+        self._take_validation(self._validation_copies.wait())
         self._times.poll(wait=True)
         self._times.finish()
         self._ranks = self._ask_ranks(trainer)
@@ -211,17 +232,20 @@ class RunReport(Callback):
         self._write(trainer, pl_module, state="finished", error=None)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write what is known so far; nothing here waits for the device or for another rank, which may be gone."""
+        """Write what is known so far; this waits for the device and for other ranks, which may be gone, only where all of them saved and stopped."""
         self._close_detector()
         if self._profile is not None:
             self._profile.cancel()
-        if self._device.type != "cuda":
-            self._take_in(self._copies.poll())
-            self._times.poll()
-        self._times.drop()
-        self._times.finish()
-        state = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        state = "stopped" if isinstance(exception, RunStopped) else "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
         try:
+            if state == "stopped":
+                # A callback before this one has ended the run, at the end of a step that is still to be counted.
+                self._step += self._clock is not None
+                self.on_train_end(trainer, pl_module)
+            elif self._device.type != "cuda":
+                self._poll()
+            self._times.drop()
+            self._times.finish()
             self._write(trainer, pl_module, state=state, error=exception)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as failure:
             # The error that ended the run must not be replaced by one of its report.
@@ -231,6 +255,7 @@ class RunReport(Callback):
         """Drop device objects."""
         self._close_detector()
         self._copies.clear()
+        self._validation_copies.clear()
         self._times.drop()
         self._clock = self._last_end = None
         self._plans = []
@@ -276,6 +301,16 @@ class RunReport(Callback):
             # A copy on the host that has arrived: reading it waits for nothing.
             self._losses.add(step, float(value) * num_micro_batches, is_last=is_last)
 
+    def _poll(self) -> None:
+        self._take_in(self._copies.poll())
+        self._take_validation(self._validation_copies.poll())
+        self._times.poll()
+
+    def _take_validation(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
+        for (step, name), value in arrived:
+            others = self._validation[1] if step == self._validation[0] else {}
+            self._validation = step, {**others, name: float(value)}
+
     def _ask_ranks(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
         # As many numbers on every rank, however many steps it noted: nobody waits for more than comes.
         own_V = np.concatenate([[peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0], self._losses.to_array()])
@@ -305,7 +340,8 @@ class RunReport(Callback):
             # The model is trained: a full disk must not end the run before the user saves it.
             rank_zero_warn(f"The run report could not be written to {self._html_path}: {failure}")
             return
-        rank_zero_info(f"Run report: {self._html_path}")
+        told = f"Run report: {self._html_path}"
+        rank_zero_info(f"{summarize(data)}\n{told}" if state in ("finished", "stopped") else told)
 
     def _collect(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None) -> dict[str, Any]:
         is_cuda = self._device.type == "cuda"
@@ -316,11 +352,14 @@ class RunReport(Callback):
         rates = [rank["tokens_per_s"] for rank in ranks]
         # Never more than a quarter of the run.
         num_ends = max(1, min(NUM_ENDS, self._step // 4))
+        step, values = self._validation
+        profile_step = None if self.profile_step is None else self._first_step + self.profile_step
         is_alone = trainer.world_size > 1 and self._why_alone
         data: dict[str, Any] = {
             "schema": SCHEMA,
             "schema_version": SCHEMA_VERSION,
-            "outcome": {"state": state, "error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]}},
+            "outcome": {"state": state, **_describe_error(error)},
+            "resumed": None if self._first_step == 0 else {"step": self._first_step, "checkpoint": self._source},
             "head": {
                 **model,
                 "device": torch.cuda.get_device_name(self._device) if is_cuda else "CPU",
@@ -328,34 +367,39 @@ class RunReport(Callback):
                 "started": self._started,
                 "seconds": time.monotonic() - self._began,
                 "num_steps": self._step,
+                "last_step": trainer.global_step,
                 "num_batches": self._num_batches,
                 "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
                 "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
                 "memory_of": "device, highest rank" if is_cuda else "process, from its start",
+                "num_loss_steps": num_ends,
+                "first_step_loss": self._losses.first(1),
                 "first_loss": self._losses.first(num_ends),
                 "final_loss": self._losses.final(num_ends),
             },
+            "validation": {"step": step, "metrics": [{"name": name, "value": value} for name, value in values.items()]} if values else None,
+            "checkpoints": describe_checkpoints(trainer),
             "statuses": [status._asdict() for status in _statuses(trainer)],
             "plans": [describe_plan(cost, plan) for cost, plan in self._plans],
             "packing": self._packs.to_dict(max_tokens=find_max_tokens(trainer)),
             "data": describe_rows(trainer),
             "curves": {
                 "loss": {
-                    **self._losses.curve.to_dict(),
+                    **self._losses.curve.to_dict(first_step=self._first_step),
                     "num_not_finite": self._losses.num_not_finite,
                     "ranks": [trainer.global_rank] if is_alone else list(range(trainer.world_size)),
                     "why_alone": self._why_alone if is_alone else "",
                     "why_not": "No optimizer step ended with a loss that is a number.",
                 },
                 "tokens_per_s": {
-                    **self._times.tokens_per_s.to_dict(),
+                    **self._times.tokens_per_s.to_dict(first_step=self._first_step),
                     "why_not": "Batches are neither packed nor hold input_ids, so tokens are not known.",
                 },
             },
             "times": self._times.to_dict(is_cuda=is_cuda),
-            "slowest": self._times.slowest_to_dict(),
+            "slowest": self._times.slowest_to_dict(first_step=self._first_step),
             "ranks": ranks,
-            "profile": describe_profile(self._trace, step=self.profile_step, is_cuda=is_cuda, why_not=self._no_profile),
+            "profile": describe_profile(self._trace, step=profile_step, is_cuda=is_cuda, why_not=self._no_profile),
             "waits": describe_waits(self._detector, is_cuda=is_cuda),
             "options": describe_options(trainer, pl_module),
             "versions": describe_versions(),
@@ -371,6 +415,13 @@ class _QuietDetector(HostWaitDetector):
 
     def _tell(self) -> None:
         pass
+
+
+def _describe_error(error: BaseException | None) -> dict[str, Any]:
+    """What ended the run: an error, or a signal after which it was saved."""
+    if isinstance(error, RunStopped):
+        return {"error": None, "stop": {"signal": error.signal_name, "step": error.step, "checkpoint": str(error.path), "exit_code": error.code}}
+    return {"error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]}, "stop": None}
 
 
 def _statuses(trainer: pl.Trainer) -> list[Status]:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.rng import RandomState
-from lightning_fastft.checkpoint.stops import STOP_SIGNALS, StopSignals
+from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
 from lightning_fastft.checks import check_bool
 from lightning_fastft.errors import FastFTError, ResumeError
 from lightning_fastft.models.swap import SwapLedger
@@ -31,6 +31,7 @@ _FIXED = ("lora.r",)
 _RESTORED = ("learning_rate", "weight_decay", "seed_everything")
 # The method of Lightning's epoch loop that asks rank 0 on the device, before each micro-batch, whether it was told to stop, and waits for the answer.
 _ASKING = "_broadcast_sigterm_tensor"
+_INTERRUPT_ANSWER = "\nCtrl-C: the run is saved at the next optimizer step and ends; a second Ctrl-C ends it at once, without saving.\n"
 _TRAINER_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "precision")
 
 
@@ -47,11 +48,13 @@ class ExactResume(Callback):
     an accumulation window stands for the beginning of that window, because half-summed gradients are in no checkpoint: it has the random states of
     then, and PackedDataModule trains the window again; other data modules are warned about. SIGTERM and SIGUSR1 are noted, and at the next optimizer
     step all ranks save ``stopped-step=N.ckpt`` (in the folder of the first ModelCheckpoint, else in the Trainer's ``default_root_dir``) and end with
-    exit code 143 or 138. Settings that differ from those of the checkpoint are named. While signals are noted here on every rank, Lightning's own
-    question of rank 0 before each micro-batch, for whose answer the host waits for the device, is left out: the ranks agree on the host.
+    exit code 143 or 138. So does a first Ctrl-C, with exit code 130; a second one, half a second later or more, is a KeyboardInterrupt and saves
+    nothing. In notebooks and other interactive sessions, and where the script has a handler of its own for it, Ctrl-C stays what it is. Settings that
+    differ from those of the checkpoint are named. While signals are noted here on every rank, Lightning's own question of rank 0 before each
+    micro-batch, for whose answer the host waits for the device, is left out: the ranks agree on the host.
 
     Args:
-        stop_signals: Whether SIGTERM and SIGUSR1 are taken over during training. SLURM with automatic requeueing keeps Lightning's own.
+        stop_signals: Whether SIGTERM, SIGUSR1 and a first Ctrl-C are taken over during training. SLURM with automatic requeueing keeps Lightning's.
 
     Raises:
         ResumeError: A setting of this run makes the tensors of the checkpoint useless.
@@ -145,7 +148,7 @@ class ExactResume(Callback):
         """At an optimizer step, save and end if a rank was told to stop.
 
         Raises:
-            SystemExit: With 128 plus the number of the signal.
+            RunStopped: A SystemExit with 128 plus the number of the signal.
         """
         if is_in_window(trainer):
             return
@@ -157,7 +160,7 @@ class ExactResume(Callback):
         rank_zero_info(
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends; go on with ckpt_path={path}"
         )
-        raise SystemExit(128 + number)
+        raise RunStopped(number, step=trainer.global_step, path=path)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the other ranks; Lightning gives the signals back."""
@@ -176,7 +179,7 @@ class ExactResume(Callback):
         environment = trainer._accelerator_connector.cluster_environment
         connector = trainer._signal_connector
         self._has_signals = False
-        reason = "random states of every rank; a save inside an accumulation window stands for its beginning"
+        reason = "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes at the start of it"
         if not self.stop_signals:
             reason += "; signals are left alone (stop_signals=False)"
         elif isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
@@ -184,6 +187,8 @@ class ExactResume(Callback):
         elif self._stops.install(STOP_SIGNALS, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector):
             self._has_signals = True
             reason += f"; {' and '.join(number.name for number in STOP_SIGNALS)} save at the next optimizer step and end the run"
+            if self._stops.install_interrupt(_INTERRUPT_ANSWER if trainer.is_global_zero else ""):
+                reason += ", and so does a first Ctrl-C"
             if connector.received_sigterm:
                 # It came between Lightning's handlers and ours; Lightning would end the run inside a window, with exit code 0.
                 connector.received_sigterm = False

@@ -14,6 +14,7 @@ PARTLY_ALLOWED = ("lightning", "torch", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
 _UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
 _UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")
+_MISSING = re.compile(r"the following arguments are required: ([\w., ]+)")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that everything read from a folder or the hub goes through.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
@@ -22,13 +23,14 @@ _NOISE = re.compile(
 )
 
 
-def explain_refusal(message: str, *, options: Collection[str], program: str) -> str:
+def explain_refusal(message: str, *, options: Collection[str], program: str, configs: Collection[str] = ()) -> str:
     """Return the reason why arguments were refused, in the first line, then hints.
 
     Args:
         message: What the parser says.
         options: Dotted names of the options that the parser has.
         program: The command whose ``--help`` lists the options.
+        configs: Names of the shipped configs, which are named where something required is missing.
 
     Example:
         >>> reason = "unrecognized arguments: --trainer.max_stps 2"
@@ -63,6 +65,13 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
     if unknown:
         hint = f"hint: did you mean {unknown[2]}?\n" if unknown[2] else "hint: the fields are those of PEFT's LoraConfig\n"
         return f"error: {where}{unknown[1]}\n{hint}{last_line}"
+
+    missing = _MISSING.search(message)
+    if missing:
+        owner = f"{key[1].rpartition('.')[2]}." if key else ""
+        names = ", ".join(f"--{owner}{name.strip()}" for name in missing[1].split(","))
+        advice = f"hint: a config brings it along: --config NAME or a file; shipped are {', '.join(configs)}\n"
+        return f"error: {names} is required and was not given\n{advice}{last_line}"
 
     kept = [_explain_choice(line.removeprefix("- "), lines) for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
     return f"error: {where}{' '.join(kept) or message.strip()}\n{last_line}"

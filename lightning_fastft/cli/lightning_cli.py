@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import sys
 from collections.abc import Sequence
@@ -14,12 +15,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.imports import check_named_functions, import_policy, take_allowed_imports
+from lightning_fastft.cli.run_length import RunLength
 from lightning_fastft.cli.trainer import FastFTTrainer
+from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import OptionError
+from lightning_fastft.module import FineTuner
 
 # Words for checkpoints that Lightning finds itself.
 CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
+# What is meant where a config names no class.
+DEFAULT_CLASSES: dict[str, type] = {"model": FineTuner, "data": PackedDataModule}
 
 
 class FastFTArgumentParser(LightningArgumentParser):
@@ -33,6 +39,17 @@ class FastFTArgumentParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
         # An abbreviation that argparse takes is as often a misspelt name.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self.default_classes: dict[str, type] = {}
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401 - as Lightning's
+        """Return the help with the options of the classes that are meant where none is named; by itself it lists those of the Trainer alone."""
+        parts = [super().format_help(*args, **kwargs)]
+        for key, owner in self.default_classes.items():
+            heading = f"--{key} is a {owner.__name__} where no other class is named:"
+            options = FastFTArgumentParser(usage=argparse.SUPPRESS, description=heading, add_help=False)
+            options.add_class_arguments(owner, key, fail_untyped=False, sub_configs=True)
+            parts.append(options.format_help())
+        return "\n".join(parts)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the reason and a hint to standard error and exit with status 2."""
@@ -40,7 +57,10 @@ class FastFTArgumentParser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [action.dest for action in parser._actions if action.dest]
-        sys.stderr.write(explain_refusal(message, options=options, program=parser.prog.replace(" [options]", "")))
+        # `data`, `plan` and their like have the parser of no subcommand: their options are those of fit.
+        program = parser.prog.replace(" [options]", "")
+        program = program if program.split()[-1] in FastFTCLI.subcommands() else f"{program} fit"
+        sys.stderr.write(explain_refusal(message, options=options, program=program, configs=config_names()))
         sys.exit(2)
 
 
@@ -73,7 +93,7 @@ class FastFTCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 save_config_kwargs={"overwrite": True},
                 trainer_class=FastFTTrainer,
-                trainer_defaults={"strategy": "fastft", "callbacks": list(callbacks)},
+                trainer_defaults={"strategy": "fastft", "callbacks": [*callbacks, RunLength()] if run else list(callbacks)},
                 seed_everything_default=1,
                 parser_class=FastFTArgumentParser,
                 args=find_configs(words),
@@ -88,9 +108,8 @@ class FastFTCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Make FineTuner and PackedDataModule what is meant where a config names no class."""
-        parser.set_defaults(
-            {"model": {"class_path": "lightning_fastft.module.FineTuner"}, "data": {"class_path": "lightning_fastft.datamodule.PackedDataModule"}}
-        )
+        parser.set_defaults({key: {"class_path": f"{owner.__module__}.{owner.__qualname__}"} for key, owner in DEFAULT_CLASSES.items()})
+        parser.default_classes = DEFAULT_CLASSES  # type: ignore[attr-defined]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the given arguments; sys.argv is never looked at."""

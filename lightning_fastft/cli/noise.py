@@ -16,10 +16,14 @@ _WARNINGS = (
     (FutureWarning, r"torch\.distributed\.nn\.functional\.all_gather is deprecated"),
     # PEFT asks a model by a name that transformers has renamed.
     (FutureWarning, r"`is_gradient_checkpointing` is deprecated"),
+    # Lightning tells why a run without tensorboard logs to CSV files: nothing is missing, and docs/guide.md says which logger a run has.
+    (UserWarning, r"Starting from v1\.9\.0, `tensorboardX` has been removed as a dependency"),
 )
 _LOGGED = (
     # Advertisements of other products: nothing is missing.
     ("lightning.pytorch.utilities.rank_zero", "💡 Tip: For seamless cloud"),
+    # No strategy of ours runs on a TPU; the line that says whether the GPU is seen is told.
+    ("lightning.pytorch.utilities.rank_zero", "TPU available: False, using: 0 TPU cores"),
     # A kernel from the hub for NF4 products on a CPU: not needed, and code that is fetched when a run starts is what this command line refuses.
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'"),
 )

@@ -68,8 +68,9 @@ def describe_data(datamodule: DescribableData, *, world_size: int = 1, accumulat
         subset, packs = datamodule.subset(split), datamodule.packs(split)
         if subset is not None and packs is not None:
             # Only training steps in windows; evaluation needs equal ranks alone.
-            multiple = world_size * accumulate if split == "train" else world_size
-            sections.append(_describe_split(split, subset, packs, report=datamodule.report(split), multiple=multiple))
+            num_per_step = accumulate if split == "train" else None
+            report = datamodule.report(split)
+            sections.append(_describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step))
     if not sections:
         raise DataError('The data module has no data yet; call setup("fit") first.')
     shown = datamodule.subset("train") or datamodule.subset("val") or datamodule.subset("test")
@@ -79,6 +80,30 @@ def describe_data(datamodule: DescribableData, *, world_size: int = 1, accumulat
     how = "underlined" if is_terminal else f"between {MARKS[0]} and {MARKS[1]}"
     sections.append(f"first example: {int(shown.length_N[0])} tokens, {num_trained} trained ({how})\n{example}")
     return "\n\n".join(sections)
+
+
+def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, accumulate: int) -> str:
+    """Return how packs make the optimizer steps of an epoch.
+
+    Args:
+        num_packs: Packs that are trained, those that came by splitting included.
+        num_extra_packs: Packs that came by splitting others.
+        world_size: Ranks; each takes one pack per micro-batch.
+        accumulate: Micro-batches per optimizer step.
+
+    Example:
+        >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4)
+        'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs (1 rank x accumulate_grad_batches=4)'
+    """
+    split = f" ({num_packs - num_extra_packs} packed, {num_extra_packs} more by splitting)" if num_extra_packs else ""
+    num_per_step = world_size * accumulate
+    steps = f"{count(num_packs // num_per_step, 'optimizer step')} of {count(num_per_step, 'pack')}"
+    return f"an epoch trains {count(num_packs, 'pack')}{split} in {steps} ({count(world_size, 'rank')} x accumulate_grad_batches={accumulate})"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, for example "1 pack" and "2 packs"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:  # noqa: ANN401 - any tokenizer
@@ -153,11 +178,14 @@ def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
     return path
 
 
-def _describe_split(split: str, subset: DescribableDocuments, packs: Packs, *, report: IngestReport | None, multiple: int) -> str:
+def _describe_split(
+    split: str, subset: DescribableDocuments, packs: Packs, *, report: IngestReport | None, world_size: int, accumulate: int | None
+) -> str:
     length_N = subset.length_N
     num_tokens = int(length_N.sum())
     num_needed = -(-num_tokens // packs.max_tokens)
-    num_added = len(split_to_multiple(packs, length_N, multiple=multiple)) - len(packs)
+    num_all = len(split_to_multiple(packs, length_N, multiple=world_size * (accumulate or 1)))
+    num_extra = num_all - len(packs)
     middle, high = np.percentile(length_N, [50, 99])
     lines = [f"{split}:"]
     if report is not None:
@@ -167,9 +195,12 @@ def _describe_split(split: str, subset: DescribableDocuments, packs: Packs, *, r
         f"{len(subset)} examples, {num_tokens} tokens, {share:.1f} % trained; per example: shortest {int(length_N.min())}, median {middle:.0f}, "
         f"mean {length_N.mean():.0f}, 99th percentile {high:.0f}, longest {int(length_N.max())}",
         render_length_histogram(length_N),
-        f"{len(packs)} packs of {packs.max_tokens} tokens ({num_needed} would hold the tokens), fill {100 * packs.fill(length_N):.2f} %; "
-        f"{num_added} more by splitting for whole windows and equal ranks (multiple of {multiple})",
+        f"{count(len(packs), 'pack')} of {packs.max_tokens} tokens ({num_needed} would hold the tokens), fill {100 * packs.fill(length_N):.2f} %",
     ]
+    if accumulate is not None:
+        lines.append(describe_epoch(num_packs=num_all, num_extra_packs=num_extra, world_size=world_size, accumulate=accumulate))
+    elif num_extra:
+        lines.append(f"{count(num_all, 'pack')} ({num_extra} more by splitting), so that {count(world_size, 'rank')} get equal numbers")
     return "\n".join(lines)
 
 

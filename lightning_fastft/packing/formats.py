@@ -5,6 +5,7 @@ Every format but input_ids becomes one text with trained spans of characters; to
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from lightning_fastft.checks import check_bool, check_choice, check_int, check_s
 from lightning_fastft.errors import DataError, OptionError
 from lightning_fastft.packing import chat
 from lightning_fastft.packing.context import IGNORED_LABEL
-from lightning_fastft.packing.rows import LABELS_DIFFER, WRONG_TYPE, RowRejectedError, check_messages, check_text
+from lightning_fastft.packing.rows import LABELS_DIFFER, WRONG_TYPE, RowRejectedError, check_messages, check_text, read_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # Required and optional columns of each format, in the order in which a row is asked for them.
 COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools",)),
+    "conversations": (("conversations",), ("system", "tools")),
     "prompt_completion": (("prompt", "completion"), ()),
     "instruction": (("instruction", "output"), ("input",)),
     "input_ids": (("input_ids",), ("labels",)),
@@ -39,11 +41,11 @@ class FormatOptions:
 
     Args:
         max_tokens: Longest example in tokens: the length of a pack.
-        format: "messages", "prompt_completion", "instruction", "text", "input_ids", or "auto" to go by the columns of each file.
+        format: "messages", "conversations", "prompt_completion", "instruction", "text", "input_ids", or "auto" to go by the columns of each file.
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own template.
-        add_eos: Whether the end-of-sequence token is appended, and trained, in every format but messages and input_ids.
+        add_eos: Whether the end-of-sequence token is appended, and trained, in every format but messages, conversations and input_ids.
         too_long: What happens to an example of more than max_tokens: "refuse" stops before training, "truncate" keeps its beginning if a trained
             token is left there and rejects it otherwise, "split" makes several examples of it. Always counted.
         separator: Put between a prompt and a completion that are strings.
@@ -129,6 +131,29 @@ def detect_format(columns: Sequence[str] | frozenset[str], *, options: FormatOpt
     return None
 
 
+def find_wrong_mapping(columns: Sequence[str] | frozenset[str], *, options: FormatOptions) -> str:
+    """Return which mapped columns the rows do not have, and what was probably meant; "" where the mapping fits.
+
+    A mapping may serve sources of several formats, so a format is judged where the rows have some of its mapped columns, or are of no format.
+
+    Args:
+        columns: Column names of the rows, under the user's names.
+        options: The column mapping; with ``extra_columns="ignore"`` optional columns may come later than the first rows.
+    """
+    mapping = options.columns or {}
+    is_unknown = detect_format(columns, options=options) is None
+    for required, optional in COLUMNS.values():
+        names = required if options.extra_columns == "ignore" else required + optional
+        mapped = [name for name in names if name in mapping]
+        absent = [name for name in mapped if mapping[name] not in columns]
+        if absent and (is_unknown or len(absent) < len(mapped)):
+            near = difflib.get_close_matches(mapping[absent[0]], columns, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            wrong = ", ".join(f"{name} to {mapping[name]!r}" for name in absent)
+            return f"columns maps {wrong}, which the rows do not have{meant} Their columns are {', '.join(sorted(columns))}."
+    return ""
+
+
 class Formatter:
     """Turn rows of one format into tokens.
 
@@ -165,8 +190,8 @@ class Formatter:
         """Raise DataError if rows of this format cannot be served with this tokenizer."""
         if format != "input_ids" and self._tokenizer is None:
             raise DataError(f"{file}: rows of format {format!r} need a tokenizer, none was given.")
-        if format == "messages" and self._chat is None:
-            raise DataError(f"{file}: rows of format 'messages' need a chat template and the tokenizer has none; give chat_template.")
+        if format in ("messages", "conversations") and self._chat is None:
+            raise DataError(f"{file}: rows of format {format!r} need a chat template and the tokenizer has none; give chat_template.")
 
     def encode(self, rows: Sequence[Mapping[str, Any]], *, format: str) -> list[Encoded | RowRejectedError | TokenIdError]:
         """Return for each row its tokens, or why it has none.
@@ -191,6 +216,8 @@ class Formatter:
     def _render(self, row: Mapping[str, Any], *, format: str) -> chat.Rendered:
         if format == "messages":
             return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"))
+        if format == "conversations":
+            return self._render_chat(read_conversation(row["conversations"], system=row.get("system")), tools=row.get("tools"))
         if format == "prompt_completion":
             return self._render_prompt(row["prompt"], row["completion"])
         if format == "instruction":

@@ -9,7 +9,7 @@ import hashlib
 import multiprocessing
 import os
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.errors import DataError
-from lightning_fastft.packing.formats import COLUMNS, Encoded, FormatOptions, Formatter, TokenIdError, detect_format
+from lightning_fastft.packing.formats import COLUMNS, Encoded, FormatOptions, Formatter, TokenIdError, detect_format, find_wrong_mapping
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.rows import Raw, Reject, RowRejectedError, check_token_counts, make_reject, parse_row, take_columns
 from lightning_fastft.packing.sources import RawRow, Source
@@ -129,6 +129,7 @@ def _learn_format(source: Source, first: list[RawRow], *, options: FormatOptions
     if not raws:
         raise DataError(f"{source.name} is empty: no row in {len(first)} lines.")
     if source.columns is not None:
+        _check_mapping(source.name, source.columns, options=options)
         return _known_format(source.name, detect_format(source.columns, options=options), source.columns), None
     parsed = [columns for raw in raws if (columns := _columns_of(raw)) is not None]
     if not parsed and len(raws) < PEEK_ROWS:
@@ -138,6 +139,7 @@ def _learn_format(source: Source, first: list[RawRow], *, options: FormatOptions
     counts = Counter(column for columns in parsed for column in columns)
     format = votes.most_common(1)[0][0] if votes else None
     if parsed:
+        _check_mapping(source.name, list(counts), options=options)
         format = _known_format(source.name, format, [column for column, _ in counts.most_common(20)])
     if options.extra_columns == "ignore":
         return format, None
@@ -151,8 +153,15 @@ def _known_format(name: str, format: str | None, columns: Iterable[str]) -> str:
     formats = "; ".join(f"{format}: {', '.join(required)}" for format, (required, _) in COLUMNS.items())
     raise DataError(
         f"{name} has the columns {', '.join(sorted(columns))}, which make no known format ({formats}). "
-        'Map them, for example columns={"prompt": "question", "completion": "answer"}.'
+        'Map them, for example columns={"prompt": "question", "completion": "answer"}, on the command line '
+        "--data.columns.prompt question --data.columns.completion answer."
     )
+
+
+def _check_mapping(name: str, columns: Sequence[str], *, options: FormatOptions) -> None:
+    wrong = find_wrong_mapping(columns, options=options)
+    if wrong:
+        raise DataError(f"{name}: {wrong}")
 
 
 def _columns_of(raw: Raw) -> frozenset[str] | None:

@@ -36,6 +36,13 @@ ALL_MASKED = "all labels masked"
 ALL_MASKED_TRUNCATED = "all labels masked after truncation"
 
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# Who speaks in conversations of the ShareGPT form, by the roles of a chat template.
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
 BOM = b"\xef\xbb\xbf"
 FIRST_BYTES = 80
 
@@ -278,6 +285,39 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
     if needs_assistant and not any(message["role"] == "assistant" for message in messages):
         raise RowRejectedError(NO_ASSISTANT, f"roles are {', '.join(message['role'] for message in messages[:8])}")
     return messages
+
+
+def read_conversation(value: object, *, system: object = None) -> list[dict[str, Any]]:
+    """Return the turns of a conversation in the ShareGPT form, ``{"from": "human", "value": "..."}``, as messages.
+
+    Args:
+        value: What the row holds; turns with ``role`` and ``content`` are messages already.
+        system: What the row's own column has for a first system turn; None or "" for none.
+
+    Raises:
+        RowRejectedError: It is not a list of turns with known speakers and text.
+
+    Example:
+        >>> read_conversation([{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}])
+        [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
+    """
+    turns = [_read_turn(turn, where=f"conversations[{number}]") for number, turn in enumerate(value)] if isinstance(value, (list, tuple)) else value
+    messages = check_messages(turns, column="conversations")
+    if system is None or system == "":
+        return messages
+    if messages[0]["role"] == "system":
+        raise RowRejectedError(WRONG_TYPE, "conversations has a system turn, and the row a column system too")
+    return [{"role": "system", "content": check_text(system, column="system", may_be_empty=True)}, *messages]
+
+
+def _read_turn(turn: object, *, where: str) -> object:
+    """Return a turn under the names of messages; what is no such turn goes on as it is, to be judged there."""
+    if not isinstance(turn, Mapping) or turn.get("role") is not None or "from" not in turn:
+        return turn
+    speaker = turn["from"]
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise RowRejectedError(UNKNOWN_ROLE, f"{speaker!r} in {where}, known are {', '.join(sorted(SPEAKERS))}")
+    return {"role": SPEAKERS[speaker], "content": turn.get("value")}
 
 
 def _check_message(value: object, *, where: str) -> dict[str, Any]:

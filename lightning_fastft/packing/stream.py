@@ -161,6 +161,20 @@ class PackedLoader:
             self._after_batch()
 
 
+class ResumedLoader(PackedLoader):
+    """A PackedLoader whose stream opens where a checkpoint left the run, which Lightning tells by these two methods.
+
+    Without them it warns on every resume inside an epoch. The state is empty: the position is the data module's, and is applied once.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take nothing up."""
+
+
 def _as_it_is(batch: Any) -> Any:  # noqa: ANN401 - the loader's own signature
     """Keep the loader from looking inside a batch."""
     return batch

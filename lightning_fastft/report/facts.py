@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -84,6 +85,18 @@ def _own_options(owner: object) -> dict[str, Any]:
             isinstance(value, (list, tuple)) and all(isinstance(part, (str, int, float)) for part in value)
         ):
             found[name] = plain(value)
+    return found
+
+
+def describe_checkpoints(trainer: pl.Trainer) -> dict[str, str]:
+    """Return where the ModelCheckpoints of a Trainer wrote the last and the best checkpoint, as far as they did."""
+    found: dict[str, str] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            best = callback.best_model_path
+            # Without a value to watch the "best" one is the newest.
+            paths = {"last": callback.last_model_path or ("" if callback.monitor else best), "best": best if callback.monitor else ""}
+            found = {**{kind: path for kind, path in paths.items() if path}, **found}
     return found
 
 

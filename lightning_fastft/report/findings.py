@@ -102,6 +102,7 @@ def describe_waits(watched: Watched | None, *, is_cuda: bool) -> dict[str, Any]:
             "text": wait.place.text,
             "library": None if wait.library is None else f"{wait.library} in {wait.library.function}",
             "remedy": wait.remedy,
+            "is_logging": wait.is_logging,
         }
         for wait, count in order_waits(watched.waits.items())
     ]

@@ -63,14 +63,18 @@ _BODY = """<!doctype html>
 <h1>{{ head.name }}</h1>
 <p class="soft">{{ head.method }} &middot; {{ head.device }}{% if head.num_ranks > 1 %} &middot; {{ head.num_ranks }} ranks{% endif %} &middot;
   {{ head.started }}</p>
+{% if validation %}<p>Last validation, after step {{ validation.step | number(",d") }}:{% for metric in validation.metrics
+%} {{ metric.name }} <b>{{ metric.value | number(".4g") }}</b>{{ "" if loop.last else "," }}{% endfor %}</p>{% endif %}
 <div class="verdict {{ outcome.level }}">{% for sentence in outcome.verdict %}<p>{{ sentence }}</p>{% endfor %}
 {% if outcome.error %}<p><code>{{ outcome.error.type }}: {{ outcome.error.message }}</code></p>{% endif %}</div>
 <div class="tiles">
 <div class="tile"><b>{{ head.tokens_per_s | number(",.0f") }}</b><span>tokens/s{% if head.num_ranks > 1 %}, all ranks{% endif %}</span></div>
 <div class="tile"><b>{{ head.peak_memory_gib | number(",.2f") }} GiB</b><span>peak memory ({{ head.memory_of }})</span></div>
-<div class="tile"><b>{{ head.final_loss | number(".4g") }}</b><span>loss, mean of the last steps{% if head.first_loss is not none %}; of the first
-{{ head.first_loss | number(".4g") }}{% endif %}</span></div>
-<div class="tile"><b>{{ head.num_steps | number(",d") }}</b><span>optimizer steps in {{ head.seconds | number(",.0f") }} s</span></div>
+<div class="tile"><b>{{ head.final_loss | number(".4g") }}</b><span>loss{% if head.first_loss is not none %},
+mean of the last {{ head.num_loss_steps | number("d") }}
+{{ "step" if head.num_loss_steps == 1 else "steps" }}; of the first {{ head.first_loss | number(".4g") }}{% endif %}</span></div>
+<div class="tile"><b>{{ head.num_steps | number(",d") }}</b><span>optimizer steps in {{ head.seconds | number(",.0f") }} s{% if resumed %}, from step
+{{ resumed.step | number(",d") }} on{% endif %}</span></div>
 </div>
 <div class="cards">
 
@@ -108,8 +112,9 @@ by their labelled tokens as in training.{% endif %}{% endif %}</p>
 {{ times.p90_ms | number(",.2f") }} ms).</p>
 <p class="soft">Over {{ times.num_batches | number(",d") }} micro-batches, by {{ times.clock }}{% if times.has_warmup %}; the first steps, which
 set things up, are
-part of it: the run was too short to leave them out{% else %}, the first steps left out{% endif %}.{% for made in times.set_ups %}
-Another {{ made.num_batches | number("d") }}, in which {{ made.what }}, took {{ made.ms | number(",.0f") }} ms together: once a run.{% endfor %}</p>
+part of it: the run was too short to leave them out{% else %}, the first steps left out{% endif %}.{% for made in times.set_ups
+%} Another {{ made.num_batches | number("d") }}, in which {{ made.what }}, took {{ made.ms | number(",.0f") }} ms
+together; nothing here counts them.{% endfor %}</p>
 {% if slowest %}<h3>The slowest pack</h3><p>Micro-batch {{ slowest.batch | number(",d") }} of step {{ slowest.step | number(",d") }} took
 {{ slowest.ms | number(",.2f") }} ms,
 {{ slowest.times_median | number(".2f") }} times the median{% if slowest.num_tokens is not none %}: {{ slowest.num_tokens | number(",d") }}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,9 @@ import numpy as np
 MOST_POINTS = 512
 # Neighbouring bins of a spread differ by this factor, so that its percentiles are right to half a percent.
 _BIN_FACTOR = 1.01
+# Bins of document lengths, at most; where the longest is more than so many times the shortest, they grow by a factor.
+_MOST_LENGTHS = 12
+_MOST_SPAN = 8
 
 
 class CurvePoint(NamedTuple):
@@ -78,9 +82,10 @@ class Curve:
         """Return the points whose weight is not 0, in their order."""
         return [CurvePoint(int(first), int(last), value / weight) for first, last, _, value, weight in self._sums if weight > 0]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {"values_per_point": self.values_per_point, "points": [list(point) for point in self.points()]}
+    def to_dict(self, *, first_step: int = 0) -> dict[str, Any]:
+        """Return plain values for JSON; first_step is added to every step."""
+        points = [[first + first_step, last + first_step, value] for first, last, value in self.points()]
+        return {"values_per_point": self.values_per_point, "points": points}
 
 
 class Spread:
@@ -120,7 +125,7 @@ class PackSums:
 
     def __init__(self) -> None:
         self.num_packs = self.num_tokens = self.num_real_tokens = self.num_labelled = self.num_documents = self.longest = 0
-        # Documents by the power of two of their length.
+        # Documents by their length: as many numbers as the longest has tokens.
         self._count = np.zeros(64, dtype=np.int64)
 
     def add(self, context: Any) -> tuple[int, int]:  # noqa: ANN401 - a BatchContext
@@ -134,8 +139,9 @@ class PackSums:
         self.num_documents += len(length_S)
         longest = int(length_S.max(initial=0))
         self.longest = max(self.longest, longest)
-        # frexp is exact where log2 may round a length just below a power of two up.
-        self._count += np.bincount(np.frexp(length_S)[1] - 1, minlength=64)
+        if longest >= len(self._count):
+            self._count = np.pad(self._count, (0, 2 * longest - len(self._count)))
+        np.add.at(self._count, length_S, 1)
         return len(length_S), longest
 
     def to_dict(self, *, max_tokens: int | None) -> dict[str, Any] | None:
@@ -146,8 +152,6 @@ class PackSums:
         """
         if not self.num_packs:
             return None
-        found = np.flatnonzero(self._count)
-        numbers = range(int(found[0]), int(found[-1]) + 1) if len(found) else ()
         return {
             "num_packs": self.num_packs,
             "num_tokens": self.num_tokens,
@@ -159,5 +163,17 @@ class PackSums:
             "padding": 1 - self.num_real_tokens / self.num_tokens,
             "mean_document_tokens": self.num_real_tokens / max(1, self.num_documents),
             "longest_document_tokens": self.longest,
-            "lengths": [{"low": 2**number, "high": 2 ** (number + 1) - 1, "count": int(self._count[number])} for number in numbers],
+            "lengths": self._lengths(),
         }
+
+    def _lengths(self) -> list[dict[str, int]]:
+        """Documents by length, in bins over the lengths that occur."""
+        found = np.flatnonzero(self._count)
+        if not len(found):
+            return []
+        low, end = int(found[0]), int(found[-1]) + 1
+        if end > _MOST_SPAN * low:
+            edges = np.unique(np.round(np.geomspace(low, end, _MOST_LENGTHS + 1)).astype(int)).tolist()
+        else:
+            edges = [*range(low, end, math.ceil((end - low) / _MOST_LENGTHS)), end]
+        return [{"low": first, "high": after - 1, "count": int(self._count[first:after].sum())} for first, after in pairwise(edges)]

@@ -11,7 +11,9 @@ from lightning_fastft.report.sums import Curve, Spread
 
 # In the order of a micro-batch; "between" is what lies between the end of one and the start of the next: data, transfer, other callbacks, logging.
 PARTS = ("between", "forward", "backward", "optimizer")
-# Batches held until it is known whether anything comes after the warm-up.
+# What Batch.set_up says of the first micro-batch of an epoch, beside which the loader starts its workers.
+EPOCH_START = "an epoch and its data loader began"
+# Batches held until it is known whether there are others than those of the warm-up and the starts of epochs.
 _MOST_EARLY = 64
 
 
@@ -106,13 +108,16 @@ class BatchTimes:
             self.set_ups[timed.batch.set_up] = num_batches + 1, ms + timed.ms
         elif timed.batch.step >= self.num_warmup:
             self._count(timed)
-        elif len(self._early) < _MOST_EARLY:
+            return
+        is_early = timed.batch.step < self.num_warmup or timed.batch.set_up == EPOCH_START
+        if is_early and len(self._early) < _MOST_EARLY:
             self._early.append(timed)
 
     def finish(self) -> None:
-        """Count the warm-up where nothing else was timed."""
+        """Count the warm-up and the starts of epochs where nothing else was timed."""
         if not self.spread.num_values:
             self.has_warmup = bool(self._early)
+            self.set_ups.pop(EPOCH_START, None)
             for timed in self._early:
                 self._count(timed)
         self._early.clear()
@@ -145,15 +150,15 @@ class BatchTimes:
         set_ups = [{"what": what, "num_batches": number, "ms": ms} for what, (number, ms) in self.set_ups.items()]
         return {"num_batches": num_batches, "has_warmup": self.has_warmup, "clock": clock, "parts": parts, "set_ups": set_ups, **percentiles}
 
-    def slowest_to_dict(self) -> dict[str, Any] | None:
-        """Return the slowest micro-batch beside the median; None where none was timed."""
+    def slowest_to_dict(self, *, first_step: int = 0) -> dict[str, Any] | None:
+        """Return the slowest micro-batch beside the median; None where none was timed. first_step is added to its step."""
         if self.slowest is None:
             return None
         batch = self.slowest.batch
         median = self.spread.percentile(50)
         return {
             "batch": batch.number,
-            "step": batch.step,
+            "step": batch.step + first_step,
             "ms": self.slowest.ms,
             "times_median": self.slowest.ms / median if median else None,
             "num_tokens": batch.num_tokens,

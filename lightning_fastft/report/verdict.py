@@ -17,14 +17,10 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
         data: The report without its verdict.
     """
     outcome, head = data["outcome"], data["head"]
-    steps = _count(head["num_steps"], "optimizer step")
-    bad, warn, good = [], [], []
-    if outcome["state"] == "finished":
-        good.append(f"The run finished after {steps}.")
-    elif outcome["state"] == "interrupted":
-        warn.append(f"The run was interrupted after {steps}; this is what is known so far.")
-    else:
-        bad.append(f"The run failed after {steps}; this is what is known so far.")
+    bad: list[str] = []
+    warn: list[str] = []
+    good: list[str] = []
+    {"finished": good, "stopped": warn, "interrupted": warn}.get(outcome["state"], bad).append(_describe_end(data))
     num_not_finite = data["curves"]["loss"]["num_not_finite"]
     if num_not_finite:
         bad.append(f"The loss was not finite in {_count(num_not_finite, 'micro-batch')}.")
@@ -32,14 +28,15 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     if first is not None and final is not None and head["num_steps"] > 1:
         has_fallen = final < first
         how = "fell" if has_fallen else "did not fall: it went"
-        (good if has_fallen else warn).append(f"The loss {how} from {first:.4g} to {final:.4g} (means of the first and the last steps).")
+        (good if has_fallen else warn).append(f"The loss {how} from {first:.4g} to {final:.4g} {_describe_means(head)}.")
     refused = [status["name"] for status in data["statuses"] if status["state"] == "refused"]
     if refused:
         warn.append(f"Refused: {', '.join(refused)}; the table says why and what to do.")
-    if data["waits"]["num_steps"] and data["waits"]["rows"]:
-        per_step = f"{data['waits']['per_step']:g}"
-        text = f"On a GPU the host would wait {per_step} times in" if data["waits"]["is_prediction"] else f"The host waited {per_step} times in"
-        warn.append(f"{text} a step; the table names the lines.")
+    # Logged steps are few; the table has what is read on them.
+    per_step = sum(row["per_step"] for row in data["waits"].get("rows", ()) if not row["is_logging"])
+    if per_step:
+        times = f"{per_step:g} {'time' if per_step == 1 else 'times'} a step"
+        warn.append(f"{'On a GPU the host would wait' if data['waits']['is_prediction'] else 'The host waited'} {times}; the table names the lines.")
     between = next((part["share"] for part in data["times"]["parts"] if part["kind"] == "between"), 0.0)
     if between > _DATA_SHARE:
         warn.append(f"{100 * between:.0f} % of the time passed between micro-batches (data, transfer, logging).")
@@ -53,6 +50,51 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
         *warn,
         *good[1:],
     ]
+
+
+def summarize(data: Mapping[str, Any]) -> str:
+    """Return one line for the end of a run: steps, loss, speed, and where the weights are.
+
+    Args:
+        data: The whole report.
+    """
+    head = data["head"]
+    parts = [_count(head["num_steps"], "optimizer step")]
+    if data["resumed"]:
+        parts[0] += f" ({data['resumed']['step']:,} to {head['last_step']:,})"
+    if head["first_loss"] is not None and head["final_loss"] is not None:
+        parts.append(f"loss {head['first_loss']:.4g} to {head['final_loss']:.4g} {_describe_means(head)}")
+    if head["tokens_per_s"] is not None:
+        parts.append(f"{head['tokens_per_s']:,.0f} tokens/s")
+    parts += [f"{kind} checkpoint {path}" for kind, path in data["checkpoints"].items()]
+    return "; ".join(parts)
+
+
+def _describe_end(data: Mapping[str, Any]) -> str:
+    """Say how the run ended, after how many steps, and where it began if that was not step 0."""
+    outcome, resumed, head = data["outcome"], data["resumed"], data["head"]
+    steps = _count(head["num_steps"], "optimizer step")
+    ends = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted"}
+    end = ends.get(outcome["state"], "failed")
+    stop = outcome["stop"]
+    if stop is not None:
+        end += f" by {stop['signal']}"
+    if resumed is None:
+        text = f"The run {end} after {steps}"
+    else:
+        source = f" (checkpoint {resumed['checkpoint']})" if resumed["checkpoint"] else ""
+        text = f"The run went on from step {resumed['step']:,}{source} to {head['last_step']:,}, and {end} after {steps}"
+    if stop is not None:
+        return f"{text}; saved at {stop['checkpoint']}; go on with --ckpt_path {stop['checkpoint']} (in Python: ckpt_path= of fit)."
+    return f"{text}." if outcome["state"] == "finished" else f"{text}; this is what is known so far."
+
+
+def _describe_means(head: Mapping[str, Any]) -> str:
+    """Say of how many steps the first and the final loss are, and what the first step's own was."""
+    number = head["num_loss_steps"]
+    if number == 1:
+        return "(the first and the last step)"
+    return f"(means of the first {number} and the last {number} steps; the first step alone {head['first_step_loss']:.4g})"
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ HOST_READERS = (*(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks",
 _MACHINERY = (__file__, "torch/_dynamo", "torch/utils/_python_dispatch", "torch/_compile", "torch/_ops.py", "/warnings.py")
 # Lightning calls the step from here; what lies further out is the script that called fit.
 _LOOP = os.path.join("loops", "training_epoch_loop.py")
+# Lightning hands logged values to the loggers here.
+_CONNECTOR = "logger_connector"
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 # Batches are loaded and collated from here.
 _FETCHERS = os.path.join("loops", "fetchers.py")
@@ -52,7 +54,7 @@ _OTHER = "this call copies to or from the host, or asks the device for a size: m
 # (part of a path on the stack, what to do): waits whose cause is known better than by their operation.
 _KNOWN = (
     (
-        "logger_connector",
+        _CONNECTOR,
         "Lightning reads values logged with prog_bar=True, and those of a logging step, from the device: log without prog_bar, less often",
     ),
     ("amp/grad_scaler.py", "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')"),
@@ -99,6 +101,7 @@ class HostWait(NamedTuple):
         place: Line of the user's own code; the line of the library where none of the user's is on the stack.
         library: Line of the library that made the call for the user; None where the user's line made it.
         remedy: What to write instead.
+        is_logging: Whether Lightning reads for a logger what ``self.log`` was given, which it does on logged steps only.
     """
 
     operation: str
@@ -106,6 +109,7 @@ class HostWait(NamedTuple):
     place: Place
     library: Place | None
     remedy: str
+    is_logging: bool = False
 
 
 class WaitRecorder:
@@ -188,14 +192,17 @@ class WaitRecorder:
             return
         known = next((text for part, text in _KNOWN for frame in frames if part in frame.f_code.co_filename), "")
         mine = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
-        inner = _backward_place(frames) or _place(frames[0])
+        # What self.log was given is read later, where none of the user's lines is on the stack: the names say what it was.
+        logging = next((frame for frame in frames if frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename), None)
+        inner = _backward_place(frames) or _place(frames[0] if logging is None or mine is not None else logging)
         is_direct = mine is None or (mine is frames[0])
         wait = HostWait(
             operation=operation,
-            call=_NAMES.get(operation, operation),
+            call=_NAMES.get(operation, operation) if logging is None else _describe_logging(logging),
             place=inner if mine is None else _place(mine),
             library=None if is_direct else inner,
             remedy=known or remedy or _REMEDIES.get(operation, _OTHER),
+            is_logging=logging is not None,
         )
         self.count[wait] += 1
         if self.on_wait is not None:
@@ -345,6 +352,13 @@ def _frames() -> list[FrameType]:
             frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+def _describe_logging(frame: FrameType) -> str:
+    """Name the values that Lightning reads for a logger."""
+    names = frame.f_locals.get("metrics")
+    shown = f" ({', '.join(map(str, names))})" if isinstance(names, Mapping) else ""
+    return f"reading what self.log was given{shown}, on logged steps only"
 
 
 def _backward_place(frames: list[FrameType]) -> Place | None:

@@ -45,13 +45,40 @@ class KeepsLosses(PlainModule):
         return loss
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_shows_the_loss_of_the_step_and_tokens_per_second(tmp_path, accumulate):
+    """That of a whole window, whose micro-batches alone say how many labels they have as much as how well they are predicted."""
     module, bar = KeepsLosses(tiny_llama()), RecordingBar()
     fit(tmp_path, module, bar, accumulate_grad_batches=accumulate)
-    shown = [metrics["loss"] for metrics in bar.seen[:6]]
-    assert shown == [f"{loss:.3f}" for loss in module.losses]
+    truth, shown = [], None
+    for end in range(1, 7):
+        # The last window of the epoch may be a short one.
+        if end % accumulate == 0 or end == 6:
+            window = module.losses[(end - 1) // accumulate * accumulate : end]
+            shown = f"{sum(window) / len(window):.3f}"
+        truth.append(shown)
+    assert [metrics.get("loss") for metrics in bar.seen[:6]] == truth
     assert float(bar.seen[5]["tok/s"].replace(",", "")) > 0
+
+
+def test_refresh_inside_a_window_shows_the_last_whole_step(tmp_path):
+    module, bar = KeepsLosses(tiny_llama()), RecordingBar(refresh_rate=3)
+    fit(tmp_path, module, bar, accumulate_grad_batches=2)
+    shown = [metrics["loss"] for metrics in bar.seen if "loss" in metrics]
+    assert shown[0] == f"{sum(module.losses[:2]) / 2:.3f}"
+    assert shown[-1] == f"{sum(module.losses[4:6]) / 2:.3f}"
+
+
+def test_micro_batches_are_shown_under_manual_optimization_of_anybodys(tmp_path):
+    class Manual(KeepsLosses):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx).detach()}
+
+    module, bar = Manual(tiny_llama()), RecordingBar()
+    fit(tmp_path, module, bar)
+    assert [metrics["loss"] for metrics in bar.seen[:6]] == [f"{loss:.3f}" for loss in module.losses]
 
 
 def test_shows_validation_values_after_a_validation(tmp_path):
@@ -81,7 +108,7 @@ def test_no_host_wait_on_a_gpu():
     torch.cuda._sleep(50_000_000)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        bar._copies.push((10, 1), loss)
+        bar._copies.push((10, True), loss)
         bar._take_in()
     finally:
         torch.cuda.set_sync_debug_mode("default")

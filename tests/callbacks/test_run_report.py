@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import signal
 import sys
 import time
 from html.parser import HTMLParser
@@ -12,11 +14,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
 from lightning_fastft.callbacks import run_report
 from lightning_fastft.callbacks.late_copy import LateCopies
+from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.errors import OptionError
 from lightning_fastft.offload.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
 from lightning_fastft.packing.collate import Document, collate
@@ -25,7 +29,7 @@ from lightning_fastft.report.copies import Copy, Kernel, StepTrace, copy_use, re
 from lightning_fastft.report.findings import describe_profile
 from lightning_fastft.report.losses import StepLosses, WindowLosses
 from lightning_fastft.report.page import render_page
-from lightning_fastft.report.sums import Curve, Spread
+from lightning_fastft.report.sums import Curve, PackSums, Spread
 from lightning_fastft.status import Status
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.callbacks.run_report_worker import GONE_AT, NUM_MICRO_BATCHES, NUM_RANKS, NUM_STEPS, Still, count_labelled, documents_of
@@ -89,11 +93,11 @@ class Keeps(PlainModule):
         return loss
 
 
-def fit(tmp_path, module=None, report=None, *, loader=None, callbacks=(), strategy=None, **options):
+def fit(tmp_path, module=None, report=None, *, loader=None, callbacks=(), strategy=None, ckpt_path=None, **options):
     report = report or RunReport(tmp_path / "run.html", profile_step=None)
     options.setdefault("max_steps", 8)
     trainer = quiet_trainer(tmp_path, strategy=strategy or FastFTStrategy(), callbacks=[report, *callbacks], num_sanity_val_steps=0, **options)
-    trainer.fit(module or Keeps(), *(loader if isinstance(loader, tuple) else (loader or packed_loader(8),)))
+    trainer.fit(module or Keeps(), *(loader if isinstance(loader, tuple) else (loader or packed_loader(8),)), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -251,6 +255,164 @@ def test_slowest_pack_and_verdict(tmp_path):
     parts = {part["kind"]: part["mean_ms"] for part in data["times"]["parts"]}
     assert parts["forward"] >= 150 / 5
     assert data["outcome"]["verdict"][0] == "The run finished after 8 optimizer steps."
+
+
+def test_first_batch_of_an_epoch_is_no_slow_pack(tmp_path):
+    """Beside it the workers of the loader start, whatever the pack holds."""
+    fit(tmp_path, Keeps(sleep_at=0), loader=packed_loader(4), max_epochs=4, max_steps=-1)
+    data, text = read(tmp_path)
+    assert data["slowest"]["batch"] % 4 != 0
+    assert max(data["slowest"]["ms"], data["times"]["p90_ms"]) < 140
+    ((what, num_batches, ms),) = [tuple(made.values()) for made in data["times"]["set_ups"]]
+    assert (what, num_batches, data["times"]["num_batches"]) == ("an epoch and its data loader began", 3, 16 - 3 - 3)
+    assert ms >= 3 * 150
+    assert "Another 3, in which an epoch and its data loader began, took" in " ".join(Page(text).text.split())
+
+
+def test_epochs_of_one_batch_are_timed_all_the_same(tmp_path):
+    fit(tmp_path, loader=packed_loader(1), max_epochs=6, max_steps=-1)
+    data, _ = read(tmp_path)
+    assert (data["times"]["num_batches"], data["times"]["set_ups"]) == (6, [])
+    assert data["head"]["tokens_per_s"] > 0
+
+
+def signal_at(number, batch_idx):
+    return LambdaCallback(on_train_batch_start=lambda trainer, module, batch, index: os.kill(os.getpid(), number) if index == batch_idx else None)
+
+
+@pytest.mark.parametrize("is_resume_first", [False, True])
+def test_run_that_a_signal_stopped_was_saved_and_did_not_fail(tmp_path, is_resume_first):
+    """Whether ExactResume ends the run before or after the report has counted the step."""
+    report = RunReport(tmp_path / "run.html", profile_step=None)
+    callbacks = [ExactResume(), report] if is_resume_first else [report]
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[signal_at(signal.SIGTERM, 4), *callbacks], max_steps=8)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(Keeps(), packed_loader(8))
+    path = str(tmp_path / "stopped-step=5.ckpt")
+    data, text = read(tmp_path)
+    outcome = data["outcome"]
+    assert ended.value.code == 143
+    assert (outcome["state"], outcome["error"], outcome["level"]) == ("stopped", None, "warn")
+    assert outcome["stop"] == {"signal": "SIGTERM", "step": 5, "checkpoint": path, "exit_code": 143}
+    assert outcome["verdict"][0] == (
+        f"The run was stopped by SIGTERM after 5 optimizer steps; saved at {path}; go on with --ckpt_path {path} (in Python: ckpt_path= of fit)."
+    )
+    assert (data["head"]["num_steps"], data["head"]["last_step"]) == (5, 5)
+    assert "SystemExit" not in text + json.dumps(data)
+    assert "failed" not in Page(text).text
+
+
+def test_resumed_run_says_from_where_it_went_on(tmp_path):
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=[signal_at(signal.SIGTERM, 4)])
+    path, module = tmp_path / "stopped-step=5.ckpt", Keeps(sleep_at=8)
+    loader = packed_loader(12)
+    with pytest.warns(UserWarning, match="max_steps was 8 and is 12"):
+        fit(tmp_path, module, RunReport(tmp_path / "run.html", profile_step=1), loader=loader, ckpt_path=path, max_steps=12)
+    data, text = read(tmp_path)
+    assert data["resumed"] == {"step": 5, "checkpoint": str(path)}
+    assert (data["head"]["num_steps"], data["head"]["last_step"]) == (7, 12)
+    assert [point[:2] for point in data["curves"]["loss"]["points"]] == [[step, step] for step in range(5, 12)]
+    assert [point[0] for point in data["curves"]["tokens_per_s"]["points"]][-1] == 11
+    assert data["profile"]["step"] == 6
+    assert data["slowest"]["step"] == 8
+    assert data["outcome"]["verdict"][0] == f"The run went on from step 5 (checkpoint {path}) to 12, and finished after 7 optimizer steps."
+    shown = " ".join(Page(text).text.split())
+    assert "step 5step 11" in shown
+    assert "from step 5 on" in shown
+
+
+def test_run_from_the_beginning_is_not_resumed(finished):
+    _, data, text = finished
+    assert data["resumed"] is None
+    assert "went on from" not in Page(text).text
+
+
+def test_last_validation_is_on_the_page(tmp_path):
+    class Validates(Keeps):
+        def validation_step(self, batch, batch_idx):
+            self.model(**batch)
+            self.log("val_loss", torch.tensor(float(self.trainer.global_step)))
+            self.log("val_accuracy", 0.25)
+            self.log("other", 1.0)
+
+    fit(tmp_path, Validates(), loader=(packed_loader(8), packed_loader(1)), val_check_interval=3, max_steps=6)
+    data, text = read(tmp_path)
+    assert data["validation"]["step"] == 6
+    assert {metric["name"]: metric["value"] for metric in data["validation"]["metrics"]} == {"val_loss": 6.0, "val_accuracy": 0.25}
+    shown = " ".join(Page(text).text.split())
+    assert re.search(r"Last validation, after step 6: val_\w+ [\d.]+, val_\w+ [\d.]+", shown)
+
+
+def test_run_without_a_validation_shows_none(finished):
+    _, data, text = finished
+    assert data["validation"] is None
+    assert "Last validation" not in Page(text).text
+
+
+def test_end_of_a_fit_is_told_in_one_line(tmp_path, caplog):
+    checkpoint = ModelCheckpoint(tmp_path / "saved", filename="{step}", save_last=True)
+    caplog.set_level("INFO")
+    fit(tmp_path, callbacks=[checkpoint], enable_checkpointing=True)
+    head = read(tmp_path)[0]["head"]
+    (told,) = (message for message in caplog.messages if "Run report: " in message)
+    first, second = told.splitlines()
+    loss = f"loss {head['first_loss']:.4g} to {head['final_loss']:.4g}"
+    assert first.startswith(f"8 optimizer steps; {loss} (means of the first 2 and the last 2 steps; the first step alone ")
+    assert first.endswith(f"; {head['tokens_per_s']:,.0f} tokens/s; last checkpoint {tmp_path / 'saved' / 'last.ckpt'}")
+    assert second == f"Run report: {tmp_path / 'run.html'}"
+
+
+def test_best_checkpoint_is_told_where_one_is_watched_for(tmp_path, caplog):
+    checkpoint = ModelCheckpoint(tmp_path / "saved", monitor="train_loss", every_n_train_steps=1)
+    caplog.set_level("INFO")
+    fit(tmp_path, callbacks=[checkpoint], enable_checkpointing=True)
+    assert read(tmp_path)[0]["checkpoints"] == {"best": checkpoint.best_model_path}
+    assert f"; best checkpoint {checkpoint.best_model_path}\n" in caplog.text
+
+
+def test_verdict_says_of_how_many_steps_a_loss_is(finished):
+    module, data, _ = finished
+    first, final = (sum(part) / 3 for part in (module.losses[:3], module.losses[-3:]))
+    alone = f"the first step alone {module.losses[0]:.4g})."
+    assert data["head"]["first_step_loss"] == pytest.approx(module.losses[0])
+    assert any(
+        f"from {first:.4g} to {final:.4g} (means of the first 3 and the last 3 steps; {alone}" in sentence for sentence in data["outcome"]["verdict"]
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(70, 120), (3, 9000), (1, 1), (40, 44)])
+def test_lengths_of_documents_are_seen_in_bins_over_those_that_occur(low, high):
+    lengths = np.random.default_rng(0).integers(low, high + 1, size=400)
+    lengths[:2] = low, high
+    sums = PackSums()
+    for part in np.split(lengths, 20):
+        sums.add(collate([Document(np.ones(length, dtype=np.int64), np.ones(length, dtype=np.int64)) for length in part]).context)
+    bars = sums.to_dict(max_tokens=None)["lengths"]
+    assert min(7, high - low + 1) <= len(bars) <= 12
+    assert (bars[0]["low"], bars[-1]["high"]) == (low, high)
+    assert [bar["low"] for bar in bars[1:]] == [bar["high"] + 1 for bar in bars[:-1]]
+    assert [bar["count"] for bar in bars] == [int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum()) for bar in bars]
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+def test_what_only_logged_steps_read_is_named_and_no_verdict(tmp_path, reads):
+    class Reads(Keeps):
+        def training_step(self, batch, batch_idx):
+            loss = PlainModule.training_step(self, batch, batch_idx)
+            for _ in range(reads):
+                loss.item()
+            return loss
+
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, Reads(), RunReport(tmp_path / "run.html", profile_step=4), logger=logger, log_every_n_steps=1)
+    data, text = read(tmp_path)
+    (logged,) = (row for row in data["waits"]["rows"] if row["is_logging"])
+    assert "reading what self.log was given (train_loss), on logged steps only" in Page(text).text
+    assert "apply_func" not in logged["place"] + str(logged["library"])
+    told = [sentence for sentence in data["outcome"]["verdict"] if "would wait" in sentence]
+    times = {0: [], 1: ["1 time a step"], 2: ["2 times a step"]}[reads]
+    assert told == [f"On a GPU the host would wait {number}; the table names the lines." for number in times]
 
 
 class SlowLoader(torch.utils.data.DataLoader):

@@ -1,12 +1,15 @@
 """ExactResume: added by the strategies, switched off where asked, and settings that differ from those of a checkpoint are said or refused."""
 
+import os
 import signal
+import time
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 
+from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
 from lightning_fastft.errors import ResumeError
 from lightning_fastft.module import FineTuner
@@ -66,7 +69,7 @@ def test_it_works_under_another_strategy(tmp_path):
 
 
 def test_signal_handlers_are_given_back(tmp_path):
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     fit(tmp_path)
     assert {number: signal.getsignal(number) for number in before} == before
 
@@ -133,3 +136,54 @@ def test_save_inside_a_window_of_data_that_cannot_go_back_is_warned_about_once(t
 def test_save_at_a_step_is_not_warned_about(tmp_path, recwarn):
     fit(tmp_path, num_batches=2, max_steps=2, callbacks=[SaveInWindow()])
     assert not [warning for warning in recwarn if "window" in str(warning.message)]
+
+
+@pytest.fixture
+def own_interrupts():
+    """Python's own handler of interrupts, which a shell's background has ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupts(*after_s):
+    """Ctrl-C in the first micro-batch, once for each of the pauses before it."""
+
+    class Interrupts(Callback):
+        def on_train_batch_start(self, *_):
+            for pause_s in after_s:
+                time.sleep(pause_s)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return Interrupts()
+
+
+@pytest.mark.usefixtures("own_interrupts")
+def test_first_interrupt_saves_at_the_next_step_and_says_what_a_second_does(tmp_path, capfd, caplog):
+    caplog.set_level("INFO")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, accumulate_grad_batches=2, max_steps=2, callbacks=[interrupts(0.0)])
+    assert ended.value.code == 130
+    assert check_file(tmp_path / "stopped-step=1.ckpt")
+    assert capfd.readouterr().err.count("a second Ctrl-C ends it at once, without saving") == 1
+    assert f"SIGINT: the run was saved at optimizer step 1 and ends; go on with ckpt_path={tmp_path / 'stopped-step=1.ckpt'}" in caplog.text
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.usefixtures("own_interrupts")
+def test_second_interrupt_ends_at_once_and_saves_nothing(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, callbacks=[interrupts(0.0, 0.6)])
+    # Lightning's own end of an interrupted run.
+    assert ended.value.code == 1
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.usefixtures("own_interrupts")
+@pytest.mark.parametrize("options", [{"strategy": FastFTStrategy(exact_resume=False)}, {"callbacks": [ExactResume(stop_signals=False)]}])
+def test_interrupt_is_left_alone_where_signals_are(tmp_path, options):
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, **{**options, "callbacks": [*options.get("callbacks", ()), interrupts(0.0)]})
+    assert ended.value.code == 1
+    assert not list(tmp_path.glob("*.ckpt"))

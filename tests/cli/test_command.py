@@ -1,3 +1,4 @@
+import inspect
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import yaml
 
 import lightning_fastft
 import lightning_fastft.cli.command as command_module
+from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names, find_configs, take_option
@@ -59,6 +61,37 @@ def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, fo
     assert status == 2
     assert reason in text.splitlines()[0]
     assert "typing" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["fit", "--data.paths", "x"], "--model.model"),
+        (["fit"], "--model.model"),
+        (["validate", "--model.model", "x"], "--data.paths"),
+        (["data", "--model.model", "x"], "--data.paths"),
+    ],
+)
+def test_missing_option_answers_with_the_configs_that_have_it(words, name, folder, answer):
+    status, text = answer(words)
+    lines = text.splitlines()
+    assert status == 2
+    assert lines[0] == f"error: {name} is required and was not given"
+    assert "--config NAME" in lines[1]
+    assert lines[1].endswith(", ".join(config_names()))
+    assert lines[2].endswith(" fit --help")
+
+
+@pytest.mark.parametrize("words", [["fit", "--help"], ["validate", "-h"], ["data", "--help"]])
+def test_help_lists_the_options_of_model_data_and_trainer(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for owner, key in ((FineTuner, "model"), (PackedDataModule, "data")):
+        for name in list(inspect.signature(owner).parameters):
+            assert re.search(rf"^  --{key}\.{name}[ ,]", text, re.MULTILINE), f"{key}.{name}"
+    assert "--trainer.max_epochs" in text
 
 
 @pytest.mark.parametrize("command", ["fit", "validate"])

@@ -9,12 +9,14 @@ from lightning_fastft.cli.noise import without_noise
 
 LEFT_OUT = [
     ("lightning.pytorch.utilities.rank_zero", "💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels](https://pypi.org)"),
+    ("lightning.pytorch.utilities.rank_zero", "TPU available: False, using: 0 TPU cores"),
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'. Please make sure"),
 ]
 TOLD = [
     ("lightning.pytorch.utilities.rank_zero", "GPU available: False, used: False"),
+    ("lightning.pytorch.utilities.rank_zero", "TPU available: True, using: 0 TPU cores"),
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: undefined symbol"),
-    ("bitsandbytes.cextension", LEFT_OUT[1][1]),
+    ("bitsandbytes.cextension", LEFT_OUT[-1][1]),
 ]
 
 
@@ -50,6 +52,8 @@ def test_other_words_are_told(log, words):
         (FutureWarning, "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec)", False),
         (FutureWarning, "`is_gradient_checkpointing` is deprecated and will be removed in v6.", False),
         (FutureWarning, "torch.distributed.nn.functional.all_gather is deprecated, use torch.distributed._functional", False),
+        (UserWarning, "Starting from v1.9.0, `tensorboardX` has been removed as a dependency of the `lightning.pytorch` package, due to", False),
+        (UserWarning, "`tensorboardX` is not installed", True),
         (FutureWarning, "`use_cache` is deprecated", True),
         (UserWarning, "`is_gradient_checkpointing` is deprecated", True),
         (UserWarning, "The number of training batches (7) is smaller than the logging interval", True),

@@ -69,8 +69,9 @@ def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_p
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert len(losses) >= 10
     assert losses[-1] < losses[0]
-    for words in ("logging interval", "LeafSpec", "is_gradient_checkpointing", "💡", "kernels-community"):
+    for words in ("logging interval", "LeafSpec", "is_gradient_checkpointing", "💡", "kernels-community", "TPU available"):
         assert words not in done.stderr
+    assert "GPU available" in done.stderr
     # What is ours and what Lightning says of the run is told as ever.
     assert "packed attention" in done.stderr
     assert "`max_steps=28` reached" in done.stderr

@@ -111,7 +111,7 @@ OPTIONS = {
         "val_share": share,
         "tokenizer": tokenizer,
         "max_tokens": whole(2, 2**31 - 1),
-        "format": choice("auto", "messages", "prompt_completion", "instruction", "text", "input_ids"),
+        "format": choice("auto", "messages", "conversations", "prompt_completion", "instruction", "text", "input_ids"),
         "columns": either(nothing, lambda value: value == {}),
         "chat_template": either(nothing, text),
         "loss_on": choice("completion", "all"),

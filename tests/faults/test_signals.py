@@ -65,9 +65,15 @@ def test_signals_end_in_a_checkpoint_at_a_step(tmp_path, num_signals):
     assert num_exact == num_resumed > 0
 
 
-def test_signal_inside_a_window_waits_for_its_end(tmp_path):
-    child, read = fork(lambda write: train("lora", "one", tmp_path, callbacks=[SignalToSelf(0, signal.SIGTERM)], max_steps=10))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_inside_a_window_waits_for_its_end(tmp_path, number):
+    def run(write):
+        # In the background of a shell interrupts are ignored, in a child too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        train("lora", "one", tmp_path, callbacks=[SignalToSelf(0, number)], max_steps=10)
+
+    child, read = fork(run)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
     os.close(read)
     assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=3.ckpt"]
     assert torch.load(tmp_path / "stopped-step=3.ckpt", weights_only=True)["PackedDataModule"]["micro_batches"] == 3 * ACCUMULATE

@@ -32,7 +32,8 @@ def test_description_counts_rows_lengths_packs_and_marks_an_example():
     assert "3 rows, 2 examples, 13 tokens" in text
     assert "input_ids 3" in text
     assert "rejected: 1 (33.33 %): fewer than 2 tokens 1" in text
-    assert "1 packs of 16 tokens (1 would hold the tokens), fill 81.25 %; 1 more by splitting" in text
+    assert "1 pack of 16 tokens (1 would hold the tokens), fill 81.25 %\n" in text
+    assert "an epoch trains 2 packs (1 packed, 1 more by splitting) in 1 optimizer step of 2 packs (2 ranks x accumulate_grad_batches=1)" in text
     assert "first example: 4 tokens, 2 trained" in text
     assert "1 2 ⟦3 4⟧" in text
 
@@ -41,6 +42,15 @@ def test_description_has_each_split():
     text = describe_data(make_data(val_paths=[{"input_ids": [7] * 5}]))
     assert text.index("train:") < text.index("val:") < text.index("first example")
     assert "test:" not in text
+
+
+def test_description_tells_optimizer_steps_of_training_and_equal_ranks_of_evaluation():
+    text = describe_data(make_data(val_paths=[{"input_ids": [7] * 5}, {"input_ids": [8] * 5}]), world_size=2, accumulate=2)
+    train, _, val = text.partition("val:")
+    assert "an epoch trains 4 packs (2 packed, 2 more by splitting) in 1 optimizer step of 4 packs (2 ranks x accumulate_grad_batches=2)" in train
+    assert "2 packs (1 more by splitting), so that 2 ranks get equal numbers" in val
+    assert "optimizer step" not in val
+    assert "by splitting" not in describe_data(make_data())
 
 
 def test_description_underlines_on_a_terminal():

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_fastft.errors import DataError, OptionError
 from lightning_fastft.packing import rows
-from lightning_fastft.packing.formats import Encoded, FormatOptions, Formatter, TokenIdError, detect_format
+from lightning_fastft.packing.formats import Encoded, FormatOptions, Formatter, TokenIdError, detect_format, find_wrong_mapping
 from lightning_fastft.packing.rows import RowRejectedError
 from tests.packing.conftest import build_tokenizer
 
@@ -225,3 +225,87 @@ def test_conversational_prompt_and_completion_train_the_completion(marked_tokeni
     assert texts == {
         "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nplus<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n"
     }
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "four"}]},
+            "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
+        ),
+        (
+            {"conversations": [{"from": "user", "value": "two", "weight": None}, {"from": "chatgpt", "value": "four"}], "system": "be brief"},
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
+        ),
+        (
+            {"conversations": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}], "system": ""},
+            "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "two"}, {"from": "gpt", "value": "four"}]},
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
+        ),
+    ],
+)
+def test_conversations_of_sharegpt_train_the_assistants_turns(marked_tokenizer, row, text):
+    assert detect_format(list(row), options=FormatOptions(max_tokens=8)) == "conversations"
+    assert shown(marked_tokenizer, encode(marked_tokenizer, row, format="conversations")) == text
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "detail"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "two"}, {"from": "parrot", "value": "four"}]},
+            rows.UNKNOWN_ROLE,
+            "'parrot' in conversations[1]",
+        ),
+        ({"conversations": [{"from": 1, "value": "two"}]}, rows.UNKNOWN_ROLE, "1 in conversations[0]"),
+        ({"conversations": [{"from": "human", "value": "two"}]}, rows.NO_ASSISTANT, "user"),
+        ({"conversations": [{"from": "gpt"}]}, rows.WRONG_TYPE, "conversations[0] has no content"),
+        ({"conversations": [{"value": "two"}]}, rows.WRONG_TYPE, "conversations[0] has no role"),
+        ({"conversations": ["two"]}, rows.WRONG_TYPE, "conversations[0] must be an object"),
+        ({"conversations": "two"}, rows.WRONG_TYPE, "conversations must be a list"),
+        ({"conversations": []}, rows.EMPTY_MESSAGES, "conversations"),
+        (
+            {"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"},
+            rows.WRONG_TYPE,
+            "a column system too",
+        ),
+    ],
+)
+def test_conversations_that_cannot_be_read_are_rejected_with_the_place(marked_tokenizer, row, reason, detail):
+    outcome = encode(marked_tokenizer, row, format="conversations")
+    assert isinstance(outcome, RowRejectedError)
+    assert outcome.reason == reason
+    assert detail in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("columns", "mapping", "options", "words"),
+    [
+        (["question", "answer"], {"prompt": "question", "completion": "answer"}, {}, ""),
+        (
+            ["question", "answer"],
+            {"prompt": "question", "completion": "answr"},
+            {},
+            "columns maps completion to 'answr', which the rows do not have; did",
+        ),
+        (["question", "answer"], {"prompt": "zzz", "completion": "answer"}, {}, "columns maps prompt to 'zzz', which the rows do not have. Their"),
+        # Alone in its format, and no other is there.
+        (["body"], {"text": "bodi"}, {}, "did you mean 'body'?"),
+        # The rows are of a known format, but that is not what was asked for.
+        (["question", "answer", "text"], {"prompt": "question", "completion": "answr"}, {}, "did you mean 'answer'?"),
+        (["ids", "labls"], {"input_ids": "ids", "labels": "lables"}, {}, "columns maps labels to 'lables'"),
+        (["ids"], {"input_ids": "ids", "labels": "lables"}, {"extra_columns": "ignore"}, ""),
+        (["question"], {"prompt": "question", "completion": "answr"}, {"format": "prompt_completion"}, "columns maps completion to 'answr'"),
+        # One mapping for sources of two formats.
+        (["messages"], {"prompt": "question", "completion": "answer"}, {}, ""),
+        (["body"], {"prompt": "question", "completion": "answer", "text": "body"}, {}, ""),
+        (["messages"], {}, {}, ""),
+    ],
+)
+def test_mapping_to_columns_that_are_not_there_is_named(columns, mapping, options, words):
+    found = find_wrong_mapping(columns, options=FormatOptions(max_tokens=8, columns=mapping, **options))
+    assert found == words if not words else words in found

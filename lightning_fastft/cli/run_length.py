@@ -1,0 +1,86 @@
+"""RunLength: what ``fit`` says of the length of its run, before it begins and where a checkpoint leaves nothing of it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_fastft.datamodule import PackedDataModule
+from lightning_fastft.errors import ResumeError
+from lightning_fastft.packing.describe import count, describe_epoch
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# Below this a run is mostly a plan that nobody meant: packs as long as those of large data on a few hundred rows.
+FEWEST_STEPS = 10
+
+
+class RunLength(Callback):
+    """Tell the optimizer steps of an epoch, warn where the data makes very few, and answer a checkpoint that is at or past the end of the run.
+
+    Raises:
+        ResumeError: The checkpoint has more epochs behind it than this run may have.
+    """
+
+    def __init__(self) -> None:
+        self._has_trained = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Tell the plan, which stands since the data module's own set-up; the model is read after this."""
+        self._has_trained = False
+        data = getattr(trainer, "datamodule", None)
+        if stage != "fit" or not isinstance(data, PackedDataModule):
+            return
+        plan = data.plan
+        num_steps = math.ceil(plan.num_micro_batches / plan.accumulate)
+        is_cut = plan.num_micro_batches < plan.num_uncut_micro_batches
+        epoch = describe_epoch(
+            num_packs=len(plan.packs), num_extra_packs=plan.num_extra_packs, world_size=plan.world_size, accumulate=plan.accumulate
+        )
+        cut = f", of which limit_train_batches leaves {num_steps}" if is_cut else ""
+        rank_zero_info(f"Packs of {data.max_tokens} tokens; {epoch}{cut}.")
+        # Whoever sets steps or batches knows how few they are.
+        if is_cut or trainer.max_epochs is None or trainer.max_epochs < 0 or num_steps * trainer.max_epochs >= FEWEST_STEPS:
+            return
+        if trainer.max_steps < 0 or trainer.max_steps >= num_steps * trainer.max_epochs:
+            smaller = "--trainer.accumulate_grad_batches 1, " if plan.accumulate > 1 else ""
+            few = count(num_steps * trainer.max_epochs, "optimizer step")
+            rank_zero_warn(
+                f"The whole run has {few} (max_epochs={trainer.max_epochs}), too few to learn much: {count(len(plan.packs), 'pack')} of "
+                f"max_tokens={data.max_tokens}, accumulate_grad_batches={plan.accumulate}, {count(plan.world_size, 'rank')}. "
+                f"For more steps: a smaller --data.max_tokens, {smaller}more --trainer.max_epochs."
+            )
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint that is past the last epoch, before Lightning does."""
+        loops = checkpoint.get("loops")
+        if trainer.state.fn != TrainerFn.FITTING or not loops or trainer.max_epochs is None or trainer.max_epochs < 0:
+            return
+        num_epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
+        if num_epochs > trainer.max_epochs:
+            raise ResumeError(
+                f"The checkpoint {trainer.ckpt_path} has {num_epochs} epochs behind it and this run ends after {trainer.max_epochs} "
+                f"(trainer.max_epochs). Go on with --trainer.max_epochs {num_epochs + 1} or more, or take an earlier checkpoint."
+            )
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Note that something is trained."""
+        self._has_trained = True
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say that a resumed run was at its end already."""
+        if self._has_trained or trainer.ckpt_path is None:
+            return
+        if 0 <= trainer.max_steps <= trainer.global_step:
+            place, more = f"optimizer step {trainer.global_step} of max_steps={trainer.max_steps}", "--trainer.max_steps"
+        elif trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch:
+            place = f"epoch {trainer.current_epoch} of max_epochs={trainer.max_epochs}, optimizer step {trainer.global_step}"
+            more = "--trainer.max_epochs"
+        else:
+            return
+        rank_zero_info(f"Nothing was left to train: {trainer.ckpt_path} stands at the end of this run ({place}). To go on, give a higher {more}.")
