@@ -89,7 +89,8 @@ def run_doctor(words: Sequence[str]) -> int:
         rows = [{"input_ids": torch.randint(cli.model.vocab_size, (length,)).tolist()} for length in DOCUMENT_LENGTHS]
         data = PackedDataModule(rows, max_tokens=sum(DOCUMENT_LENGTHS), num_workers=0, num_proc=1, cache_dir=None, show_progress=False)
         trainer.fit(cli.model, datamodule=data)
-    sys.stdout.write(f"{describe_machine()}\nmodel: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors are counted here\n\n{table.text}\n")
+    model = f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors are counted here"
+    sys.stdout.write(f"{describe_machine()}\n{model}\n\n{table.text}\n")
     return 0
 
 
