@@ -41,9 +41,11 @@ class ClipsInPlace:
     """Clipping of gradients in place, by the norm whose bits the twin has."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float()
-        for grad in grads:
+        groups = [[param.grad for param in group["params"] if param.grad is not None] for group in optimizer.param_groups]
+        # Of each group in float64, rounded, and those together: of all at once the last bit may be another, on one processor and not on the next.
+        norms = [torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float() for grads in groups if grads]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        for grad in (grad for grads in groups for grad in grads):
             grad.mul_(torch.clamp(gradient_clip_val / (norm + 1e-6), max=1.0))
 
 

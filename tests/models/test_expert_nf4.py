@@ -83,6 +83,16 @@ class LiveStacks(TorchDispatchMode):
 # The numbers.
 
 
+def dense_of(packed, state):
+    """What bitsandbytes makes of a weight, asked for block by block.
+
+    On a processor with AVX-512 its 0.50.2 reads other blocks' scales where a row is no multiple of 64 columns, as in these small experts.
+    """
+    by_block = copy.copy(state)
+    by_block.shape = torch.Size((packed.numel() * 2 // 64, 64))
+    return bnb.dequantize_4bit(packed, by_block).view(state.shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_expert_has_the_numbers_of_bitsandbytes(family, dtype):
@@ -102,8 +112,8 @@ def test_every_expert_has_the_numbers_of_bitsandbytes(family, dtype):
             assert torch.equal(own_state.absmax, state.absmax)
             assert torch.equal(own_state.offset, state.offset)
             assert torch.equal(own_state.state2.absmax, state.state2.absmax)
-            truth = bnb.dequantize_4bit(packed, state)
-            assert torch.equal(bnb.dequantize_4bit(own_packed, own_state), truth)
+            truth = dense_of(packed, state)
+            assert torch.equal(dense_of(own_packed, own_state), truth)
             assert torch.equal(stack.dense()[expert], truth)
             assert torch.equal(stack[expert], truth)
             assert torch.equal(stack[expert - len(stack)], truth)
