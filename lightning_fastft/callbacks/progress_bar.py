@@ -24,9 +24,8 @@ class FastFTProgressBar(TQDMProgressBar):
     """Show the loss of the last optimizer step that the device has finished, tokens per second, and the latest validation values.
 
     The loss of a step is the mean over the micro-batches of its window. It is made on the device from what training_step returned, copied into pinned
-    memory and shown once it is there, usually one step late. Values that the
-    module logs with ``prog_bar=True`` in training are not shown: Lightning reads those on every step, whichever bar is used, and each read waits for
-    the device; log without it.
+    memory and shown once it is there, usually one step late. Values that the module logs with ``prog_bar=True`` in training are not shown: Lightning
+    reads those on every step, whichever bar is used, and each read waits for the device; log without it.
 
     Args:
         refresh_rate: Micro-batches between two updates of the bar; 0 turns the bar off.

@@ -123,10 +123,15 @@ class LayerGraphs:
     def close(self) -> None:
         """Drop the graphs and their memory; gradients stay where parameters refer to them."""
         self._last_status = self.status()
-        self._context = self._kind = None
+        self._context = None
+        self._drop()
+        self.open_runs.clear()
+
+    def _drop(self) -> None:
+        """Let go of recordings and their memory; a run whose backward is still to come has its own."""
+        self._kind = None
         for kept in (self._kinds, self._buffers, self._grads):
             kept.clear()
-        self.open_runs.clear()
 
     def status(self) -> Status:
         """Return what is recorded, and why layers run otherwise."""
@@ -229,8 +234,7 @@ class LayerGraphs:
             raise error
         logger.warning("layer graphs: %s Layers run as ever.", error)
         self._refusal = str(error)
-        self._kind = None
-        self._kinds.clear()
+        self._drop()
 
     def buffer(self, name: Hashable, like: torch.Tensor) -> torch.Tensor:
         """Return memory that stays where it is, one for each name, shape and dtype."""
