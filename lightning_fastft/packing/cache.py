@@ -142,6 +142,7 @@ class _Ingest:
         self._on_stop = on_stop
         self._report = IngestReport()
         self._notes: Counter[str] = Counter()
+        self._first_places: dict[str, str] = {}
         self._length: list[np.ndarray] = []
         self._num_labelled: list[np.ndarray] = []
         self._digest: list[np.ndarray] = []
@@ -208,6 +209,8 @@ class _Ingest:
         report.num_split += result.counts["num_split"]
         report.num_dropped_pieces += result.counts["num_dropped_pieces"]
         self._notes.update(result.notes)
+        for note, line in result.first_lines.items():
+            self._first_places.setdefault(note, f"{result.source}, line {line}")
         if result.longest[0] > report.longest:
             report.longest, report.longest_place = result.longest[0], f"{result.source}, line {result.longest[1]}"
         if result.highest_id[0] > report.highest_id:
@@ -240,7 +243,8 @@ class _Ingest:
         report.num_tokens = int(length_N.sum())
         report.num_labelled = int(_join(self._num_labelled).sum())
         report.num_duplicates = len(digest_N) - len(np.unique(digest_N))
-        report.notes = [f"{count} {note}" for note, count in sorted(self._notes.items())]
+        first = {note: f" (the first is {place})" for note, place in self._first_places.items()}
+        report.notes = [f"{count} {note}{first.get(note, '')}" for note, count in sorted(self._notes.items()) if count]
         tokenizer, options = self._setup.tokenizer, self._setup.options
         has_plain_rows = bool(set(report.rows_per_format) - {"messages", "input_ids", "none"})
         if has_plain_rows and options.add_eos and tokenizer is not None and tokenizer.eos_token_id is None:

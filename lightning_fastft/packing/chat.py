@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +29,31 @@ _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, Attribute
 _SENTINEL = "\ue0f1\ue0f2\ue0f1"
 
 
+# Around the number of a control token that was written by a user and is to be read as text.
+_QUOTE, _END_QUOTE = "\ue0f3", "\ue0f4"
+_QUOTED = re.compile(f"{_QUOTE}([0-9]+){_END_QUOTE}")
+# Around control tokens of the template, in texts that hold the same characters as plain text.
+_MARK, _END_MARK = "\ue0f5", "\ue0f6"
+_PRIVATE = frozenset((_QUOTE, _END_QUOTE, _MARK, _END_MARK))
+
+QUOTED_CONTROL = "rows whose questions hold control tokens of the tokenizer, which are read as plain text"
+USED_CONTROL = "rows whose questions hold control tokens, which this tokenizer cannot read as plain text: they act as control tokens"
+ANSWERED_CONTROL = "rows whose answers hold control tokens of the tokenizer; they are trained as such"
+TRAINED_ANYWAY = "rows with turns of weight 0, which loss_on='all' trains"
+
+
 class Rendered(NamedTuple):
-    """A text and its trained characters: spans (begin, end), ascending; is_chat says that a template wrote first and last tokens too."""
+    """A text and its trained characters: spans (begin, end), ascending.
+
+    is_chat says that a template wrote first and last tokens too, is_quoted that the text holds numbers in place of control tokens of a user, and
+    notes what a person should know about the row.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...]
     is_chat: bool = False
+    is_quoted: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str | None:
@@ -84,6 +104,8 @@ class ChatRenderer:
         added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self.special_ids = frozenset({*tokenizer.all_special_ids, *added})
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
+        self.controls = ControlTokens(tokenizer)
+        self._needs_parts: bool | None = None
 
     def render(self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None) -> Rendered:
         """Return the conversation's text and the trained characters.
@@ -97,18 +119,48 @@ class ChatRenderer:
             RowRejectedError: The template refused the messages, or the assistant's turns cannot be told apart.
         """
         tool_list = _check_tools(tools)
+        notes: list[str] = []
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if any(message.get("weight") == 0 for message in answers) and self._loss_on == "all":
+            notes.append(TRAINED_ANYWAY)
+        is_wanted = [message.get("weight", 1) != 0 for message in answers]
+        for number in range(sum(message["role"] == "assistant" for message in messages[:num_context_turns])):
+            is_wanted[number] = False
+        turns, tool_list, found = self.controls.quote(messages, tool_list)
+        notes += found
+        rendered = self._render(self._shape(turns), is_wanted=is_wanted, tools=tool_list)
+        return rendered._replace(is_quoted=QUOTED_CONTROL in found, notes=tuple(notes))
+
+    def _render(self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None) -> Rendered:
+        """Render; is_wanted says for each turn of the assistant whether it is trained."""
         if self._loss_on == "all":
-            text = self._apply(messages, tools=tool_list)
+            text = self._apply(messages, tools=tools)
             return Rendered(text, ((0, len(text)),), is_chat=True)
         if self._has_marks:
-            rendered = self._render_marked(messages, tools=tool_list)
-            num_turns = sum(message["role"] == "assistant" for message in messages)
-            num_wanted = sum(message["role"] == "assistant" for message in messages[num_context_turns:])
-            if num_wanted == num_turns:
+            rendered = self._render_marked(messages, tools=tools)
+            if all(is_wanted):
                 return rendered
-            if len(rendered.spans) == num_turns:
-                return rendered._replace(spans=rendered.spans[num_turns - num_wanted :])
-        return self._render_unmarked(messages, num_context_turns=num_context_turns, tools=tool_list)
+            if len(rendered.spans) == len(is_wanted):
+                return rendered._replace(spans=tuple(compress(rendered.spans, is_wanted)))
+        return self._render_unmarked(messages, is_wanted=is_wanted, tools=tools)
+
+    def _shape(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the turns as the template takes them: without weights, and with content in parts where it drops strings."""
+        if self._needs_parts is None:
+            self._needs_parts = not self._keeps(lambda text: text) and self._keeps(_as_parts)
+        turns = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+        if self._needs_parts:
+            turns = [turn | {"content": _as_parts(turn["content"])} if isinstance(turn.get("content"), str) else turn for turn in turns]
+        return turns
+
+    def _keeps(self, shape: Callable[[str], Any]) -> bool:
+        """Say whether the template renders content of this shape."""
+        words = {"user": "zebra", "assistant": "quartz"}
+        try:
+            text = self._apply([{"role": role, "content": shape(word)} for role, word in words.items()], tools=None)
+        except RowRejectedError:
+            return False
+        return all(word in text for word in words.values())
 
     def _render_marked(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> Rendered:
         recorder = _CharacterTokenizer(self._tokenizer)
@@ -128,12 +180,11 @@ class ChatRenderer:
         turn = np.flatnonzero(np.diff(mask))
         return Rendered(result["input_ids"], tuple(zip(turn[::2].tolist(), turn[1::2].tolist())), is_chat=True)
 
-    def _render_unmarked(self, messages: Sequence[dict[str, Any]], *, num_context_turns: int, tools: list[Any] | None) -> Rendered:
+    def _render_unmarked(self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None) -> Rendered:
         text = self._apply(messages, tools=tools)
         spans: list[tuple[int, int]] = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or number < num_context_turns:
-                continue
+        answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
+        for number in compress(answers, is_wanted):
             begin = self._find_begin(messages, number, text=text, tools=tools)
             end = self._find_end(messages, number, text=text, tools=tools)
             if begin is None or end is None or begin >= end or (spans and begin < spans[-1][1]):
@@ -169,10 +220,12 @@ class ChatRenderer:
     def _find_mark(self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None, before: bool) -> int | None:
         """Return where a mark put before or behind a content comes out; None where the mark changes more than itself."""
         content = messages[number].get("content")
-        if not isinstance(content, str) or _SENTINEL in text:
+        words = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+        if content is None or _SENTINEL in text:
             return None
         marked = [*messages]
-        marked[number] = {**messages[number], "content": _SENTINEL + content if before else content + _SENTINEL}
+        words = _SENTINEL + words if before else words + _SENTINEL
+        marked[number] = {**messages[number], "content": words if isinstance(content, str) else _as_parts(words)}
         place_text = self._apply(marked, tools=tools)
         place = place_text.find(_SENTINEL)
         return place if place >= 0 and place_text[:place] + place_text[place + len(_SENTINEL) :] == text else None
@@ -206,6 +259,128 @@ class _Characters(dict[str, Any]):
 
     def char_to_token(self, batch: int, character: int) -> int:
         return character
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+class ControlTokens:
+    """Find the control tokens of a tokenizer in what users wrote, and tokenise them there as the plain text that they are.
+
+    A tokenizer takes ``<|im_end|>`` inside a question for the end of the turn. Each one in a question is replaced by a number before the template
+    renders it. Then the template's own control tokens are marked, the numbers become text again, and a copy of the tokenizer reads that: it knows
+    control tokens by their marks alone.
+
+    Args:
+        tokenizer: A slow one has no copy: control tokens stay what they are, and rows are noted.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
+        self._words = sorted({*special, *(word for word in tokenizer.all_special_tokens if word)}, key=lambda word: (-len(word), word))
+        self._pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
+        self._number = {word: number for number, word in enumerate(self._words)}
+        self._copy: PreTrainedTokenizerBase | None = None
+        self._own_ids: dict[int, int] = {}
+
+    def quote(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> tuple[Sequence[dict[str, Any]], list[Any] | None, list[str]]:
+        """Return messages and tools with numbers in place of control tokens that users wrote, and what to note."""
+        notes = []
+        answers = [message for message in messages if message["role"] == "assistant"]
+        questions = [message for message in messages if message["role"] != "assistant"]
+        if self._is_in(answers):
+            notes.append(ANSWERED_CONTROL)
+        if self._is_in(questions) or self._is_in(tools):
+            if not self._tokenizer.is_fast or self._holds([*messages, tools], _PRIVATE):
+                return messages, tools, [*notes, USED_CONTROL]
+            messages = [message if message["role"] == "assistant" else self._quote_all(message) for message in messages]
+            return messages, self._quote_all(tools), [*notes, QUOTED_CONTROL]
+        return messages, tools, notes
+
+    def encode(self, rendered: Rendered) -> tuple[Any, Rendered]:
+        """Return the tokens of a quoted text, as a tokenizer returns those of a batch of one, and the text they stand for, with its spans."""
+        if self._copy is None:
+            self._copy = self._make_copy()
+        text, places = self._mark(rendered.text)
+        spans = tuple((places[begin], places[end]) for begin, end in rendered.spans)
+        return self._copy([text], add_special_tokens=False, return_attention_mask=False, verbose=False), rendered._replace(text=text, spans=spans)
+
+    @property
+    def copy(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that knows control tokens by their marks."""
+        assert self._copy is not None, "encode comes first"
+        return self._copy
+
+    def own_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokenizer's own ids for those of the copy."""
+        return [self._own_ids.get(token, token) for token in ids]
+
+    def _is_in(self, value: object) -> bool:
+        return any(self._pattern.search(text) for text in _walk_strings(value))
+
+    def _holds(self, value: object, characters: frozenset[str]) -> bool:
+        return any(character in text for text in _walk_strings(value) for character in characters)
+
+    def _quote_all(self, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: f"{_QUOTE}{self._number[found.group()]}{_END_QUOTE}", value)
+        if isinstance(value, dict):
+            return {name: entry if name == "role" else self._quote_all(entry) for name, entry in value.items()}
+        return [self._quote_all(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+    def _mark(self, text: str) -> tuple[str, list[int]]:
+        """Return the text with marked control tokens and plain quoted ones, and the place there of each character here."""
+        parts: list[str] = []
+        places: list[int] = []
+        length = 0
+
+        def add(piece: str, num_characters: int) -> None:
+            nonlocal length
+            # A span may begin or end at a piece, never inside one.
+            places.extend(
+                [length] + [length + len(piece)] * (num_characters - 1) if num_characters != len(piece) else range(length, length + len(piece))
+            )
+            parts.append(piece)
+            length += len(piece)
+
+        begin = 0
+        for found in re.finditer(f"{_QUOTED.pattern}|{self._pattern.pattern}", text):
+            add(text[begin : found.start()], found.start() - begin)
+            word = found.group()
+            add(self._words[int(found.group(1))] if found.group(1) else f"{_MARK}{word}{_END_MARK}", len(word))
+            begin = found.end()
+        add(text[begin:], len(text) - begin)
+        return "".join(parts), [*places, length]
+
+    def _make_copy(self) -> PreTrainedTokenizerBase:
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        state["post_processor"] = state["truncation"] = state["padding"] = None
+        marked = {}
+        for token in state["added_tokens"]:
+            if token["special"]:
+                own_id, token["content"] = token["id"], f"{_MARK}{token['content']}{_END_MARK}"
+                marked[token["content"]] = own_id
+        backend = Tokenizer.from_str(json.dumps(state))
+        copies = {content: backend.token_to_id(content) for content in marked}
+        self._own_ids = {number: marked[content] for content, number in copies.items() if number is not None}
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def _walk_strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            if name != "role":
+                yield from _walk_strings(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _walk_strings(entry)
 
 
 def _check_tools(tools: object) -> list[Any] | None:

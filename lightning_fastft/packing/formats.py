@@ -86,10 +86,11 @@ class FormatOptions:
 
 
 class Encoded(NamedTuple):
-    """One example as tokens: ids (int64) and which of them are trained (bool), both of shape (length,)."""
+    """One example as tokens: ids (int64) and which of them are trained (bool), both of shape (length,), and what to note about its row."""
 
     input_ids: np.ndarray
     is_trained: np.ndarray
+    notes: tuple[str, ...] = ()
 
 
 class TokenIdError(DataError):
@@ -254,12 +255,23 @@ class Formatter:
         batch = self._tokenizer([example.text for example in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False)
         encoded: list[Encoded | TokenIdError] = []
         for number, example in enumerate(rendered):
-            ids, spans = self._place_spans(batch, number, example)
+            if example.is_quoted:
+                ids, spans = self._encode_quoted(example)
+            else:
+                ids, spans = self._place_spans(batch, number, example, tokenizer=self._tokenizer)
             # A chat template writes its own first and last tokens.
-            finished = self._finish(ids, spans, add_ends=not example.is_chat)
+            finished = self._finish(ids, spans, add_ends=not example.is_chat)._replace(notes=example.notes)
             highest = int(finished.input_ids.max(initial=-1))
             encoded.append(finished if highest <= self._highest_id else TokenIdError(highest, "token id", self._allowed_ids))
         return encoded
+
+    def _encode_quoted(self, example: chat.Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and trained spans of a conversation whose questions hold control tokens as plain text."""
+        assert self._chat is not None
+        controls = self._chat.controls
+        batch, marked = controls.encode(example)
+        ids, spans = self._place_spans(batch, 0, marked, tokenizer=controls.copy)
+        return controls.own_ids(ids), spans
 
     def _finish(self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool) -> Encoded:
         """Mark trained tokens; put the tokenizer's first token in front and the end of the sequence, trained, behind."""
@@ -282,24 +294,30 @@ class Formatter:
     def _special_ids(self) -> frozenset[int]:
         return self._chat.special_ids if self._chat is not None else frozenset()
 
-    def _place_spans(self, batch: Any, number: int, example: chat.Rendered) -> tuple[list[int], list[tuple[int, int]]]:  # noqa: ANN401 - BatchEncoding
+    def _place_spans(
+        self,
+        batch: Any,  # noqa: ANN401 - BatchEncoding
+        number: int,
+        example: chat.Rendered,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids and trained spans of tokens; where a token crosses the border of a span, the sides are tokenised apart.
 
         A model is asked with a prompt that was tokenised alone, so a token across the border would be one it never meets.
         """
-        assert self._tokenizer is not None
         ids = list(batch["input_ids"][number])
         borders = sorted({border for span in example.spans for border in span})
-        find = self._find_border_fast if self._tokenizer.is_fast else self._find_border_slow
+        find = self._find_border_fast if tokenizer.is_fast else self._find_border_slow
         found = {border: find(batch, number, example.text, border, ids) for border in borders}
         if all(is_clean for _, is_clean in found.values()):
             return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
         cuts = [0, *(border for border in borders if 0 < border < len(example.text)), len(example.text)]
-        pieces = self._tokenizer(
+        pieces = tokenizer(
             [example.text[begin:end] for begin, end in pairwise(cuts)], add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]
         joined = [token for piece in pieces for token in piece]
-        if self._decode(joined) == self._decode(ids):
+        if _decode(tokenizer, joined) == _decode(tokenizer, ids):
             self.notes["examples tokenised in parts, because a token would have crossed from context into trained text"] += 1
             place = dict(zip(cuts, np.cumsum([0, *map(len, pieces)]).tolist()))
             return joined, [(place[begin], place[end]) for begin, end in example.spans]
@@ -331,10 +349,6 @@ class Formatter:
             return len(ids), True
         before = self._tokenizer(text[:border], add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return len(before), ids[: len(before)] == list(before)
-
-    def _decode(self, ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _take_ids(self, row: Mapping[str, Any]) -> Encoded:
         ids = self._to_array(row["input_ids"], column="input_ids")
@@ -373,6 +387,10 @@ class Formatter:
             return np.asarray(value, dtype=np.int64)
         except OverflowError:
             raise TokenIdError(max(value, key=abs), column, self._allowed_ids) from None
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _find_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:

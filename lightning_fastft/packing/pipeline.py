@@ -19,7 +19,16 @@ import numpy as np
 from lightning_fastft.errors import DataError
 from lightning_fastft.packing.formats import COLUMNS, Encoded, FormatOptions, Formatter, TokenIdError, detect_format, find_wrong_mapping
 from lightning_fastft.packing.report import render_counts
-from lightning_fastft.packing.rows import Raw, Reject, RowRejectedError, check_token_counts, make_reject, parse_row, take_columns
+from lightning_fastft.packing.rows import (
+    Raw,
+    Reject,
+    RowRejectedError,
+    check_token_counts,
+    drop_absent_fields,
+    make_reject,
+    parse_row,
+    take_columns,
+)
 from lightning_fastft.packing.sources import RawRow, Source
 
 if TYPE_CHECKING:
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
 PEEK_ROWS = 100
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 2**22
+ABSENT_FIELDS = "rows with nulls inside messages or tools, as columns of a table fill fields that a row does not have; they are dropped"
 # A column in fewer of the first rows than this does not belong to the file, where there are rows enough to tell.
 _COLUMN_ROWS = 2
 _ROWS_ENOUGH = 10
@@ -50,12 +60,14 @@ class Chunk(NamedTuple):
     expected: frozenset[str] | None
     rows: list[RawRow]
     is_first: bool
+    is_columnar: bool = False
 
 
 class ChunkResult(NamedTuple):
     """What became of a chunk: tokens one behind the other, rejects in row order, and counts by name.
 
     num_seen counts rows; blank lines are in counts. digest_N has one number per accepted row, before any cut. An impossible token id ends the chunk.
+    first_lines has the first line of a note that concerns single rows.
     """
 
     source: str
@@ -69,6 +81,7 @@ class ChunkResult(NamedTuple):
     rejects: list[Reject]
     counts: Counter[str]
     notes: Counter[str]
+    first_lines: dict[str, int]
     longest: tuple[int, int]
     highest_id: tuple[int, int]
     impossible: tuple[int, TokenIdError] | None
@@ -95,9 +108,10 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
         format, expected = _learn_format(source, first, options=options)
         if format is not None:
             formatter.check_can_serve(format, file=source.name)
-        yield Chunk(source.name, format, expected, first, True)
+        is_columnar = source.columns is not None
+        yield Chunk(source.name, format, expected, first, True, is_columnar)
         for more in _split_rows(rows):
-            yield Chunk(source.name, format, expected, more, False)
+            yield Chunk(source.name, format, expected, more, False, is_columnar)
 
 
 def _take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:
@@ -179,28 +193,38 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
         formatter: Turns rows into tokens; its notes are taken along and set back.
         options: What happens to rows that are too long.
     """
-    places, rows, rejects = [], [], []
-    raw_by_line = {row.line: row.raw for row in chunk.rows if row.raw is not None}
+    # Rows are told apart by their place here: those of a JSON array may share a line.
+    read = [row for row in chunk.rows if row.raw is not None]
+    taken: list[int] = []
+    rows: list[dict[str, Any]] = []
+    rejected: dict[int, Reject] = {}
     required, optional = COLUMNS[chunk.format] if chunk.format is not None else ((), ())
+    counts: Counter[str] = Counter(num_blank_lines=len(chunk.rows) - len(read))
+    notes: Counter[str] = Counter()
 
-    def reject(line: int, error: RowRejectedError) -> None:
-        rejects.append(make_reject(error, file=chunk.source, line=line, raw=raw_by_line[line]))
+    def reject(place: int, error: RowRejectedError) -> None:
+        rejected[place] = make_reject(error, file=chunk.source, line=read[place].line, raw=read[place].raw or b"")
 
-    for line, raw in raw_by_line.items():
+    for place, (_, raw) in enumerate(read):
         try:
-            row = parse_row(raw)
-            rows.append(take_columns(row, required=required, optional=optional, mapping=options.columns or {}, expected=chunk.expected))
-            places.append(line)
+            row = parse_row(raw or b"")
+            columns = take_columns(row, required=required, optional=optional, mapping=options.columns or {}, expected=chunk.expected)
+            if chunk.is_columnar:
+                columns, num_absent = drop_absent_fields(columns)
+                notes[ABSENT_FIELDS] += num_absent > 0
+            rows.append(columns)
+            taken.append(place)
         except RowRejectedError as error:
-            reject(line, error)
+            reject(place, error)
     outcomes = formatter.encode(rows, format=chunk.format) if chunk.format is not None else []
 
     kept: list[Encoded] = []
     digests: list[int] = []
-    counts: Counter[str] = Counter(num_blank_lines=len(chunk.rows) - len(raw_by_line))
+    first_lines: dict[str, int] = {}
     longest = highest = (-1, 0)
     impossible = None
-    for line, outcome in zip(places, outcomes):
+    for place, outcome in zip(taken, outcomes):
+        line = read[place].line
         try:
             if isinstance(outcome, RowRejectedError):
                 raise outcome
@@ -211,25 +235,28 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
             longest = max(longest, (len(outcome.input_ids), line), key=lambda pair: pair[0])
             kept.extend(_fit(outcome, options=options, counts=counts))
         except RowRejectedError as error:
-            reject(line, error)
+            reject(place, error)
             continue
+        for note in outcome.notes:
+            notes[note] += 1
+            first_lines.setdefault(note, line)
         digests.append(_digest(outcome))
         highest = max(highest, (int(outcome.input_ids.max()), line), key=lambda pair: pair[0])
-    rejects.sort(key=lambda entry: entry.line)
-    notes = formatter.notes.copy()
+    notes += formatter.notes
     formatter.notes.clear()
     return ChunkResult(
         source=chunk.source,
         format=chunk.format,
         is_first=chunk.is_first,
-        num_seen=len(raw_by_line),
+        num_seen=len(read),
         id_T=np.concatenate([np.zeros(0, np.int32), *(example.input_ids.astype(np.int32) for example in kept)]),
         is_trained_T=np.concatenate([np.zeros(0, bool), *(example.is_trained for example in kept)]),
         length_N=np.asarray([len(example.input_ids) for example in kept], dtype=np.int64),
         digest_N=np.asarray(digests, dtype=np.uint64),
-        rejects=rejects,
+        rejects=[rejected[place] for place in sorted(rejected)],
         counts=counts,
         notes=notes,
+        first_lines=first_lines,
         longest=longest,
         highest_id=highest,
         impossible=impossible,

@@ -35,6 +35,8 @@ ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password
 ALL_MASKED = "all labels masked"
 ALL_MASKED_TRUNCATED = "all labels masked after truncation"
 
+# A turn with one of these at 0 or false is context: OpenAI's name, and those of other trainers.
+TRAINED_FLAGS = ("weight", "train", "training")
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Who speaks in conversations of the ShareGPT form, by the roles of a chat template.
 SPEAKERS = {
@@ -237,6 +239,33 @@ def take_columns(
     return taken
 
 
+def drop_absent_fields(row: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return a row of a table without the nulls inside its nested values, and how many there were.
+
+    A column of a table has one type: an object that lacks a field of another row holds null in its place.
+
+    Args:
+        row: Columns under our names.
+
+    Example:
+        >>> drop_absent_fields({"tools": [{"name": "f", "strict": None}]})
+        ({'tools': [{'name': 'f'}]}, 1)
+    """
+    num_absent = 0
+
+    def drop(value: Any) -> Any:  # noqa: ANN401 - any value of a row
+        nonlocal num_absent
+        if isinstance(value, Mapping):
+            kept = {key: drop(entry) for key, entry in value.items() if entry is not None}
+            num_absent += len(value) - len(kept)
+            return kept
+        if isinstance(value, (list, tuple)) and any(isinstance(entry, (Mapping, list, tuple)) for entry in value[:1]):
+            return [drop(entry) for entry in value]
+        return value
+
+    return {name: drop(value) if isinstance(value, (list, tuple, Mapping)) else value for name, value in row.items()}, num_absent
+
+
 def check_text(value: object, *, column: str, may_be_empty: bool = False) -> str:
     """Return value if it is a string with something in it and without NUL or half characters.
 
@@ -267,7 +296,9 @@ def check_characters(text: str, *, column: str) -> None:
 
 
 def check_messages(value: object, *, column: str = "messages", needs_assistant: bool = True) -> list[dict[str, Any]]:
-    """Return the turns of a conversation, without keys that hold null.
+    """Return the turns of a conversation, without keys that hold null and with content as one string.
+
+    A turn that is not to be trained has ``weight`` 0; no other turn has a weight.
 
     Args:
         value: What the row holds.
@@ -317,7 +348,7 @@ def _read_turn(turn: object, *, where: str) -> object:
     speaker = turn["from"]
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise RowRejectedError(UNKNOWN_ROLE, f"{speaker!r} in {where}, known are {', '.join(sorted(SPEAKERS))}")
-    return {"role": SPEAKERS[speaker], "content": turn.get("value")}
+    return {"role": SPEAKERS[speaker], "content": turn.get("value")} | {name: turn[name] for name in TRAINED_FLAGS if name in turn}
 
 
 def _check_message(value: object, *, where: str) -> dict[str, Any]:
@@ -335,13 +366,26 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
     if isinstance(content, (list, tuple)):
         parts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in content]
         if any(not isinstance(part, str) for part in parts):
-            raise RowRejectedError(WRONG_TYPE, f"{where} holds a part that is not text")
-        check_text("".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty)
+            kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content} - {"text"})
+            raise RowRejectedError(WRONG_TYPE, f"{where} holds a part that is not text: {', '.join(kinds)}")
+        # Templates take strings in every role, and parts only where they were written for images.
+        message["content"] = check_text("".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty)
     elif content is not None or not calls_a_tool:
         if content is None:
             raise RowRejectedError(WRONG_TYPE, f"{where} has no content")
         check_text(content, column=f"{where}.content", may_be_empty=may_be_empty)
+    _take_weight(message, where=where)
     return message
+
+
+def _take_weight(message: dict[str, Any], *, where: str) -> None:
+    """Leave ``weight`` 0 in a turn that is not to be trained, and no weight in others."""
+    flags = [(name, message.pop(name)) for name in TRAINED_FLAGS if name in message]
+    for name, flag in flags:
+        if flag not in (0, 1):
+            raise RowRejectedError(WRONG_TYPE, f"{where}.{name} must be 0 or 1, it is {flag!r}")
+    if not all(flag for _, flag in flags):
+        message["weight"] = 0
 
 
 def check_token_counts(*, num_tokens: int, num_labelled: int, is_truncated: bool = False) -> None:

@@ -1,23 +1,41 @@
-"""Where rows come from: JSON lines, JSON, CSV and Parquet files, folders of them, data sets of the Hugging Face hub, lists of rows.
+"""Where rows come from: JSON lines, JSON, CSV and Parquet files, folders of them, saved data sets, data sets of the hub, lists of rows.
 
 Lines are split here and not by a data-frame reader, so that the neighbours of a bad row survive and every row keeps its line number.
 """
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import hashlib
 import json
+import logging
+import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from lightning_fastft.errors import DataError, OptionError
 from lightning_fastft.packing.rows import BOM, FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, UnreadableRow
 
+_LOGGER = logging.getLogger(__name__)
+
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-FINGERPRINT_BYTES = 2**20
+# Read while they are unpacked; Parquet compresses itself.
+_PACKED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_ALLOWED = f"{', '.join(SUFFIXES)}, text files also with {', '.join(_PACKED)} behind that"
+# Files of a folder that are likely to be data in a form that is not read: they are named, not skipped.
+_OTHER_DATA = (".zst", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather", ".orc", ".tsv", ".xls", ".xlsx", ".pkl", ".pickle", ".db", ".sqlite")
+# What datasets.Dataset.save_to_disk leaves.
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+# A file of up to this size is hashed whole, about 1.2 GB/s; of a larger one, blocks that are spread over it.
+WHOLE_FINGERPRINT_BYTES = 2**30
+_FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 2**20
 # Name of the file that rejected rows are written to (data modules write rejected_val.jsonl too); never read from a folder.
 REJECTED = "rejected.jsonl"
 _BLANK = b" \t\r\n\x0b\x0c"
@@ -25,7 +43,7 @@ _BATCH_ROWS = 1000
 
 
 class RawRow(NamedTuple):
-    """A row as it was read, with its line (text files) or row number, from 1; None for a blank line."""
+    """A row as it was read, with its line (JSON lines, CSV) or its number (JSON arrays, tables, lists), from 1; None for a blank line."""
 
     line: int
     raw: Raw | None
@@ -64,7 +82,7 @@ def open_sources(sources: object) -> list[Source]:
         OptionError: sources is nothing of the above.
 
     Cost:
-        Reads the first and last MiB of each file.
+        Hashes each file, 1 GiB of it at most.
     """
     if _is_rows(sources):
         return [_open_rows(sources)]
@@ -88,28 +106,78 @@ def _is_rows(value: object) -> bool:
 
 
 def fingerprint_file(path: Path) -> str:
-    """Return a digest of name, size, time of change and the first and last MiB of a file."""
+    """Return a digest of the content of a file, whatever its name, place and time of change.
+
+    Of a file above 1 GiB it covers the size, the time of change and 64 blocks of 1 MiB.
+    """
     stat = path.stat()
-    digest = hashlib.sha256(f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    digest = hashlib.sha256(f"{stat.st_size}\n".encode())
     with path.open("rb") as file:
-        digest.update(file.read(FINGERPRINT_BYTES))
-        file.seek(max(0, stat.st_size - FINGERPRINT_BYTES))
-        digest.update(file.read(FINGERPRINT_BYTES))
+        if stat.st_size <= WHOLE_FINGERPRINT_BYTES:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+            return digest.hexdigest()
+        # What lies between the blocks is known by the time of change alone.
+        digest.update(f"{stat.st_mtime_ns}\n".encode())
+        for number in range(_FINGERPRINT_BLOCKS):
+            file.seek(number * (stat.st_size - _BLOCK_BYTES) // (_FINGERPRINT_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
 
 
 def _open_path(given: str) -> list[Source]:
     path = Path(given).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file() and not _is_no_data(file, root=path))
-        if not files:
-            raise DataError(f"The folder {given} holds no file that ends in {', '.join(SUFFIXES)}.")
-        return [_open_file(file) for file in files]
+        return _open_folder(path, given=given)
     if path.is_file():
         return [_open_file(path)]
-    if path.suffix.lower() in SUFFIXES or path.is_absolute() or given.startswith((".", "~")):
+    if _kind(path) in SUFFIXES or path.is_absolute() or given.startswith((".", "~")):
         raise DataError(f"There is no file or folder {given} (looked from {Path.cwd()}).")
     return [_open_hub(given)]
+
+
+def _open_folder(path: Path, *, given: str) -> list[Source]:
+    if (path / _SAVED_SPLITS).is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / _SAVED).is_file())
+        raise DataError(f"{given} is a saved data set with the splits {', '.join(splits)}; give one of them, for example {path / splits[0]}.")
+    if (path / _SAVED).is_file():
+        return [_open_saved(path)]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_no_data(file, root=path))
+    chosen = [file for file in files if _kind(file) in SUFFIXES]
+    others = [file.relative_to(path) for file in files if file not in set(chosen)]
+    unread = [str(file) for file in others if file.suffix.lower() in (*_OTHER_DATA, *_PACKED)]
+    if unread:
+        raise DataError(
+            f"The folder {given} holds {len(unread)} files in a form that is not read, the first is {unread[0]}. Files end in {_ALLOWED}: "
+            "convert or remove the others, or list the files to train on."
+        )
+    if not chosen:
+        raise DataError(f"The folder {given} holds no file that ends in {_ALLOWED}.")
+    if others:
+        _LOGGER.info("%s: %d files are no data and are skipped, the first is %s.", given, len(others), others[0])
+    return [_open_file(file) for file in chosen]
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix that tells how a file is read: that before .gz where it is compressed."""
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
+    return inner if suffix in _PACKED and inner != ".parquet" else suffix
+
+
+@contextmanager
+def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, unpacking what is compressed; damage in it is a DataError."""
+    unpack = _PACKED.get(path.suffix.lower())
+    if unpack is None:
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with unpack(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path} cannot be unpacked: {error}. The file is damaged or cut short.") from error
 
 
 def _is_no_data(file: Path, *, root: Path) -> bool:
@@ -119,32 +187,33 @@ def _is_no_data(file: Path, *, root: Path) -> bool:
 
 
 def _open_file(path: Path) -> Source:
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise DataError(f"{path} ends in {suffix or 'nothing'}; files end in {', '.join(SUFFIXES)}.")
+    kind = _kind(path)
+    if kind not in SUFFIXES:
+        raise DataError(f"{path} ends in {path.suffix or 'nothing'}; files end in {_ALLOWED}.")
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty: 0 bytes.")
         fingerprint = fingerprint_file(path)
-        if suffix == ".parquet":
+        if kind == ".parquet":
             return _open_parquet(path, fingerprint)
-        if suffix == ".csv":
-            return Source(str(path), fingerprint, lambda _: _read_csv(path), None, lambda: _count_lines(path))
-        is_list = suffix == ".json" and _first_character(path) == b"["
+        with _open_bytes(path) as file:
+            beginning = file.read(4096)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    reader = _read_json_list if is_list else _read_lines
+    # Two bytes a character: a byte order mark, or every other byte of the first ones is zero.
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]):
+        raise DataError(f"{path} is UTF-16; files are read as UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+    if kind == ".csv":
+        reader = _read_csv
+    else:
+        is_array = kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"[")
+        reader = _read_json_array if is_array else _read_lines
     return Source(str(path), fingerprint, lambda _: reader(path), None, lambda: _count_lines(path))
-
-
-def _first_character(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4096).removeprefix(BOM).lstrip()[:1]
 
 
 def _count_lines(path: Path) -> int:
     num_lines, last = 0, b"\n"
-    with path.open("rb") as file:
+    with _open_bytes(path) as file:
         while block := file.read(2**20):
             num_lines, last = num_lines + block.count(b"\n"), block[-1:]
     return num_lines + (last != b"\n")
@@ -152,36 +221,39 @@ def _count_lines(path: Path) -> int:
 
 def _read_lines(path: Path) -> Iterator[RawRow]:
     """Yield the lines of a file; only a line feed ends one, so that strange line ends within strings are kept."""
-    with path.open("rb") as file:
+    with _open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             bare = line.removesuffix(b"\n").removesuffix(b"\r").removeprefix(BOM)
             yield RawRow(number, bare if bare.strip(_BLANK) else None)
 
 
-def _read_json_list(path: Path) -> Iterator[RawRow]:
-    """Yield the elements of a JSON list as the bytes that they are written in, so that each is judged like a line."""
-    text = path.read_bytes().removeprefix(BOM).decode("utf-8", "surrogateescape")
+def _read_json_array(path: Path) -> Iterator[RawRow]:
+    """Yield the elements of a JSON array as the bytes that they are written in, so that each is judged like a line."""
+    with _open_bytes(path) as file:
+        text = file.read().removeprefix(BOM).decode("utf-8", "surrogateescape")
     decoder = json.JSONDecoder(strict=False)
-    place, line, first = text.index("[") + 1, 1, True
-    counted = 0
+    place, line, counted, number = text.index("[") + 1, 1, 0, 0
     while True:
         place = _skip_space(text, place)
         line, counted = line + text.count("\n", counted, place), place
         if text[place : place + 1] == "]":
             break
-        if not first:
+        if number:
             if text[place : place + 1] != ",":
-                raise DataError(f"{path}, line {line}: no comma and no end of the list here, so that no row behind it can be found. Repair the file.")
+                raise DataError(
+                    f"{path}, line {line}: no comma and no end of the array here, so that no row behind it can be found. Repair the file."
+                )
             place = _skip_space(text, place + 1)
             line, counted = line + text.count("\n", counted, place), place
         try:
             _, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {line}: the list is broken, so that no row behind it can be found: {error}. Repair the file.") from None
-        yield RawRow(line, text[place:end].encode("utf-8", "surrogateescape"))
-        place, first = end, False
+            raise DataError(f"{path}, line {line}: the array is broken, so that no row behind it can be found: {error}. Repair the file.") from None
+        number += 1
+        yield RawRow(number, text[place:end].encode("utf-8", "surrogateescape"))
+        place = end
     if text[place + 1 :].strip():
-        raise DataError(f"{path}, line {line}: text follows the end of the list. Repair the file.")
+        raise DataError(f"{path}, line {line}: text follows the end of the array. Repair the file.")
 
 
 def _skip_space(text: str, place: int) -> int:
@@ -194,7 +266,7 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
     """Yield the records of a CSV file with a header line; a record has the number of its first line."""
     previous_limit = csv.field_size_limit(2**31 - 1)
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        with _open_bytes(path) as binary, TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.reader(file, strict=True)
             header: list[str] | None = None
             while True:
@@ -267,10 +339,24 @@ def _take_arrow_row(batch: Any) -> Raw:  # noqa: ANN401 - pyarrow.RecordBatch
     return row
 
 
-def _open_hub(given: str) -> Source:
+def _open_saved(path: Path) -> Source:
+    """Open what datasets.Dataset.save_to_disk wrote."""
     import datasets
 
+    try:
+        return _open_dataset(datasets.load_from_disk(str(path)), name=str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is a saved data set that cannot be read: {error}. Save it again with save_to_disk.") from error
+
+
+def _open_hub(given: str) -> Source:
+    import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
     name, _, rest = given.partition(":")
+    if name in _PACKAGED_DATASETS_MODULES:
+        # These read local files, "pandas" by unpickling them, where load_dataset is asked for them by name.
+        raise DataError(f"{given} names a reader of the datasets library, not a data set. Give files, a folder or a hub id, for example owner/name.")
     config, _, split = rest.partition(":")
     try:
         dataset = datasets.load_dataset(name, config or None, split=split or "train")

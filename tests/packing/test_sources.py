@@ -79,7 +79,8 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
     assert read(source) == [(1, {"a": 1}), (2, None), (3, {"a": "\u2028"}), (4, None), (5, {"a": 3})]
     assert source.count_rows() == 5
     (source,) = open_sources(write(tmp_path / "b.json", '\n[\n {"a": 1},\n\n {"a":\n 2}, {"a": 3}\n]\n'))
-    assert read(source) == [(3, {"a": 1}), (5, {"a": 2}), (6, {"a": 3})]
+    # Elements of an array are counted: several may share a line.
+    assert read(source) == [(1, {"a": 1}), (2, {"a": 2}), (3, {"a": 3})]
     (source,) = open_sources(write(tmp_path / "c.csv", b'\xef\xbb\xbfa,b\r\n1,"x\ny"\r\n\r\n2,z\r\n'))
     assert read(source) == [(2, {"a": "1", "b": "x\ny"}), (4, None), (5, {"a": "2", "b": "z"})]
 
@@ -197,6 +198,92 @@ def test_splits_and_streams_are_refused_with_the_reason():
         open_sources(dataset.to_iterable_dataset())
     with pytest.raises(DataError, match="empty"):
         open_sources(dataset.select([]))
+
+
+def test_every_row_of_an_array_on_one_line_is_trained(tmp_path, plain_tokenizer):
+    rows_on_one_line = [{"text": f"row {number}"} for number in range(50)] + [{"text": ""}, {"text": "last"}]
+    path = write(tmp_path / "a.json", json.dumps(rows_on_one_line))
+    dataset = tokenize_sources(
+        path, tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64), max_reject_share=0.1, rejected_path=tmp_path / "r"
+    )
+    assert (dataset.report.num_rows, dataset.report.num_documents, dataset.report.num_blank_lines) == (52, 51, 0)
+    assert plain_tokenizer.decode(dataset[50].input_ids[:-1]) == "last"
+    assert [json.loads(line)["line"] for line in (tmp_path / "r").read_text().splitlines()] == [51]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+def test_compressed_text_is_read_and_damage_in_it_is_named(tmp_path, suffix):
+    import bz2
+    import gzip
+    import lzma
+
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
+    packed = [
+        write(tmp_path / f"{plain.name}{suffix}", compress(plain.read_bytes()))
+        for plain in (write_jsonl(tmp_path / "a.jsonl"), write(tmp_path / "b.json", json.dumps(VALUES)), write_csv(tmp_path / "c.csv"))
+    ]
+    for path in packed:
+        (source,) = open_sources(path)
+        assert [row for _, row in read(source)] == VALUES
+        assert source.count_rows() > 0
+    packed[0].write_bytes(packed[0].read_bytes()[:-9])
+    with pytest.raises(DataError, match="damaged"):
+        [read(source) for source in open_sources(packed[0])]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.zst", "b.arrow", "sub/b.tsv", "b.zip", "b.txt.gz"])
+def test_folder_with_data_in_a_form_that_is_not_read_is_refused(tmp_path, name):
+    write_jsonl(tmp_path / "a.jsonl")
+    write(tmp_path / "README.md", "about")
+    assert len(open_sources(tmp_path)) == 1
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / name, "x")
+    with pytest.raises(DataError, match=name):
+        open_sources(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_utf16_is_called_by_its_name(tmp_path, name, encoding):
+    with pytest.raises(DataError, match="UTF-16"):
+        open_sources(write(tmp_path / name, '{"text": "a"}'.encode(encoding)))
+
+
+def test_saved_data_set_is_read_and_one_of_several_splits_is_asked_for(tmp_path):
+    import datasets
+
+    dataset = datasets.Dataset.from_list(VALUES)
+    dataset.save_to_disk(tmp_path / "one")
+    assert [row for _, row in read(open_sources(str(tmp_path / "one"))[0])] == VALUES
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "two")
+    with pytest.raises(DataError, match="test, train"):
+        open_sources(tmp_path / "two")
+    assert [row for _, row in read(open_sources(tmp_path / "two" / "train")[0])] == VALUES
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"no arrow")
+    with pytest.raises(DataError, match="save_to_disk"):
+        open_sources(tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", ["pandas", "json", "csv:config", "webdataset", "imagefolder"])
+def test_readers_of_the_datasets_library_are_no_data_sets(tmp_path, monkeypatch, name):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("load_dataset was asked"))
+    with pytest.raises(DataError, match="owner/name"):
+        open_sources(name)
+
+
+def test_fingerprint_is_that_of_the_content_alone(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", b'{"text": "0123456789"}\n' * 1000)
+    first = open_sources(path)[0].fingerprint
+    status = path.stat()
+    copy = write(tmp_path / "copy.jsonl", path.read_bytes())
+    os.utime(copy, ns=(1, 1))
+    assert open_sources(copy)[0].fingerprint == first
+    # In the middle, with size and time kept.
+    path.write_bytes(path.read_bytes().replace(b"0123456789", b"0123456788", 501))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert open_sources(path)[0].fingerprint != first
 
 
 def test_fingerprint_follows_content(tmp_path):
