@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -172,11 +173,19 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
 def connect_activations(activations: OffloadCheckpointing, trainer: pl.Trainer) -> None:
     """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, the ranks, how long packs can be."""
     activations.report = rank_zero_info
-    activations.extra_bytes = lambda: missing_optimizer_bytes(trainer.optimizers)
+    activations.extra_bytes = functools.partial(_missing_bytes, trainer)
     activations.agree = trainer.strategy.broadcast
+    activations.num_local_ranks = functools.partial(getattr, trainer, "num_devices")
+    activations.most_tokens = functools.partial(_most_tokens, trainer)
+
+
+def _missing_bytes(trainer: pl.Trainer) -> int:
+    return missing_optimizer_bytes(trainer.optimizers)
+
+
+def _most_tokens(trainer: pl.Trainer) -> int:
     most_tokens = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
-    activations.num_local_ranks = lambda: trainer.num_devices
-    activations.most_tokens = lambda: most_tokens if isinstance(most_tokens, int) else 0
+    return most_tokens if isinstance(most_tokens, int) else 0
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
