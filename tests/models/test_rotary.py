@@ -35,8 +35,8 @@ def build(kind):
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
     config = PhimoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-        max_position_embeddings=64, router_jitter_noise=0.0, input_jitter_noise=0.0, sliding_window=None,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, max_position_embeddings=64, router_jitter_noise=0.0, input_jitter_noise=0.0, sliding_window=None,
         rope_parameters=LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
     )  # fmt: skip
     torch.manual_seed(0)
