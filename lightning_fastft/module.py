@@ -391,7 +391,7 @@ class FineTuner(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return what restores the model after an exception, where the Trainer has none yet."""
-        has_one = any(isinstance(callback, _RestoreAfterException) for callback in self.trainer.callbacks)
+        has_one = any(isinstance(callback, _RestoreAfterException) for callback in getattr(self.trainer, "callbacks", ()))
         return [] if has_one else [_RestoreAfterException()]
 
     def teardown(self, stage: str) -> None:
@@ -431,6 +431,13 @@ class FineTuner(LightningModule):
         else:
             self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
         return output.loss
+
+    @property
+    def logged_names(self) -> frozenset[str] | None:
+        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
+        if type(self) is not FineTuner:
+            return None
+        return frozenset({"train_loss", "val_loss", "val_perplexity", "val_token_accuracy"})
 
     def validation_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to ``val_loss``, ``val_perplexity`` and ``val_token_accuracy``."""

@@ -5,6 +5,7 @@ Characters and not tokens, because an assistant mask in tokens is lost where a t
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -308,7 +309,7 @@ class ControlTokens:
         return self._copy([text], add_special_tokens=False, return_attention_mask=False, verbose=False), rendered._replace(text=text, spans=spans)
 
     @property
-    def copy(self) -> PreTrainedTokenizerBase:
+    def marked(self) -> PreTrainedTokenizerBase:
         """The tokenizer that knows control tokens by their marks."""
         assert self._copy is not None, "encode comes first"
         return self._copy
@@ -355,9 +356,6 @@ class ControlTokens:
         return "".join(parts), [*places, length]
 
     def _make_copy(self) -> PreTrainedTokenizerBase:
-        from tokenizers import Tokenizer
-        from transformers import PreTrainedTokenizerFast
-
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         state["post_processor"] = state["truncation"] = state["padding"] = None
         marked = {}
@@ -365,10 +363,12 @@ class ControlTokens:
             if token["special"]:
                 own_id, token["content"] = token["id"], f"{_MARK}{token['content']}{_END_MARK}"
                 marked[token["content"]] = own_id
-        backend = Tokenizer.from_str(json.dumps(state))
+        backend = type(self._tokenizer.backend_tokenizer).from_str(json.dumps(state))
         copies = {content: backend.token_to_id(content) for content in marked}
         self._own_ids = {number: marked[content] for content, number in copies.items() if number is not None}
-        return PreTrainedTokenizerFast(tokenizer_object=backend)
+        copied = copy.copy(self._tokenizer)
+        copied._tokenizer = backend
+        return copied
 
 
 def _walk_strings(value: object) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -59,12 +60,18 @@ class PackedSteps:
             UnsupportedModelError: A family cannot be served exactly.
             OptionError: An option does not fit the model.
         """
+        if self._ledger is not None:
+            return
+        if "transformers.modeling_utils" not in sys.modules:
+            # Nobody has made a transformers model. Nor is anything imported for one: PEFT would bring bitsandbytes along.
+            reason = f"{type(module).__name__} holds no transformers model"
+            names = ("packed attention", "loss head", *([ACTIVATIONS_STATUS] if self.activations is not None else []))
+            self._statuses = [Status(name, "inactive", reason) for name in names]
+            return
         # Imported on first use: the strategies must be importable without transformers.
         from lightning_fastft.models.packed import install_packed_training
         from lightning_fastft.models.swap import SwapLedger
 
-        if self._ledger is not None:
-            return
         self._ledger = SwapLedger()
         self.backends_used.clear()
         is_done = False
