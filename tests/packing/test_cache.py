@@ -277,9 +277,9 @@ def test_embedding_smaller_than_the_ids_stops_also_from_the_cache(tmp_path, plai
 
 def test_first_impossible_id_is_named_and_not_the_highest():
     values = [*ids_rows(20), {"input_ids": [1, 500]}, *ids_rows(20), {"input_ids": [1, 900]}]
-    with pytest.raises(DataError, match=r"line 21: token id 500 is impossible"):
+    with pytest.raises(DataError, match=r"row 21: token id 500 is impossible"):
         tokenize_ids(values, vocab_size=400)
-    with pytest.raises(DataError, match=r"line 1: .*99999999999"):
+    with pytest.raises(DataError, match=r"row 1: .*99999999999"):
         tokenize_ids([{"input_ids": [1, 99999999999]}])
     with pytest.raises(DataError, match="impossible"):
         tokenize_ids([{"input_ids": [1, 10**30]}])
@@ -291,7 +291,7 @@ LONG = {"input_ids": list(range(150)), "labels": [-100] * 70 + list(range(70, 80
 def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
     values = [*ids_rows(3), LONG, {"input_ids": list(range(65))}]
     with pytest.raises(
-        DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, line 4\).*truncate.*split"
+        DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, row 4\).*truncate.*split"
     ):
         tokenize_ids(values)
 
@@ -429,4 +429,4 @@ def test_rows_with_control_tokens_are_counted_and_the_first_is_named():
     dataset = tokenize_sources(rows, tokenizer=build_tokenizer(chat_template=MARKED), options=FormatOptions(max_tokens=128))
     (note,) = [note for note in dataset.report.notes if "control tokens" in note]
     assert note.startswith("2 ")
-    assert "line 2" in note
+    assert "row 2" in note
