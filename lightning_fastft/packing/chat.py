@@ -36,6 +36,9 @@ _QUOTED = re.compile(f"{_QUOTE}([0-9]+){_END_QUOTE}")
 _MARK, _END_MARK = "\ue0f5", "\ue0f6"
 _PRIVATE = frozenset((_QUOTE, _END_QUOTE, _MARK, _END_MARK))
 
+# Contents that no filter of a template changes.
+_PROBES = {"user": "40917263", "assistant": "58126934"}
+
 QUOTED_CONTROL = "rows whose questions hold control tokens of the tokenizer, which are read as plain text"
 USED_CONTROL = "rows whose questions hold control tokens, which this tokenizer cannot read as plain text: they act as control tokens"
 ANSWERED_CONTROL = "rows whose answers hold control tokens of the tokenizer; they are trained as such"
@@ -106,6 +109,7 @@ class ChatRenderer:
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
         self.controls = ControlTokens(tokenizer)
         self._needs_parts: bool | None = None
+        self._drops_answers = False
 
     def render(self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None) -> Rendered:
         """Return the conversation's text and the trained characters.
@@ -150,20 +154,24 @@ class ChatRenderer:
     def _shape(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the turns as the template takes them: without weights, and with content in parts where it drops strings."""
         if self._needs_parts is None:
-            self._needs_parts = not self._keeps(lambda text: text) and self._keeps(_as_parts)
+            as_text, as_parts = self._find_kept(lambda text: text), self._find_kept(_as_parts)
+            self._needs_parts = as_text != _PROBES.keys() and as_parts == _PROBES.keys()
+            # A template that refuses the probe says what it wants when it is given a row.
+            self._drops_answers = as_text is not None and "assistant" not in as_text and "assistant" not in (as_parts or ())
+        if self._drops_answers and any(message["role"] == "assistant" and message.get("content") for message in messages):
+            raise RowRejectedError(TEMPLATE_UNCLEAR, "the template leaves the content of the assistant's turns out")
         turns = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         if self._needs_parts:
             turns = [turn | {"content": _as_parts(turn["content"])} if isinstance(turn.get("content"), str) else turn for turn in turns]
         return turns
 
-    def _keeps(self, shape: Callable[[str], Any]) -> bool:
-        """Say whether the template renders content of this shape."""
-        words = {"user": "40917263", "assistant": "58126934"}
+    def _find_kept(self, shape: Callable[[str], Any]) -> set[str] | None:
+        """Return the roles whose content of this shape the template renders; None where it refuses."""
         try:
-            text = self._apply([{"role": role, "content": shape(word)} for role, word in words.items()], tools=None)
+            text = self._apply([{"role": role, "content": shape(word)} for role, word in _PROBES.items()], tools=None)
         except RowRejectedError:
-            return False
-        return all(word in text for word in words.values())
+            return None
+        return {role for role, word in _PROBES.items() if word in text}
 
     def _render_marked(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> Rendered:
         recorder = _CharacterTokenizer(self._tokenizer)

@@ -307,3 +307,10 @@ def test_tokenizer_that_makes_control_tokens_of_plain_text_is_named():
     assert example.input_ids.tolist().count(tokenizer.eos_token_id) == 3
     assert example.notes == (USED_CONTROL,)
     assert shown_trained(tokenizer, example) == "four</s>"
+
+
+def test_template_that_leaves_answers_out_is_rejected():
+    template = UNMARKED.replace("{{ message.content }}", "{{ message.content if message.role == 'user' else message.text }}")
+    _, rejected = encode(template, conversation(*TURNS))
+    assert isinstance(rejected, RowRejectedError)
+    assert rejected.reason == rows.TEMPLATE_UNCLEAR
