@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checks import check_bool, check_choice, check_int, check_path, check_share, check_tokenizer
-from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError
+from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
@@ -290,7 +290,8 @@ class PackedDataModule(LightningDataModule):
         report = dataset.report
         if path is not None and report.num_rejected:
             rank_zero_info(
-                f"{split} data: {report.num_rejected} of {report.num_rows} rows are rejected ({render_counts(report.rejects)}); they are in {path}"
+                f"{split} data: {report.num_rejected} of {report.num_rows} rows are rejected ({render_counts(report.rejects)}); they are in "
+                f"{printable(str(path))}"
             )
         if len(dataset) == 0:
             raise DataError(f"The {split} data {_name_source(self._sources[split])} holds no usable example.")

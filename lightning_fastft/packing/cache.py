@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,18 @@ import numpy as np
 from lightning_fastft.checks import check_int, check_share
 from lightning_fastft.errors import DataError
 from lightning_fastft.packing import chat
-from lightning_fastft.packing.dataset import DTYPES, FORMAT_VERSION, TokenizedDataset, replace_file, sync_file, write_beside, write_file
+from lightning_fastft.packing.dataset import (
+    DTYPES,
+    FORMAT_VERSION,
+    META,
+    TokenizedDataset,
+    digest_file,
+    digest_meta,
+    replace_file,
+    sync_file,
+    write_beside,
+    write_file,
+)
 from lightning_fastft.packing.formats import FormatOptions, Formatter
 from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks, run_chunks
 from lightning_fastft.packing.report import IngestReport, render_counts
@@ -30,6 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOGGER = logging.getLogger(__name__)
+# Goes up with a change that makes other tokens out of most rows. Checkpoints know their data by the fingerprint, so that a new form of the files
+# alone must not change it.
+_FINGERPRINT_VERSION = 1
 
 
 def tokenize_sources(
@@ -70,7 +85,7 @@ def tokenize_sources(
         OptionError: A number is outside of its range.
 
     Cost:
-        One pass over the rows; from the cache, the first and last MiB of each file and the tokenizer's vocabulary.
+        One pass over the rows; from the cache, one pass over its files and those of the data, and the tokenizer's vocabulary.
 
     Example:
         >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
@@ -84,7 +99,7 @@ def tokenize_sources(
         check_int("vocab_size", vocab_size, low=1)
     opened = open_sources(sources)
     fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options)
-    target = None if cache_dir is None else Path(cache_dir) / fingerprint[:32]
+    target = None if cache_dir is None else Path(cache_dir) / _name_entry(opened, fingerprint=fingerprint)
     named = None if rejected_path is None else Path(rejected_path)
     dataset = _open_if_whole(target)
     if dataset is None:
@@ -128,8 +143,14 @@ def _fingerprint(sources: list[Source], *, tokenizer: PreTrainedTokenizerBase | 
     chosen = asdict(options)
     if tokenizer is not None:
         chosen["chat_template"] = chat.read_template(tokenizer, options.chat_template)
-    parts = [FORMAT_VERSION, [source.fingerprint for source in sources], fingerprint_tokenizer(tokenizer), chosen]
+    parts = [_FINGERPRINT_VERSION, [source.fingerprint for source in sources], fingerprint_tokenizer(tokenizer), chosen]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _name_entry(sources: list[Source], *, fingerprint: str) -> str:
+    """Return the name of a cache entry: by content, and by the names of the sources, which its report and its rejects hold."""
+    named = [fingerprint, *([source.name, source.stamp] for source in sources)]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
 class _Ingest:
@@ -143,6 +164,7 @@ class _Ingest:
         self._report = IngestReport()
         self._notes: Counter[str] = Counter()
         self._first_places: dict[str, str] = {}
+        self._first_reject = ""
         self._length: list[np.ndarray] = []
         self._num_labelled: list[np.ndarray] = []
         self._digest: list[np.ndarray] = []
@@ -169,9 +191,9 @@ class _Ingest:
             write_file(part / "start.bin", start_N1.tobytes())
             write_file(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
             write_file(part / REJECTED, _render_rejects(self.rejects))
-            sizes = {name: (part / f"{name}.bin").stat().st_size for name in DTYPES}
-            meta = {"version": FORMAT_VERSION, "fingerprint": fingerprint, "sizes": sizes, "report": self._report.to_dict()}
-            write_file(part / "meta.json", json.dumps(meta, indent=1).encode())
+            digests = {name: digest_file(part / name) for name in (*(f"{name}.bin" for name in DTYPES), REJECTED)}
+            meta = {"version": FORMAT_VERSION, "fingerprint": fingerprint, "sha256": digests, "report": self._report.to_dict()}
+            write_file(part / META, json.dumps(meta | {"own_sha256": digest_meta(meta)}, indent=1).encode())
         return TokenizedDataset.open(target)
 
     def _fill(self, sources: list[Source], id_file: IO[bytes], bit_file: IO[bytes], *, num_proc: int, show_progress: bool) -> np.ndarray:
@@ -198,6 +220,9 @@ class _Ingest:
         """Count a chunk, and stop the run where it must not go on."""
         report = self._report
         self.rejects.extend(result.rejects)
+        if result.rejects and not self._first_reject:
+            first = result.rejects[0]
+            self._first_reject = f"{result.place(first.line)}: {first.reason} ({first.detail})"
         report.num_rows += result.num_seen
         _add(report.rows_per_source, result.source, result.num_seen)
         _add(report.rows_per_format, result.format or "none", result.num_seen)
@@ -210,14 +235,14 @@ class _Ingest:
         report.num_dropped_pieces += result.counts["num_dropped_pieces"]
         self._notes.update(result.notes)
         for note, line in result.first_lines.items():
-            self._first_places.setdefault(note, f"{result.source}, line {line}")
+            self._first_places.setdefault(note, result.place(line))
         if result.longest[0] > report.longest:
-            report.longest, report.longest_place = result.longest[0], f"{result.source}, line {result.longest[1]}"
+            report.longest, report.longest_place = result.longest[0], result.place(result.longest[1])
         if result.highest_id[0] > report.highest_id:
-            report.highest_id, report.highest_id_place = result.highest_id[0], f"{result.source}, line {result.highest_id[1]}"
+            report.highest_id, report.highest_id_place = result.highest_id[0], result.place(result.highest_id[1])
         if result.impossible is not None:
             line, error = result.impossible
-            raise DataError(f"{result.source}, line {line}: {error}.{_say_larger(self._setup.tokenizer, self._setup.vocab_size)}")
+            raise DataError(f"{result.place(line)}: {error}.{_say_larger(self._setup.tokenizer, self._setup.vocab_size)}")
         uniform = describe_uniform_reject(result)
         if uniform is not None:
             raise DataError(f"{uniform}. Check format and columns.{_say_where(self._on_stop)}")
@@ -253,7 +278,7 @@ class _Ingest:
     def _check_whole(self) -> None:
         """Stop the run where the data as a whole is not fit for training."""
         report, options = self._report, self._setup.options
-        _check_share_of_rejects(report, most=self._max_reject_share, written=self._on_stop, first=next(iter(self.rejects), None))
+        _check_share_of_rejects(report, most=self._max_reject_share, written=self._on_stop, first=self._first_reject)
         if report.num_too_long and options.too_long == "refuse":
             raise DataError(
                 f"{report.num_too_long} of {report.num_rows} rows are longer than max_tokens={options.max_tokens}; the longest has {report.longest} "
@@ -276,10 +301,10 @@ def _say_where(path: Path | None) -> str:
     return "" if path is None else f" Rejected rows are in {path}."
 
 
-def _check_share_of_rejects(report: IngestReport, *, most: float, written: Path | None, first: Reject | None = None) -> None:
+def _check_share_of_rejects(report: IngestReport, *, most: float, written: Path | None, first: str = "") -> None:
     if report.reject_share <= most:
         return
-    shown = "" if first is None else f" The first is {first.file}, line {first.line}: {first.reason} ({first.detail})."
+    shown = f" The first is {first}." if first else ""
     hint = " extra_columns='ignore' takes rows with unexpected columns." if EXTRA_COLUMN in report.rejects else ""
     raise DataError(
         f"{report.num_rejected} of {report.num_rows} rows ({100 * report.reject_share:.2f} %) are rejected, max_reject_share={most} allows "
@@ -304,7 +329,7 @@ def _say_larger(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | Non
 
 def _open_if_whole(target: Path | None) -> TokenizedDataset | None:
     """Return the cache entry; None where there is none, or none that is whole (which is taken away)."""
-    if target is None or not target.is_dir():
+    if target is None or not os.path.isdir(target):
         return None
     try:
         return TokenizedDataset.open(target)

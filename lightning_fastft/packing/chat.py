@@ -37,6 +37,9 @@ _QUOTED = re.compile(f"{_QUOTE}([0-9]+){_END_QUOTE}")
 _MARK, _END_MARK = "\ue0f5", "\ue0f6"
 _PRIVATE = frozenset((_QUOTE, _END_QUOTE, _MARK, _END_MARK))
 
+# Contents that no filter of a template changes.
+_PROBES = {"user": "40917263", "assistant": "58126934"}
+
 QUOTED_CONTROL = "rows whose questions hold control tokens of the tokenizer, which are read as plain text"
 USED_CONTROL = "rows whose questions hold control tokens, which this tokenizer cannot read as plain text: they act as control tokens"
 ANSWERED_CONTROL = "rows whose answers hold control tokens of the tokenizer; they are trained as such"
@@ -107,6 +110,7 @@ class ChatRenderer:
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
         self.controls = ControlTokens(tokenizer)
         self._needs_parts: bool | None = None
+        self._drops_answers = False
 
     def render(self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None) -> Rendered:
         """Return the conversation's text and the trained characters.
@@ -130,6 +134,9 @@ class ChatRenderer:
         turns, tool_list, found = self.controls.quote(messages, tool_list)
         notes += found
         rendered = self._render(self._shape(turns), is_wanted=is_wanted, tools=tool_list)
+        if QUOTED_CONTROL in found and not self.controls.can_read_as_text(rendered):
+            notes[notes.index(QUOTED_CONTROL)] = USED_CONTROL
+            return self.controls.unquote(rendered)._replace(notes=tuple(notes))
         return rendered._replace(is_quoted=QUOTED_CONTROL in found, notes=tuple(notes))
 
     def _render(self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None) -> Rendered:
@@ -148,20 +155,24 @@ class ChatRenderer:
     def _shape(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the turns as the template takes them: without weights, and with content in parts where it drops strings."""
         if self._needs_parts is None:
-            self._needs_parts = not self._keeps(lambda text: text) and self._keeps(_as_parts)
+            as_text, as_parts = self._find_kept(lambda text: text), self._find_kept(_as_parts)
+            self._needs_parts = as_text != _PROBES.keys() and as_parts == _PROBES.keys()
+            # A template that refuses the probe says what it wants when it is given a row.
+            self._drops_answers = as_text is not None and "assistant" not in as_text and "assistant" not in (as_parts or ())
+        if self._drops_answers and any(message["role"] == "assistant" and message.get("content") for message in messages):
+            raise RowRejectedError(TEMPLATE_UNCLEAR, "the template leaves the content of the assistant's turns out")
         turns = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         if self._needs_parts:
             turns = [turn | {"content": _as_parts(turn["content"])} if isinstance(turn.get("content"), str) else turn for turn in turns]
         return turns
 
-    def _keeps(self, shape: Callable[[str], Any]) -> bool:
-        """Say whether the template renders content of this shape."""
-        words = {"user": "zebra", "assistant": "quartz"}
+    def _find_kept(self, shape: Callable[[str], Any]) -> set[str] | None:
+        """Return the roles whose content of this shape the template renders; None where it refuses."""
         try:
-            text = self._apply([{"role": role, "content": shape(word)} for role, word in words.items()], tools=None)
+            text = self._apply([{"role": role, "content": shape(word)} for role, word in _PROBES.items()], tools=None)
         except RowRejectedError:
-            return False
-        return all(word in text for word in words.values())
+            return None
+        return {role for role, word in _PROBES.items() if word in text}
 
     def _render_marked(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> Rendered:
         recorder = _CharacterTokenizer(self._tokenizer)
@@ -302,11 +313,45 @@ class ControlTokens:
 
     def encode(self, rendered: Rendered) -> tuple[Any, Rendered]:
         """Return the tokens of a quoted text, as a tokenizer returns those of a batch of one, and the text they stand for, with its spans."""
-        if self._copy is None:
-            self._copy = self._make_copy()
         text, places = self._mark(rendered.text)
         spans = tuple((places[begin], places[end]) for begin, end in rendered.spans)
-        return self._copy([text], add_special_tokens=False, return_attention_mask=False, verbose=False), rendered._replace(text=text, spans=spans)
+        return self._tokenize_copy(text), rendered._replace(text=text, spans=spans)
+
+    def can_read_as_text(self, rendered: Rendered) -> bool:
+        """Say whether the copy reads this text as the tokenizer does, but for the quoted control tokens, which it reads as text.
+
+        A tokenizer whose model makes a control token of plain characters, or a copy that differs elsewhere, cannot serve.
+        """
+        plain = self.unquote(rendered)
+        alike, _ = self._mark(plain.text)
+        own = self._tokenizer([plain.text], add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"][0]
+        if self.own_ids(self._tokenize_copy(alike)["input_ids"][0]) != list(own):
+            return False
+        text, _ = self._mark(rendered.text)
+        ids = self.own_ids(self._tokenize_copy(text)["input_ids"][0])
+        control_ids = {self._tokenizer.convert_tokens_to_ids(word) for word in self._words}
+        return sum(token in control_ids for token in ids) == text.count(_END_MARK)
+
+    def unquote(self, rendered: Rendered) -> Rendered:
+        """Return the text with the control tokens that a user wrote in place of their numbers."""
+        parts, places, begin, length = [], [0] * (len(rendered.text) + 1), 0, 0
+        for found in [*_QUOTED.finditer(rendered.text), None]:
+            end = len(rendered.text) if found is None else found.start()
+            parts.append(rendered.text[begin:end])
+            places[begin : end + 1] = range(length, length + end - begin + 1)
+            length += end - begin
+            if found is not None:
+                parts.append(self._words[int(found.group(1))])
+                length += len(parts[-1])
+                begin = found.end()
+                places[begin] = length
+        spans = tuple((places[first], places[last]) for first, last in rendered.spans)
+        return rendered._replace(text="".join(parts), spans=spans, is_quoted=False)
+
+    def _tokenize_copy(self, text: str) -> Any:  # noqa: ANN401 - BatchEncoding
+        if self._copy is None:
+            self._copy = self._make_copy()
+        return self._copy([text], add_special_tokens=False, return_attention_mask=False, verbose=False)
 
     @property
     def marked(self) -> PreTrainedTokenizerBase:
@@ -328,7 +373,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._pattern.sub(lambda found: f"{_QUOTE}{self._number[found.group()]}{_END_QUOTE}", value)
         if isinstance(value, dict):
-            return {name: entry if name == "role" else self._quote_all(entry) for name, entry in value.items()}
+            return {self._quote_all(name): entry if name == "role" else self._quote_all(entry) for name, entry in value.items()}
         return [self._quote_all(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
     def _mark(self, text: str) -> tuple[str, list[int]]:
@@ -358,14 +403,14 @@ class ControlTokens:
     def _make_copy(self) -> PreTrainedTokenizerBase:
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         state["post_processor"] = state["truncation"] = state["padding"] = None
-        marked = {}
+        own_ids = {}
         for token in state["added_tokens"]:
-            if token["special"]:
-                own_id, token["content"] = token["id"], f"{_MARK}{token['content']}{_END_MARK}"
-                marked[token["content"]] = own_id
+            if token["content"] in self._number:
+                token["content"] = f"{_MARK}{token['content']}{_END_MARK}"
+            own_ids[token["content"]] = token["id"]
         backend = type(self._tokenizer.backend_tokenizer).from_str(json.dumps(state))
-        copies = {content: backend.token_to_id(content) for content in marked}
-        self._own_ids = {number: marked[content] for content, number in copies.items() if number is not None}
+        # A control token of the model's own vocabulary is a new one in the copy, which shifts the ids of all added tokens behind it.
+        self._own_ids = {number: own_id for content, own_id in own_ids.items() if (number := backend.token_to_id(content)) is not None}
         copied = copy.copy(self._tokenizer)
         copied._tokenizer = backend
         return copied
@@ -376,6 +421,7 @@ def _walk_strings(value: object) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for name, entry in value.items():
+            yield str(name)
             if name != "role":
                 yield from _walk_strings(entry)
     elif isinstance(value, (list, tuple)):

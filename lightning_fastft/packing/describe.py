@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lightning_fastft.checks import check_int
-from lightning_fastft.errors import DataError, MissingDependencyError
+from lightning_fastft.errors import DataError, MissingDependencyError, OptionError, printable
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
 from lightning_fastft.packing.planner import Packs, split_to_multiple
 from lightning_fastft.packing.report import IngestReport
@@ -124,7 +124,8 @@ def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str]
     pieces = []
     for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
         part = [ids[number] for number in run]
-        text = " ".join(map(str, part)) if tokenizer is None else tokenizer.decode(part, skip_special_tokens=False)
+        # Text of the data must not steer the terminal that it is shown on.
+        text = " ".join(map(str, part)) if tokenizer is None else printable(tokenizer.decode(part, skip_special_tokens=False), keeps_lines=True)
         pieces.append(f"{marks[0]}{text}{marks[1]}" if trained else text)
     num_left = len(document.input_ids) - len(ids)
     return (" " if tokenizer is None else "").join(pieces) + (f" ... {num_left} more tokens" if num_left else "")
@@ -159,6 +160,7 @@ def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
+        OptionError: The file cannot be written.
     """
     try:
         # The figure classes alone: no display, no global state of pyplot.
@@ -167,14 +169,17 @@ def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
     except ImportError as error:
         raise MissingDependencyError("The histogram needs matplotlib: pip install matplotlib. The same numbers are in the text.") from error
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.hist(length_N, bins=min(60, max(1, int(np.ptp(length_N)) + 1)), color="#3465a4")
     axes.set_xlabel("tokens per example")
     axes.set_ylabel("examples")
     axes.set_title(f"{len(length_N)} examples, {int(np.sum(length_N))} tokens, longest {int(np.max(length_N))}")
-    FigureCanvasAgg(figure).print_png(str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        FigureCanvasAgg(figure).print_png(str(path))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror or error}. Name another folder, --out FOLDER.") from error
     return path
 
 

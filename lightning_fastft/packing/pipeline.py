@@ -24,7 +24,6 @@ from lightning_fastft.packing.rows import (
     Reject,
     RowRejectedError,
     check_token_counts,
-    drop_absent_fields,
     make_reject,
     parse_row,
     take_columns,
@@ -60,14 +59,14 @@ class Chunk(NamedTuple):
     expected: frozenset[str] | None
     rows: list[RawRow]
     is_first: bool
-    is_columnar: bool = False
+    counts: str = "line"
 
 
 class ChunkResult(NamedTuple):
     """What became of a chunk: tokens one behind the other, rejects in row order, and counts by name.
 
     num_seen counts rows; blank lines are in counts. digest_N has one number per accepted row, before any cut. An impossible token id ends the chunk.
-    first_lines has the first line of a note that concerns single rows.
+    first_lines has the first line of a note that concerns single rows; counted says whether such a number counts lines or rows.
     """
 
     source: str
@@ -85,6 +84,11 @@ class ChunkResult(NamedTuple):
     longest: tuple[int, int]
     highest_id: tuple[int, int]
     impossible: tuple[int, TokenIdError] | None
+    counted: str
+
+    def place(self, number: int) -> str:
+        """Return where a row is: "a.jsonl, line 3", or "a.json, row 3" for elements of an array, tables and lists."""
+        return f"{self.source}, {self.counted} {number}"
 
 
 def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: FormatOptions) -> Iterator[Chunk]:
@@ -108,10 +112,9 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
         format, expected = _learn_format(source, first, options=options)
         if format is not None:
             formatter.check_can_serve(format, file=source.name)
-        is_columnar = source.columns is not None
-        yield Chunk(source.name, format, expected, first, True, is_columnar)
+        yield Chunk(source.name, format, expected, first, True, source.counts)
         for more in _split_rows(rows):
-            yield Chunk(source.name, format, expected, more, False, is_columnar)
+            yield Chunk(source.name, format, expected, more, False, source.counts)
 
 
 def _take_first_rows(rows: Iterator[RawRow]) -> list[RawRow]:
@@ -141,7 +144,7 @@ def _learn_format(source: Source, first: list[RawRow], *, options: FormatOptions
     """Return the format of most of the first rows, and the columns that rows of this source have (None for no check)."""
     raws = [row.raw for row in first if row.raw is not None]
     if not raws:
-        raise DataError(f"{source.name} is empty: no row in {len(first)} lines.")
+        raise DataError(f"{source.name} is empty: no row in {len(first)} {source.counts}s.")
     if source.columns is not None:
         _check_mapping(source.name, source.columns, options=options)
         return _known_format(source.name, detect_format(source.columns, options=options), source.columns), None
@@ -205,14 +208,11 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
     def reject(place: int, error: RowRejectedError) -> None:
         rejected[place] = make_reject(error, file=chunk.source, line=read[place].line, raw=read[place].raw or b"")
 
-    for place, (_, raw) in enumerate(read):
+    for place, (_, raw, num_absent) in enumerate(read):
+        notes[ABSENT_FIELDS] += num_absent > 0
         try:
             row = parse_row(raw or b"")
-            columns = take_columns(row, required=required, optional=optional, mapping=options.columns or {}, expected=chunk.expected)
-            if chunk.is_columnar:
-                columns, num_absent = drop_absent_fields(columns)
-                notes[ABSENT_FIELDS] += num_absent > 0
-            rows.append(columns)
+            rows.append(take_columns(row, required=required, optional=optional, mapping=options.columns or {}, expected=chunk.expected))
             taken.append(place)
         except RowRejectedError as error:
             reject(place, error)
@@ -260,6 +260,7 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
         longest=longest,
         highest_id=highest,
         impossible=impossible,
+        counted=chunk.counts,
     )
 
 
@@ -396,4 +397,7 @@ def describe_uniform_reject(result: ChunkResult) -> str | None:
     if len(reasons) > 1:
         return None
     first = result.rejects[0]
-    return f"{result.source}: all of the first {result.num_seen} rows are rejected ({render_counts(reasons)}); line {first.line}: {first.detail}"
+    return (
+        f"{result.source}: all of the first {result.num_seen} rows are rejected ({render_counts(reasons)}); "
+        f"{result.counted} {first.line}: {first.detail}"
+    )

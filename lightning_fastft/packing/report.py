@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_fastft.errors import printable
+
 
 @dataclass(kw_only=True)
 class IngestReport:
@@ -95,7 +97,7 @@ class IngestReport:
             )
         if self.num_duplicates:
             lines.append(f"duplicates: {self.num_duplicates}, kept")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in self.notes)))
 
 
 def render_counts(counts: Mapping[str, int], *, most: int = 100) -> str:

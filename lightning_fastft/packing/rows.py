@@ -36,7 +36,7 @@ ALL_MASKED = "all labels masked"
 ALL_MASKED_TRUNCATED = "all labels masked after truncation"
 
 # A turn with one of these at 0 or false is context: OpenAI's name, and those of other trainers.
-TRAINED_FLAGS = ("weight", "train", "training")
+TRAINED_FLAGS = ("weight", "train", "training", "loss")
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Who speaks in conversations of the ShareGPT form, by the roles of a chat template.
 SPEAKERS = {
@@ -92,7 +92,7 @@ class Reject(NamedTuple):
 
     def to_json(self) -> str:
         """Return one line of JSON without its line end."""
-        return json.dumps(self._asdict(), ensure_ascii=True)
+        return json.dumps(self._asdict(), ensure_ascii=True).replace("\x7f", "\\u007f")
 
 
 def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> Reject:
@@ -237,33 +237,6 @@ def take_columns(
         if value is not None:
             taken[name] = value
     return taken
-
-
-def drop_absent_fields(row: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return a row of a table without the nulls inside its nested values, and how many there were.
-
-    A column of a table has one type: an object that lacks a field of another row holds null in its place.
-
-    Args:
-        row: Columns under our names.
-
-    Example:
-        >>> drop_absent_fields({"tools": [{"name": "f", "strict": None}]})
-        ({'tools': [{'name': 'f'}]}, 1)
-    """
-    num_absent = 0
-
-    def drop(value: Any) -> Any:  # noqa: ANN401 - any value of a row
-        nonlocal num_absent
-        if isinstance(value, Mapping):
-            kept = {key: drop(entry) for key, entry in value.items() if entry is not None}
-            num_absent += len(value) - len(kept)
-            return kept
-        if isinstance(value, (list, tuple)) and any(isinstance(entry, (Mapping, list, tuple)) for entry in value[:1]):
-            return [drop(entry) for entry in value]
-        return value
-
-    return {name: drop(value) if isinstance(value, (list, tuple, Mapping)) else value for name, value in row.items()}, num_absent
 
 
 def check_text(value: object, *, column: str, may_be_empty: bool = False) -> str:

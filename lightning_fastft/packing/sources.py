@@ -20,7 +20,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.errors import DataError, OptionError, printable
+from lightning_fastft.packing.arrow import read_arrow_rows
 from lightning_fastft.packing.rows import BOM, FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, UnreadableRow
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,6 +32,14 @@ _PACKED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open,
 _ALLOWED = f"{', '.join(SUFFIXES)}, text files also with {', '.join(_PACKED)} behind that"
 # Files of a folder that are likely to be data in a form that is not read: they are named, not skipped.
 _OTHER_DATA = (".zst", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather", ".orc", ".tsv", ".xls", ".xlsx", ".pkl", ".pickle", ".db", ".sqlite")
+# How files begin that have the ending of another kind.
+_BEGINNINGS = (
+    (b"\x1f\x8b", "compressed with gzip"), (b"BZh", "compressed with bzip2"), (b"\xfd7zXZ", "compressed with xz"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd"), (b"PK\x03\x04", "a zip archive"), (b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"),
+)  # fmt: skip
+# A longer line is no example of any pack; one line of a small compressed file could fill the memory.
+MAX_LINE_BYTES = 2**28
+MAX_ARRAY_BYTES = 2**34
 # What datasets.Dataset.save_to_disk leaves.
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 # A file of up to this size is hashed whole, about 1.2 GB/s; of a larger one, blocks that are spread over it.
@@ -43,10 +52,14 @@ _BATCH_ROWS = 1000
 
 
 class RawRow(NamedTuple):
-    """A row as it was read, with its line (JSON lines, CSV) or its number (JSON arrays, tables, lists), from 1; None for a blank line."""
+    """A row as it was read, with its line (JSON lines, CSV) or its number (JSON arrays, tables, lists), from 1; None for a blank line.
+
+    num_absent counts the nulls inside nested values of a table that were dropped: keys that the row does not have.
+    """
 
     line: int
     raw: Raw | None
+    num_absent: int = 0
 
 
 class Source(NamedTuple):
@@ -58,6 +71,8 @@ class Source(NamedTuple):
         read: Yields the rows; takes the columns that are wanted, None for all.
         columns: Column names, where all rows have the same; None where each row has its own.
         count_rows: Returns how many rows there are at most, for the progress bar.
+        counts: What the number of a row counts: "line" or "row".
+        stamp: Changes when the source is written, where the fingerprint does not cover all of it.
     """
 
     name: str
@@ -65,6 +80,8 @@ class Source(NamedTuple):
     read: Callable[[frozenset[str] | None], Iterator[RawRow]]
     columns: tuple[str, ...] | None
     count_rows: Callable[[], int]
+    counts: str = "row"
+    stamp: str = ""
 
 
 def open_sources(sources: object) -> list[Source]:
@@ -125,6 +142,12 @@ def fingerprint_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def stamp_file(path: Path) -> str:
+    """Return the time at which the inode of a file too large to be hashed whole last changed, which no program sets back; "" for other files."""
+    stat = path.stat()
+    return str(stat.st_ctime_ns) if stat.st_size > WHOLE_FINGERPRINT_BYTES else ""
+
+
 def _open_path(given: str) -> list[Source]:
     path = Path(given).expanduser()
     if path.is_dir():
@@ -138,11 +161,11 @@ def _open_path(given: str) -> list[Source]:
 
 def _open_folder(path: Path, *, given: str) -> list[Source]:
     if (path / _SAVED_SPLITS).is_file():
-        splits = sorted(entry.name for entry in path.iterdir() if (entry / _SAVED).is_file())
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / _SAVED).is_file()) or ["none"]
         raise DataError(f"{given} is a saved data set with the splits {', '.join(splits)}; give one of them, for example {path / splits[0]}.")
     if (path / _SAVED).is_file():
         return [_open_saved(path)]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_no_data(file, root=path))
+    files = sorted(file for file in _walk_files(path) if not _is_no_data(file, root=path))
     chosen = [file for file in files if _kind(file) in SUFFIXES]
     others = [file.relative_to(path) for file in files if file not in set(chosen)]
     unread = [str(file) for file in others if file.suffix.lower() in (*_OTHER_DATA, *_PACKED)]
@@ -154,8 +177,26 @@ def _open_folder(path: Path, *, given: str) -> list[Source]:
     if not chosen:
         raise DataError(f"The folder {given} holds no file that ends in {_ALLOWED}.")
     if others:
-        _LOGGER.info("%s: %d files are no data and are skipped, the first is %s.", given, len(others), others[0])
+        _LOGGER.info("%s: %d files are no data and are skipped, the first is %s.", printable(given), len(others), printable(str(others[0])))
     return [_open_file(file) for file in chosen]
+
+
+def _walk_files(folder: Path) -> Iterator[Path]:
+    """Yield all files of a folder and of those in it, linked ones too, each folder once."""
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse_folder):
+        seen.add(os.path.realpath(root))
+        folders[:] = [name for name in folders if os.path.realpath(Path(root, name)) not in seen]
+        for name in names:
+            path = Path(root, name)
+            if path.is_file():
+                yield path
+            elif _kind(path) in SUFFIXES and not name.startswith((".", "_")):
+                raise DataError(f"{path} is no file that can be read: a broken link, or a device. Repair or remove it.")
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"The folder {error.filename} cannot be read: {error.strerror}.") from error
 
 
 def _kind(path: Path) -> str:
@@ -169,15 +210,12 @@ def _kind(path: Path) -> str:
 def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, unpacking what is compressed; damage in it is a DataError."""
     unpack = _PACKED.get(path.suffix.lower())
-    if unpack is None:
-        with path.open("rb") as file:
-            yield file
-        return
     try:
-        with unpack(path, "rb") as file:
+        with path.open("rb") if unpack is None else unpack(path, "rb") as file:
             yield file
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path} cannot be unpacked: {error}. The file is damaged or cut short.") from error
+        failed = "read" if unpack is None else "unpacked"
+        raise DataError(f"{path} cannot be {failed}: {error}. The file is damaged, cut short or on a failing disk.") from error
 
 
 def _is_no_data(file: Path, *, root: Path) -> bool:
@@ -200,15 +238,31 @@ def _open_file(path: Path) -> Source:
             beginning = file.read(4096)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    _check_beginning(path, beginning, is_json=kind != ".csv")
     # Two bytes a character: a byte order mark, or every other byte of the first ones is zero.
     if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]):
         raise DataError(f"{path} is UTF-16; files are read as UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
+    reader, counts = _read_lines, "line"
     if kind == ".csv":
         reader = _read_csv
-    else:
-        is_array = kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"[")
-        reader = _read_json_array if is_array else _read_lines
-    return Source(str(path), fingerprint, lambda _: reader(path), None, lambda: _count_lines(path))
+    elif kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"["):
+        reader, counts = _read_json_array, "row"
+    name = printable(str(path))
+    return Source(name, fingerprint, lambda _: reader(path), None, lambda: _count_lines(path), counts, stamp_file(path))
+
+
+def _check_beginning(path: Path, beginning: bytes, *, is_json: bool) -> None:
+    """Refuse a file that is not what its name says, and JSON that goes over lines: reasons row by row would mislead."""
+    found = next((kind for start, kind in _BEGINNINGS if beginning.startswith(start)), None)
+    if found is not None:
+        raise DataError(f"{path} is {found}, its name says text. Give it the right ending, or unpack it.")
+    lines = [line.strip() for line in beginning.removeprefix(BOM).split(b"\n") if line.strip()]
+    # A row that is cut short is followed by rows; an object that goes over lines is followed by its keys.
+    if is_json and len(lines) > 1 and lines[0].startswith(b"{") and not lines[0].endswith(b"}") and lines[1][:1] in (b'"', b"}"):
+        raise DataError(
+            f"{path}: a JSON object goes over several lines. Write one row a line, or all rows as one array ([...]) in a file that ends in .json; "
+            "of an object around all rows, write its array alone."
+        )
 
 
 def _count_lines(path: Path) -> int:
@@ -222,7 +276,9 @@ def _count_lines(path: Path) -> int:
 def _read_lines(path: Path) -> Iterator[RawRow]:
     """Yield the lines of a file; only a line feed ends one, so that strange line ends within strings are kept."""
     with _open_bytes(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            if len(line) == MAX_LINE_BYTES:
+                raise DataError(f"{path}, line {number} has {MAX_LINE_BYTES} bytes or more, which is no row. Write one row a line.")
             bare = line.removesuffix(b"\n").removesuffix(b"\r").removeprefix(BOM)
             yield RawRow(number, bare if bare.strip(_BLANK) else None)
 
@@ -230,7 +286,10 @@ def _read_lines(path: Path) -> Iterator[RawRow]:
 def _read_json_array(path: Path) -> Iterator[RawRow]:
     """Yield the elements of a JSON array as the bytes that they are written in, so that each is judged like a line."""
     with _open_bytes(path) as file:
-        text = file.read().removeprefix(BOM).decode("utf-8", "surrogateescape")
+        content = file.read(MAX_ARRAY_BYTES)
+    if len(content) == MAX_ARRAY_BYTES:
+        raise DataError(f"{path} is an array of {MAX_ARRAY_BYTES} bytes or more, which has to be read at once. Write one row a line (.jsonl).")
+    text = content.removeprefix(BOM).decode("utf-8", "surrogateescape")
     decoder = json.JSONDecoder(strict=False)
     place, line, counted, number = text.index("[") + 1, 1, 0, 0
     while True:
@@ -311,32 +370,25 @@ def _open_parquet(path: Path, fingerprint: str) -> Source:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns, num_rows = tuple(file.schema_arrow.names), file.metadata.num_rows
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is no readable Parquet file: {error}") from error
-    return Source(str(path), fingerprint, lambda wanted: _read_parquet(path, wanted), columns, lambda: num_rows)
+    if len(set(columns)) != len(columns):
+        raise DataError(f"{path} names a column twice: {', '.join(columns)}.")
+    return Source(printable(str(path)), fingerprint, lambda wanted: _read_parquet(path, wanted), columns, lambda: num_rows, stamp=stamp_file(path))
 
 
 def _read_parquet(path: Path, wanted: frozenset[str] | None) -> Iterator[RawRow]:
     import pyarrow.parquet
 
     number = 0
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = None if wanted is None else [name for name in file.schema_arrow.names if name in wanted]
-        try:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
-                for index in range(batch.num_rows):
-                    number += 1
-                    yield RawRow(number, _take_arrow_row(batch.slice(index, 1)))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read behind row {number}: {error}") from error
-
-
-def _take_arrow_row(batch: Any) -> Raw:  # noqa: ANN401 - pyarrow.RecordBatch
     try:
-        row: dict[str, Any] = batch.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return UnreadableRow(NOT_UTF8, f"byte 0x{error.object[error.start]:02x}", error.object)
-    return row
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = None if wanted is None else [name for name in file.schema_arrow.names if name in wanted]
+            for raw, num_absent in read_arrow_rows(file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)):
+                number += 1
+                yield RawRow(number, raw, num_absent)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read behind row {number}: {error}") from error
 
 
 def _open_saved(path: Path) -> Source:
@@ -344,8 +396,8 @@ def _open_saved(path: Path) -> Source:
     import datasets
 
     try:
-        return _open_dataset(datasets.load_from_disk(str(path)), name=str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _open_dataset(datasets.load_from_disk(str(path)), name=printable(str(path)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is a saved data set that cannot be read: {error}. Save it again with save_to_disk.") from error
 
 
@@ -354,15 +406,15 @@ def _open_hub(given: str) -> Source:
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     name, _, rest = given.partition(":")
-    if name in _PACKAGED_DATASETS_MODULES:
+    if name in _PACKAGED_DATASETS_MODULES or name.endswith(".py"):
         # These read local files, "pandas" by unpickling them, where load_dataset is asked for them by name.
         raise DataError(f"{given} names a reader of the datasets library, not a data set. Give files, a folder or a hub id, for example owner/name.")
     config, _, split = rest.partition(":")
     try:
         dataset = datasets.load_dataset(name, config or None, split=split or "train")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{given} is neither a file or folder here nor a data set of the hub that can be had: {error}") from error
-    return _open_dataset(dataset, name=given)
+    return _open_dataset(dataset, name=printable(given))
 
 
 def _open_dataset(dataset: Any, *, name: str) -> Source:  # noqa: ANN401 - datasets.Dataset
@@ -377,14 +429,20 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:  # noqa: ANN401 - datas
         plain = dataset.with_format(None)
         if wanted is not None:
             plain = plain.select_columns([column for column in plain.column_names if column in wanted])
+        batches = (batch for table in plain.with_format("arrow").iter(batch_size=_BATCH_ROWS) for batch in table.to_batches())
         number = 0
-        for batch in plain.iter(batch_size=_BATCH_ROWS):
-            for values in zip(*batch.values()):
+        try:
+            for raw, num_absent in read_arrow_rows(batches):
                 number += 1
-                yield RawRow(number, dict(zip(batch, values)))
+                yield RawRow(number, raw, num_absent)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{name} cannot be read behind row {number}: {error}") from error
 
     fingerprint = getattr(dataset, "_fingerprint", None) or _fingerprint_rows(list(dataset))
-    return Source(name, f"{name}:{fingerprint}", read, tuple(dataset.column_names), lambda: dataset.num_rows)
+    # An Arrow file that was replaced keeps the fingerprint of the data set.
+    files = [Path(entry["filename"]) for entry in getattr(dataset, "cache_files", ())]
+    stamp = " ".join(fingerprint_file(file) + stamp_file(file) for file in files if file.is_file())
+    return Source(name, f"{name}:{fingerprint}", read, tuple(dataset.column_names), lambda: dataset.num_rows, stamp=stamp)
 
 
 def _open_rows(rows: Any) -> Source:  # noqa: ANN401 - rows are judged one by one, later

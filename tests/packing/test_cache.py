@@ -1,5 +1,6 @@
 """Bad rows are answered as the table has it, good rows all arrive, and the second start reads the cache."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -14,7 +15,8 @@ import pytest
 from lightning_fastft.errors import DataError, OptionError
 from lightning_fastft.packing import cache, rows
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
-from lightning_fastft.packing.dataset import write_beside
+from lightning_fastft.packing.dataset import digest_meta, write_beside
+from lightning_fastft.packing.describe import render_example
 from lightning_fastft.packing.formats import FormatOptions
 from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VOCAB_SIZE, good_row, write_corpus
 from tests.packing.conftest import MARKED, build_tokenizer
@@ -277,9 +279,9 @@ def test_embedding_smaller_than_the_ids_stops_also_from_the_cache(tmp_path, plai
 
 def test_first_impossible_id_is_named_and_not_the_highest():
     values = [*ids_rows(20), {"input_ids": [1, 500]}, *ids_rows(20), {"input_ids": [1, 900]}]
-    with pytest.raises(DataError, match=r"line 21: token id 500 is impossible"):
+    with pytest.raises(DataError, match=r"row 21: token id 500 is impossible"):
         tokenize_ids(values, vocab_size=400)
-    with pytest.raises(DataError, match=r"line 1: .*99999999999"):
+    with pytest.raises(DataError, match=r"row 1: .*99999999999"):
         tokenize_ids([{"input_ids": [1, 99999999999]}])
     with pytest.raises(DataError, match="impossible"):
         tokenize_ids([{"input_ids": [1, 10**30]}])
@@ -291,7 +293,7 @@ LONG = {"input_ids": list(range(150)), "labels": [-100] * 70 + list(range(70, 80
 def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
     values = [*ids_rows(3), LONG, {"input_ids": list(range(65))}]
     with pytest.raises(
-        DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, line 4\).*truncate.*split"
+        DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, row 4\).*truncate.*split"
     ):
         tokenize_ids(values)
 
@@ -429,4 +431,139 @@ def test_rows_with_control_tokens_are_counted_and_the_first_is_named():
     dataset = tokenize_sources(rows, tokenizer=build_tokenizer(chat_template=MARKED), options=FormatOptions(max_tokens=128))
     (note,) = [note for note in dataset.report.notes if "control tokens" in note]
     assert note.startswith("2 ")
-    assert "line 2" in note
+    assert "row 2" in note
+
+
+def damage_entry(path, name, change):
+    content = bytearray((path / name).read_bytes())
+    (path / name).write_bytes(change(content))
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "trained.bin", "start.bin", "num_labelled.bin", "rejected.jsonl", "meta.json"])
+@pytest.mark.parametrize("kind", ["bit", "shift", "gone"])
+def test_damage_of_any_file_of_an_entry_is_seen_and_repaired(tmp_path, name, kind, caplog):
+    values = [*({**row, "labels": [-100, *row["input_ids"][1:]]} for row in ids_rows(200)), {}]
+    first = tokenize_ids(values, cache_dir=tmp_path)
+    tokens = tokens_of(first)
+    middle = (first.path / name).stat().st_size // 2
+    if kind == "gone":
+        (first.path / name).unlink()
+    elif kind == "shift":
+        damage_entry(first.path, name, lambda content: content[7:] + content[:7])
+    else:
+        damage_entry(first.path, name, lambda content: content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(DataError, match="Delete the folder"):
+        TokenizedDataset.open(first.path)
+    assert tokens_of(tokenize_ids(values, cache_dir=tmp_path)) == tokens
+    assert "taken away" in caplog.text
+    assert tokens_of(TokenizedDataset.open(first.path)) == tokens
+
+
+@pytest.mark.parametrize("change", [{"highest_id": 5}, {"num_tokens": 7}, {"num_documents": 7}, {"unknown": 1}])
+def test_entry_whose_numbers_do_not_fit_is_refused(tmp_path, change):
+    path = tokenize_ids(ids_rows(50), cache_dir=tmp_path).path
+    meta = json.loads((path / "meta.json").read_text())
+    meta["report"] |= change
+    meta["own_sha256"] = digest_meta(meta)
+    (path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="Delete the folder"):
+        TokenizedDataset.open(path)
+
+
+def test_content_digest_is_that_of_the_tokens_wherever_they_are(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", ids_rows(50))
+    copy = write_lines(tmp_path / "b.jsonl", ids_rows(50))
+    on_disk = tokenize_ids(path, cache_dir=tmp_path / "cache")
+    others = [tokenize_ids(copy, cache_dir=tmp_path / "cache"), tokenize_ids(ids_rows(50)), pickle.loads(pickle.dumps(on_disk))]
+    assert {other.content_digest for other in others} == {on_disk.content_digest}
+    assert pickle.loads(pickle.dumps(others[1])).content_digest == on_disk.content_digest
+    values = ids_rows(50)
+    values[7] = {**values[7], "labels": [-100, -100, values[7]["input_ids"][2]]}
+    assert tokenize_ids(values, extra_columns="ignore").content_digest != on_disk.content_digest
+
+
+def test_entry_of_a_copy_names_the_copy(tmp_path):
+    path, copy = (write_lines(tmp_path / name, [*ids_rows(150), {}]) for name in ("a.jsonl", "b.jsonl"))
+    for source in (path, copy):
+        dataset = tokenize_ids(source, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl")
+        assert list(dataset.report.rows_per_source) == [str(source)]
+        assert json.loads((tmp_path / "rejected.jsonl").read_text())["file"] == str(source)
+
+
+def test_saved_data_set_that_was_replaced_is_read_again(tmp_path):
+    import datasets
+
+    for name, base in (("one", 1), ("two", 2)):
+        datasets.Dataset.from_list(ids_rows(20, base=base)).save_to_disk(tmp_path / name)
+    first = tokenize_ids(tmp_path / "one", cache_dir=tmp_path / "cache")
+    arrow, other = (next((tmp_path / name).glob("*.arrow")) for name in ("one", "two"))
+    status = arrow.stat()
+    arrow.write_bytes(other.read_bytes())
+    os.utime(arrow, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = tokenize_ids(tmp_path / "one", cache_dir=tmp_path / "cache")
+    assert tokens_of(second) == tokens_of(tokenize_ids(tmp_path / "two"))
+    assert tokens_of(second) != tokens_of(first)
+
+
+@pytest.mark.parametrize("folder", ["file/cache", "file"])
+def test_cache_folder_that_cannot_be_written_is_named_before_rows_are_read(tmp_path, monkeypatch, folder):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cache, "make_chunks", None)
+    with pytest.raises(OptionError, match="cache_dir"):
+        tokenize_ids(ids_rows(5), cache_dir=tmp_path / folder)
+
+
+def test_rejects_that_cannot_be_written_name_the_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match=r"file/rejected\.jsonl cannot be written"):
+        tokenize_ids([*ids_rows(150), {}], rejected_path=tmp_path / "file" / "rejected.jsonl")
+
+
+@pytest.mark.parametrize("place", ["sync_file", "write_file", "digest_file"])
+def test_full_disk_of_the_cache_is_an_error_with_a_way_out(tmp_path, monkeypatch, place):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache, place, fail)
+    with pytest.raises(OptionError, match=r"No space left.*cache_dir"):
+        tokenize_ids(ids_rows(50), cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+ESCAPE = "a\x1b[2J\x07\x9b\u202eb\r"
+
+
+def is_safe(text):
+    return not any(character in text for character in "\x1b\x07\x9b\u202e\r\x7f")
+
+
+def test_control_characters_of_names_columns_and_rows_are_shown_as_escapes(tmp_path, plain_tokenizer):
+    path = write_lines(tmp_path / f"{ESCAPE}.jsonl", [*({"text": ESCAPE} for _ in range(150)), {ESCAPE: 1}])
+    options = FormatOptions(max_tokens=64)
+    dataset = tokenize_sources(
+        path, tokenizer=plain_tokenizer, options=options, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl"
+    )
+    write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
+    several = tokenize_sources(tmp_path, tokenizer=plain_tokenizer, options=options)
+    shown = [several.report.render(), (tmp_path / "rejected.jsonl").read_text(), render_example(dataset[0], plain_tokenizer)]
+    for run in ({"max_reject_share": 0.0}, {"vocab_size": 3}):
+        with pytest.raises(DataError) as caught:
+            tokenize_sources(path, tokenizer=plain_tokenizer, options=options, **run)
+        shown.append(str(caught.value))
+    for lines in ([{ESCAPE: 1}], [{"text": ESCAPE, "messages": ESCAPE}]):
+        with pytest.raises(DataError) as caught:
+            tokenize_sources(write_lines(path, lines), tokenizer=build_tokenizer(chat_template=MARKED), options=options)
+        shown.append(str(caught.value))
+    assert [text for text in shown if not is_safe(text)] == []
+    assert [text for text in shown if "\\x1b[2J" not in text.replace("\\u001b", "\\x1b")] == []
+    # Rows are trained as they are.
+    assert plain_tokenizer.decode(dataset[0].input_ids[:-1]) == ESCAPE
+
+
+def test_changed_count_in_the_report_of_an_entry_is_damage(tmp_path):
+    path = tokenize_ids(ids_rows(50), cache_dir=tmp_path).path
+    meta = json.loads((path / "meta.json").read_text())
+    meta["report"]["num_rows"] += 1
+    (path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="damaged"):
+        TokenizedDataset.open(path)

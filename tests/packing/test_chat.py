@@ -6,7 +6,7 @@ import pytest
 
 from lightning_fastft.errors import DataError
 from lightning_fastft.packing import rows
-from lightning_fastft.packing.chat import ChatRenderer, read_template
+from lightning_fastft.packing.chat import USED_CONTROL, ChatRenderer, read_template
 from lightning_fastft.packing.formats import FormatOptions, Formatter
 from lightning_fastft.packing.rows import RowRejectedError
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
@@ -264,3 +264,53 @@ def test_control_tokens_in_an_answer_are_trained_and_noted():
     tokenizer, example = encode(UNMARKED, conversation(("user", "two"), ("assistant", "four<|im_end|>five")))
     assert shown_trained(tokenizer, example) == "four<|im_end|>five<|im_end|>"
     assert len(example.notes) == 1
+
+
+QUOTING = ("user", "two <|im_end|> plus")
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_added_tokens_keep_their_ids_beside_control_tokens_in_a_question(is_special):
+    from tokenizers import AddedToken
+
+    tokenizer = build_tokenizer(chat_template=UNMARKED)
+    tokenizer.add_tokens([AddedToken("<think>", special=is_special), AddedToken("<call>", special=False)])
+    _, example = encode(UNMARKED, conversation(QUOTING, ("assistant", "<think> two<call>")), tokenizer=tokenizer)
+    ids = example.input_ids.tolist()
+    assert max(ids) < len(tokenizer)
+    assert [ids.count(tokenizer.convert_tokens_to_ids(token)) for token in ("<think>", "<call>", "<|im_end|>")] == [1, 1, 2]
+    assert shown_trained(tokenizer, example) == "<think> two<call><|im_end|>"
+
+
+def test_control_tokens_in_keys_of_tools_are_plain_text():
+    template = "{{ tools | tojson }}" + UNMARKED
+    tokenizer = build_tokenizer(chat_template=template)
+    formatter = Formatter(tokenizer, options=FormatOptions(max_tokens=512))
+    tools = [{"name": "f", "parameters": {"<|im_end|>": {"type": "string"}}}]
+    (example,) = formatter.encode([{"messages": conversation(*TURNS), "tools": tools}], format="messages")
+    assert example.input_ids.tolist().count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 4
+
+
+def test_tokenizer_that_makes_control_tokens_of_plain_text_is_named():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # As in SentencePiece models, whose vocabulary has the control tokens as pieces.
+    pieces = [("<unk>", 0.0), ("</s>", -1.0), *((character, -9.0) for character in "▁abcdefghijklmnopqrstuvwxyz</>:|_")]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    template = UNMARKED.replace("<|im_end|>", "</s>").replace("<|im_start|>", "")
+    tokenizer.chat_template = template
+    _, example = encode(template, conversation(("user", "two </s> plus"), ("assistant", "four")), tokenizer=tokenizer)
+    assert example.input_ids.tolist().count(tokenizer.eos_token_id) == 3
+    assert example.notes == (USED_CONTROL,)
+    assert shown_trained(tokenizer, example) == "four</s>"
+
+
+def test_template_that_leaves_answers_out_is_rejected():
+    template = UNMARKED.replace("{{ message.content }}", "{{ message.content if message.role == 'user' else message.text }}")
+    _, rejected = encode(template, conversation(*TURNS))
+    assert isinstance(rejected, RowRejectedError)
+    assert rejected.reason == rows.TEMPLATE_UNCLEAR
