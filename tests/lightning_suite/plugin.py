@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import json
 import os
+import re
 
 import pytest
+
+# Tests that name a strategy of several processes never meet that of one device, and starting processes is what takes long.
+_SEVERAL_PROCESSES = re.compile(r"ddp_spawn|ddp_fork|ddp_notebook|fork|spawn")
 
 
 def pytest_addoption(parser):
@@ -63,7 +68,7 @@ class _Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         # Tests that Lightning itself repeats until they pass show nothing when they fail once.
-        chosen = [item for item in items if item.get_closest_marker("flaky") is None]
+        chosen = [item for item in items if item.get_closest_marker("flaky") is None and not _starts_processes(item)]
         if self._only:
             chosen = [item for item in chosen if item.nodeid in self._only]
         chosen = [item for item in chosen if item.nodeid not in self._skip]
@@ -92,6 +97,11 @@ class _Recorder:
 
     def pytest_unconfigure(self):
         self._log.close()
+
+
+def _starts_processes(item):
+    parameters = getattr(getattr(item, "callspec", None), "id", "")
+    return _SEVERAL_PROCESSES.search(parameters or inspect.getsource(item.function)) is not None
 
 
 def _read_ids(path):
