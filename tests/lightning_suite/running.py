@@ -36,8 +36,9 @@ def run_tests(
     out.mkdir(parents=True, exist_ok=True)
     log, done = out / "results.jsonl", out / "done.txt"
     log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", *("-p tests.lightning_suite.plugin -p no:xdist -p no:randomly -p no:cacheprovider -q").split()]
-    command += ["-c", str(Path(__file__).with_name("pytest.ini")), "--rootdir", str(root), "--basetemp", str(out / "tmp")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.lightning_suite.plugin"]
+    command += ["-p", "no:xdist", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    command += ["-c", str(Path(__file__).with_name("lightning.ini")), "--rootdir", str(root), "--basetemp", str(out / "tmp")]
     command += ["--result-log", str(log), "--default-strategy", strategy, "--test-seconds", str(seconds), "--skip", str(done)]
     if only is not None:
         (out / "only.txt").write_text("\n".join(only))
@@ -67,8 +68,7 @@ def read_log(log: Path) -> tuple[dict[str, Result], str | None]:
         entry = json.loads(line)
         if entry["event"] == "start":
             started = entry["test"]
-        elif entry["event"] == "end":
-            # A test that passed can still fail in its teardown, never the other way round.
-            if entry["test"] not in results or entry["outcome"] == "failed":
-                results[entry["test"]] = Result(entry["outcome"], entry.get("text", ""))
+        # A test that passed can still fail in its teardown, never the other way round.
+        if entry["event"] == "end" and (entry["test"] not in results or entry["outcome"] == "failed"):
+            results[entry["test"]] = Result(entry["outcome"], entry.get("text", ""))
     return results, started if started is not None and started not in results else None
