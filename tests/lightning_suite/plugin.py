@@ -12,6 +12,8 @@ import pytest
 
 # Tests that name a strategy of several processes never meet that of one device, and starting processes is what takes long.
 _SEVERAL_PROCESSES = re.compile(r"ddp_spawn|ddp_fork|ddp_notebook|fork|spawn")
+# Files that somebody has to download first: checkpoints of old versions, MNIST.
+_NEEDS_DOWNLOADS = re.compile(r"test_legacy_checkpoints\.py|helpers/test_datasets\.py")
 
 
 def pytest_addoption(parser):
@@ -68,7 +70,7 @@ class _Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         # Tests that Lightning itself repeats until they pass show nothing when they fail once.
-        chosen = [item for item in items if item.get_closest_marker("flaky") is None and not _starts_processes(item)]
+        chosen = [item for item in items if item.get_closest_marker("flaky") is None and not _is_left_out(item)]
         if self._only:
             chosen = [item for item in chosen if item.nodeid in self._only]
         chosen = [item for item in chosen if item.nodeid not in self._skip]
@@ -99,9 +101,9 @@ class _Recorder:
         self._log.close()
 
 
-def _starts_processes(item):
+def _is_left_out(item):
     parameters = getattr(getattr(item, "callspec", None), "id", "")
-    return _SEVERAL_PROCESSES.search(parameters or inspect.getsource(item.function)) is not None
+    return _NEEDS_DOWNLOADS.search(item.nodeid) or _SEVERAL_PROCESSES.search(parameters or inspect.getsource(item.function))
 
 
 def _read_ids(path):
