@@ -3,6 +3,7 @@
 #   make test        lint, types, doctests, CPU tests             make test TRANSFORMERS=5.17.0    with that version of transformers
 #   make test-gpu    the tests that need a CUDA device             make test-gpu PY=python3         with an interpreter that has all of it already
 #   make test-faults that each fault planted in a kernel turns its tests red, and the long half of kills, damage, signals, resume and dead ranks
+#   make test-lightning LIGHTNING=FOLDER   Lightning's own tests with our strategy as the default; FOLDER is a checkout of Lightning
 #   make docs        the pages of docs/ that are generated: families, options, results
 #   make test-seams  only the tests against transformers and PEFT
 
@@ -29,7 +30,7 @@ ifneq ($(shell cat $(VENV)/.dev 2>/dev/null),$(WANTED))
 .PHONY: $(VENV)/.dev
 endif
 
-.PHONY: demo docs test test-faults test-gpu test-seams lint types tests clean
+.PHONY: demo docs test test-faults test-gpu test-lightning test-seams lint types tests clean
 
 demo: $(SETUP)
 	$(PY) -m lightning_fastft demo
@@ -54,6 +55,9 @@ test-seams: $(DEV_SETUP)
 
 test-faults: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) -m 'fault and not gpu and not multi_gpu' tests
+
+test-lightning: $(DEV_SETUP)
+	$(PY) -m tests.lightning_suite --tests $(or $(LIGHTNING),$(error LIGHTNING=FOLDER is missing: a checkout of Lightning at the installed version))
 
 test-gpu: $(DEV_SETUP)
 	$(PY) -m pytest -q -m 'gpu or multi_gpu' tests

@@ -86,7 +86,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         if place.is_dir():
             raise OptionError(f"{place} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp'.")
         if not place.is_file():
-            raise FileNotFoundError(f"There is no checkpoint {place}.")
+            raise FileNotFoundError(f"Checkpoint file not found: {place}.")
         content: dict[str, Any] = load_file(place, map_location=map_location)
         warn_without_digest(place)
         return content

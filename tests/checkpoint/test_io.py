@@ -76,7 +76,7 @@ def test_folder_and_missing_file_are_named(tmp_path):
     io = VerifiedCheckpointIO()
     with pytest.raises(OptionError, match="fastft_fsdp"):
         io.load_checkpoint(tmp_path)
-    with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="not found"):
         io.load_checkpoint(tmp_path / "a.ckpt")
 
 
