@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import uuid
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from lightning_fastft.checkpoint.archives import check_sizes
 from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 from lightning_fastft.packing.dataset import sync_file
 
@@ -94,7 +96,7 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 
 
     Raises:
         DamagedCheckpointError: Bytes differ from those that were written; the message names the newest intact checkpoint of the folder.
-        UnsafeCheckpointError: It holds other objects than tensors and plain types.
+        UnsafeCheckpointError: It holds other objects than tensors and plain types, or would take more memory than it has bytes.
 
     Cost:
         Reads the file twice, the first time with SHA-256.
@@ -102,6 +104,7 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 
     with path.open("rb") as file:
         with _told_damage(path):
             _judge_file(file)
+            _judge_sizes(file, path)
         file.seek(0)
         try:
             return torch.load(file, map_location=map_location, weights_only=True)
@@ -120,7 +123,9 @@ def check_file(path: Path) -> bool:
         DamagedCheckpointError: Bytes differ from those that were written, or the end of the file is missing.
     """
     with path.open("rb") as file, _told_damage(path):
-        return _judge_file(file)
+        has_digest = _judge_file(file)
+        _judge_sizes(file, path)
+        return has_digest
 
 
 def read_comment(file: IO[bytes]) -> Digest | None:
@@ -226,8 +231,14 @@ def part_beside(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
 
 
 def replace_folder(part: Path, path: Path) -> None:
-    """Put a committed folder in the place of path, whose old content goes only when the new one stands there."""
+    """Put a committed folder in the place of path, whose old content goes only when the new one stands there.
+
+    Raises:
+        OSError: There is a folder at path that is no checkpoint.
+    """
     old = None
+    if path.is_dir() and not path.is_symlink() and not _is_checkpoint_folder(path):
+        raise OSError(f"there is a folder {path} that is no checkpoint, and it is not replaced: give another name")
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -240,8 +251,27 @@ def replace_folder(part: Path, path: Path) -> None:
         shutil.rmtree(old)
 
 
+def is_own(path: Path) -> bool:
+    """Return whether this package wrote what is at path: a file with a digest, or a folder with a commit record and nothing that is not in it.
+
+    The digests are not compared with the bytes. A link counts as what it points to, or as ours where that is gone.
+    """
+    if path.is_symlink() and not path.exists():
+        return True
+    try:
+        if path.is_dir():
+            return {place.name for place in path.iterdir()} == {RECORD, *_read_record(path)}
+        with path.open("rb") as file:
+            return read_comment(file) is not None
+    except (_DamageError, OSError):
+        return False
+
+
 def remove(path: Path) -> None:
-    """Take a checkpoint away; a kill in the middle leaves nothing that could be taken for one."""
+    """Take a checkpoint away; a kill in the middle leaves nothing that could be taken for one.
+
+    The caller has judged the path with ``is_own``. Of a link only the link goes.
+    """
     if path.is_dir() and not path.is_symlink():
         part = _new_name(path, "part")
         path.rename(part)
@@ -321,6 +351,12 @@ def _is_intact(place: Path) -> bool:
         return _judge_file(file)
 
 
+def _is_checkpoint_folder(folder: Path) -> bool:
+    """Whether a folder is empty, was committed (also where it is damaged by now), or is one of Lightning's for sharded models."""
+    names = {place.name for place in folder.iterdir()}
+    return not names or RECORD in names or {".metadata", "meta.pt"} <= names
+
+
 def _read_record(folder: Path) -> dict[str, Digest]:
     try:
         record = json.loads((folder / RECORD).read_bytes())
@@ -368,6 +404,13 @@ def _judge_file(file: IO[bytes]) -> bool:
     if found != expected:
         raise _DamageError(f"expected SHA-256 {expected.sha256}, found {found.sha256}")
     return True
+
+
+def _judge_sizes(file: IO[bytes], path: Path) -> None:
+    try:
+        check_sizes(file, name=str(path))
+    except zipfile.BadZipFile as error:
+        raise _DamageError(f"it is no archive of torch.save ({error})") from error
 
 
 def _read_tail(file: IO[bytes], num_bytes: int) -> bytes:

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.checkpoint.files import load_file, read_comment, remove, save_file, saving, sweep
+from lightning_fastft.checkpoint.files import is_own, load_file, read_comment, remove, save_file, saving, sweep
 from lightning_fastft.errors import OptionError, UnsafeCheckpointError
 
 _FORCED_OPEN = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -47,6 +47,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         if os.name != "posix":
             raise OptionError("VerifiedCheckpointIO needs the file locks and folder syncs of POSIX; on this system leave checkpoints to Lightning.")
         self._swept: set[Path] = set()
+        self._homes: set[Path] = set()
         self._has_looked = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401 - as Lightning's
@@ -62,6 +63,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         place = local_path(path, use="saved to")
         with saving(place):
             self.prepare(place.parent)
+            self.own(place.parent)
         save_file(checkpoint, place)
         if not self._has_looked:
             self._has_looked = True
@@ -92,10 +94,29 @@ class VerifiedCheckpointIO(CheckpointIO):
         return content
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Take a checkpoint away, if it is there."""
+        """Remove a checkpoint of this package from a folder that this object saves to.
+
+        Anything else stays, with a warning: ModelCheckpoint takes the paths that it removes from the checkpoint it resumed from.
+        """
         place = local_path(path, use="removed from")
-        if place.exists() or place.is_symlink():
+        if not (place.exists() or place.is_symlink()):
+            return
+        reason = self._why_kept(place)
+        if reason:
+            rank_zero_warn(f"{place} is not removed: {reason}.")
+        else:
             remove(place)
+
+    def own(self, folder: Path) -> None:
+        """Note a folder in which, and below which, this object may remove checkpoints."""
+        self._homes.add(folder.resolve())
+
+    def _why_kept(self, place: Path) -> str:
+        """Return why a path is not removed; nothing where it may be."""
+        folder = place.parent.resolve()
+        if not any(folder == home or home in folder.parents for home in self._homes):
+            return "it lies outside of the folders that this run saves to"
+        return "" if is_own(place) else "it is no checkpoint that this package wrote"
 
     def prepare(self, folder: Path) -> None:
         """Take away what killed saves left in a folder, before its first use by this object."""

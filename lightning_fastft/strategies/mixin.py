@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
+from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checks import check_bool
@@ -129,6 +130,8 @@ class FastFTStrategyMixin(_Base):
         self._has_logged_backends = False
         self._even_batches = None
         assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            prepare_places(trainer, self._inner_checkpoint_io())
         connect_activations(self.checkpointing, trainer)
         self.packed_steps.install(self.lightning_module)
         super().setup(trainer)
@@ -209,13 +212,18 @@ class FastFTStrategyMixin(_Base):
             return super().optimizer_step(optimizer, run_closure, model, **kwargs)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        # Without a module there is no run whose settings could differ.
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             check_settings(checkpoint, self.lightning_module.trainer)
 
-    def _describe_checkpoints(self) -> Status:
+    def _inner_checkpoint_io(self) -> CheckpointIO:
+        """Return what reads and writes files, without a plugin that wraps it."""
         io = self.checkpoint_io
-        inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+        inner: CheckpointIO = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+        return inner
+
+    def _describe_checkpoints(self) -> Status:
+        inner = self._inner_checkpoint_io()
         if isinstance(inner, VerifiedCheckpointIO):
             return Status("checkpoints", "active", "written beside, SHA-256, synced, renamed; judged before they are unpickled")
         return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "leave the CheckpointIO away")
