@@ -139,7 +139,7 @@ def hostile_resume(folder, *, victims):
     trainer = fit(folder, **options)
     trainer.save_checkpoint(folder / "hostile.ckpt")
     content = torch.load(folder / "hostile.ckpt", weights_only=True)
-    (key, state), *_ = [(key, state) for key, state in content["callbacks"].items() if "ModelCheckpoint" in key]
+    (_key, state), *_ = [(key, state) for key, state in content["callbacks"].items() if "ModelCheckpoint" in key]
     paths = [os.path.join(state["dirpath"], victim) for victim in victims]
     state.update(best_k_models={paths[0]: torch.tensor(1e9)}, kth_best_model_path=paths[0], kth_value=torch.tensor(1e9), last_model_path=paths[-1])
     torch.save(content, folder / "hostile.ckpt")
@@ -158,7 +158,7 @@ def test_paths_in_a_checkpoint_remove_nothing_but_checkpoints_of_the_run(tmp_pat
     (tmp_path / "runs" / "letter.txt").write_text("dear")
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "victim")
     torch.save({"by": "another program"}, tmp_path / "runs" / "foreign.ckpt")
-    before = {place for place in tmp_path.rglob("*")}
+    before = set(tmp_path.rglob("*"))
     with pytest.warns(UserWarning, match="is not removed"):
         hostile_resume(tmp_path, victims=[victim])
     assert before <= set(tmp_path.rglob("*"))
