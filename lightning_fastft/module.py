@@ -606,7 +606,7 @@ class FineTuner(LightningModule):
             if not self.accept_other_base:
                 raise ResumeError(
                     f"{told} (digest {saved.partition(':')[2][:12]}, now {present.partition(':')[2][:12]}). Give the base of that run, or accept "
-                    "this one: FineTuner(..., accept_other_base=True), on the command line --model.accept_other_base true (fit) or --accept-other-base (export)."
+                    "this one: FineTuner(..., accept_other_base=True), --model.accept_other_base true, or --accept-other-base in an export."
                 )
             rank_zero_warn(f"{told}; they are loaded all the same (accept_other_base=True).")
 

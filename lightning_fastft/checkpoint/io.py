@@ -48,6 +48,8 @@ class VerifiedCheckpointIO(CheckpointIO):
             raise OptionError("VerifiedCheckpointIO needs the file locks and folder syncs of POSIX; on this system leave checkpoints to Lightning.")
         self._swept: set[Path] = set()
         self._homes: set[Path] = set()
+        # What this object loaded it may remove: Lightning's launchers hand weights over in a file.
+        self._loaded: set[Path] = set()
         self._has_looked = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401 - as Lightning's
@@ -90,6 +92,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         if not place.is_file():
             raise FileNotFoundError(f"There is no checkpoint {place}.")
         content: dict[str, Any] = load_file(place, map_location=map_location)
+        self._loaded.add(place.resolve())
         warn_without_digest(place)
         return content
 
@@ -114,7 +117,7 @@ class VerifiedCheckpointIO(CheckpointIO):
     def _why_kept(self, place: Path) -> str:
         """Return why a path is not removed; nothing where it may be."""
         folder = place.parent.resolve()
-        if not any(folder == home or home in folder.parents for home in self._homes):
+        if place.resolve() not in self._loaded and not any(folder == home or home in folder.parents for home in self._homes):
             return "it lies outside of the folders that this run saves to"
         return "" if is_own(place) else "it is no checkpoint that this package wrote"
 

@@ -213,3 +213,12 @@ def test_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_p
 def test_strategy_without_a_module_reads_a_checkpoint(tmp_path):
     fit(tmp_path).save_checkpoint(tmp_path / "a.ckpt")
     assert quiet_trainer(tmp_path, strategy="fastft").strategy.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 1
+
+
+def test_what_another_process_wrote_is_removed_once_it_was_loaded(tmp_path):
+    """As launchers that start processes hand the weights over."""
+    VerifiedCheckpointIO().save_checkpoint({}, tmp_path / ".temp.ckpt")
+    io = VerifiedCheckpointIO()
+    io.load_checkpoint(tmp_path / ".temp.ckpt")
+    io.remove_checkpoint(tmp_path / ".temp.ckpt")
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ from lightning_fastft.cli.command import main
 from lightning_fastft.errors import ResumeError
 from lightning_fastft.models.base_digest import digest_files, digest_tensors
 from lightning_fastft.module import FineTuner
+from tests.test_module import word_tokenizer
 from tests.training_parts import packed_loader, quiet_trainer, tiny_llama
 
 LORA = {"r": 4, "lora_alpha": 8}
@@ -150,9 +151,11 @@ def test_trained_parameters_of_a_given_model_are_not_its_base():
 def test_export_refuses_another_base_unless_accepted(saved, tmp_path, capsys):
     base, checkpoint = saved
     other = save_base(tmp_path / "other", seed=1)
+    for folder in (base, other):
+        word_tokenizer().save_pretrained(folder)
     words = ["export", str(checkpoint), str(tmp_path / "out"), "--base", other]
     assert main(words) == 1
     assert "--accept-other-base" in capsys.readouterr().err
     with pytest.warns(UserWarning, match="loaded all the same"):
-        assert main([*words, "--accept-other-base"]) == 0
+        assert main([*words, "--accept-other-base"]) == 0, capsys.readouterr().err
     assert main(["export", str(checkpoint), str(tmp_path / "again"), "--base", base]) == 0
