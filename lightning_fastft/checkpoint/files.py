@@ -205,11 +205,8 @@ def newest_intact(folder: Path, *, but: Path | None = None) -> Path | None:
     """
     places = [place for place in folder.iterdir() if not place.name.startswith(".") and not place.is_symlink() and place != but]
     for place in sorted(places, key=lambda place: place.stat().st_mtime_ns, reverse=True):
-        try:
-            if _is_intact(place):
-                return place
-        except (_DamageError, OSError):
-            continue
+        if find_damage(place, needs_digest=True) is None:
+            return place
     return None
 
 
@@ -249,6 +246,20 @@ def replace_folder(part: Path, path: Path) -> None:
     sync_folder(path.parent)
     if old is not None:
         shutil.rmtree(old)
+
+
+def find_damage(place: Path, *, needs_digest: bool = False) -> str | None:
+    """Return what is wrong with a checkpoint; None where it is intact.
+
+    Args:
+        place: A file or a folder.
+        needs_digest: Whether a checkpoint without a digest, in which damage cannot be noticed, counts as damaged.
+    """
+    try:
+        has_digest = _is_intact(place)
+    except (_DamageError, OSError) as damage:
+        return str(damage)
+    return "it has no digest" if needs_digest and not has_digest else None
 
 
 def is_own(path: Path) -> bool:

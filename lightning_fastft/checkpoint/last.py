@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.checkpoint.files import find_damage
-from lightning_fastft.errors import DamagedCheckpointError
+from lightning_fastft.checkpoint.files import find_damage, load_file
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,32 +31,25 @@ def find_last(trainer: pl.Trainer) -> Path | None:
     That is the newest of ``last*.ckpt`` and ``stopped-step=N.ckpt``, and of what OnExceptionCheckpoint wrote, in the folders of the run. Where the
     newest is damaged it is the newest intact checkpoint of these folders, whatever its name, and a warning says so.
 
-    Raises:
-        DamagedCheckpointError: There are checkpoints, and none is intact.
-
     Cost:
-        Reads the newest checkpoint once, for its digest, and every damaged one.
+        Rank 0 reads the newest checkpoint once, for its digest, and every damaged one; the strategy hands its choice to the other ranks.
     """
-    everything = [place for folder in _folders(trainer) for place in _checkpoints(folder)]
-    extra = [callback.ckpt_path for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
-    everything += [place for path in extra if (place := Path(path)).exists()]
-    by_age = sorted(set(everything), key=lambda place: place.stat().st_mtime_ns, reverse=True)
-    newest = next((place for place in by_age if place.name.startswith((LAST, STOPPED)) or str(place) in extra), None)
-    if newest is None:
-        return None
-    damages = {}
-    for place in [newest, *(place for place in by_age if place != newest)]:
-        damages[place] = find_damage(place, needs_digest=place != newest)
-        if damages[place] is None:
-            if place != newest:
-                rank_zero_warn(f'ckpt_path="last": {newest} is damaged ({damages[newest]}). The run goes on from the newest intact one, {place}.')
-            elif newest.name.startswith(STOPPED):
-                rank_zero_info(f'ckpt_path="last": the run goes on from {newest}.')
+    folders = _folders(trainer)
+    extra = [Path(callback.ckpt_path) for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
+    places = {place for folder in folders for place in _checkpoints(folder)} | {place for place in extra if place.exists()}
+    by_age = sorted(places, key=lambda place: place.stat().st_mtime_ns, reverse=True)
+    newest = next((place for place in by_age if place.name.startswith((LAST, STOPPED)) or place in extra), None)
+    if newest is None or trainer.global_rank != 0:
+        return newest
+    damage = find_damage(newest)
+    if damage is None:
+        return newest
+    for place in by_age:
+        if place != newest and find_damage(place, needs_digest=True) is None and (trainer.state.fn != TrainerFn.FITTING or _is_resumable(place)):
+            rank_zero_warn(f'ckpt_path="last": {newest} is damaged ({damage}). The newest intact checkpoint is taken: {place}.')
             return place
-    listed = "; ".join(f"{place.name}: {damage}" for place, damage in list(damages.items())[:3])
-    raise DamagedCheckpointError(
-        f'ckpt_path="last": none of {len(damages)} checkpoints in {newest.parent} is intact ({listed}). Begin without ckpt_path, or bring an intact one.'
-    )
+    # The strategy refuses it, on all ranks.
+    return newest
 
 
 def with_last(launcher: _Launcher | None) -> _Launcher:
@@ -105,14 +98,19 @@ class _Processes(_MultiProcessingLauncher):
         return super().launch(functools.partial(run_with_last, function), *args, trainer=trainer, **kwargs)
 
 
-def _folders(trainer: pl.Trainer) -> Iterable[Path]:
-    """Return the folders that the run saves to, as far as they are known before its set-up."""
+def _folders(trainer: pl.Trainer) -> list[Path]:
+    """Return the folders that the run saves to: those of its ModelCheckpoints, else the Trainer's."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     # Lightning's own rule for a callback without a folder, which depends on the logger.
     named = [str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in callbacks]  # type: ignore[attr-defined]
-    folders = dict.fromkeys([*named, str(trainer.default_root_dir)])
+    folders = dict.fromkeys(named or [str(trainer.default_root_dir)])
     return [Path(folder) for folder in folders if "://" not in folder and Path(folder).is_dir()]
 
 
 def _checkpoints(folder: Path) -> Iterable[Path]:
     return [place for place in folder.iterdir() if place.suffix == _SUFFIX and not place.name.startswith(".") and place.exists()]
+
+
+def _is_resumable(place: Path) -> bool:
+    """Whether an intact checkpoint holds the state of the optimizers, and not the weights alone; folders always do."""
+    return place.is_dir() or "optimizer_states" in load_file(place)

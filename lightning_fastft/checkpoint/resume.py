@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
@@ -155,7 +156,7 @@ class ExactResume(Callback):
         number = self._vote.agree(self._stops.received)
         if not number:
             return
-        path = checkpoint_folder(trainer) / f"stopped-step={trainer.global_step}.ckpt"
+        path = checkpoint_folder(trainer) / f"{STOPPED}{trainer.global_step}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends; go on with ckpt_path={path}"

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
+from lightning_fastft.checkpoint.last import with_last
 from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
@@ -86,6 +87,11 @@ class FastFTStrategyMixin(_Base):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    def _configure_launcher(self) -> None:
+        """Have ``ckpt_path="last"`` find the newest intact checkpoint, also that of a stopped run."""
+        super()._configure_launcher()
+        self._launcher = with_last(self._launcher)
+
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module, and add ExactResume to its Trainer while callbacks can still be added."""
         super().connect(model)
@@ -120,7 +126,8 @@ class FastFTStrategyMixin(_Base):
             UnsafeCheckpointError: There is more than tensors and plain types, or the path is a URL.
             ResumeError: Settings of this run and of the checkpoint do not fit.
         """
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        # With ckpt_path="last" rank 0 has judged the candidates.
+        checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
         self._check_settings(checkpoint)
         return checkpoint
 
