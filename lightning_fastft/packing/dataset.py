@@ -5,6 +5,7 @@ A folder is written beside its place and renamed: it is there in full or not at 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -62,6 +63,7 @@ class TokenizedDataset:
         self._id_T = id_T
         self._trained_bits = trained_bits
         self._start_N1 = start_N1
+        self._content_digest: str | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> TokenizedDataset:
@@ -91,6 +93,19 @@ class TokenizedDataset:
             fingerprint=meta["fingerprint"],
             path=path,
         )
+
+    @property
+    def content_digest(self) -> str:
+        """Digest of the tokens and of which are trained, whatever they were made of and wherever they are kept.
+
+        Cost:
+            One pass over the tokens, once.
+        """
+        if self._content_digest is None:
+            arrays = {"ids": self._id_T, "trained": self._trained_bits, "start": self._start_N1, "num_labelled": self.num_labelled_N}
+            parts = [hashlib.sha256(arrays[name].data).hexdigest() for name in DTYPES]
+            self._content_digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return self._content_digest
 
     def __len__(self) -> int:
         return len(self.length_N)
