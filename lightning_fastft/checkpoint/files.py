@@ -25,6 +25,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from lightning_fastft.checkpoint.archives import check_sizes
+from lightning_fastft.checkpoint.signing import describe_forgery, sign
 from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 from lightning_fastft.packing.dataset import sync_file
 
@@ -40,8 +41,9 @@ _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 _END_SIGNATURE = b"PK\x05\x06"
 _END_BYTES = 22
 # Text only, so that a digest never looks like another end record. torch.load reads archives with comments up to 64 KiB, any size of archive.
-_COMMENT = re.compile(rb"lightning_fastft sha256 ([0-9a-f]{64}) bytes (\d{20})")
+_COMMENT = re.compile(rb"lightning_fastft sha256 ([0-9a-f]{64}) bytes (\d{20})(?: hmac-sha256 ([0-9a-f]{64}))?")
 _COMMENT_BYTES = len(b"lightning_fastft sha256  bytes ") + 64 + 20
+_SIGNED_BYTES = _COMMENT_BYTES + len(b" hmac-sha256 ") + 64
 
 
 class Digest(NamedTuple):
@@ -96,7 +98,7 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 
 
     Raises:
         DamagedCheckpointError: Bytes differ from those that were written; the message names the newest intact checkpoint of the folder.
-        UnsafeCheckpointError: It holds other objects than tensors and plain types, or would take more memory than it has bytes.
+        UnsafeCheckpointError: It is not signed with the key of the environment, holds other objects than tensors and plain types, or would take more memory than it has bytes.
 
     Cost:
         Reads the file twice, the first time with SHA-256.
@@ -130,11 +132,8 @@ def check_file(path: Path) -> bool:
 
 def read_comment(file: IO[bytes]) -> Digest | None:
     """Return the digest in the comment of a zip archive of ours, without judging it; None where there is none."""
-    tail = _read_tail(file, _END_BYTES + _COMMENT_BYTES)
-    found = _COMMENT.fullmatch(tail[_END_BYTES:])
-    if found is None or not tail.startswith(_END_SIGNATURE) or tail[_END_BYTES - 2 : _END_BYTES] != _COMMENT_BYTES.to_bytes(2, "little"):
-        return None
-    return Digest(found[1].decode(), int(found[2]))
+    seal = _read_seal(file)
+    return None if seal is None else seal.digest
 
 
 def hash_file(path: Path) -> Digest:
@@ -163,7 +162,8 @@ def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> 
             raise OSError(f"the ranks reported {sorted(digests)} and the folder holds {sorted(present)}")
         listed = {name: list(digests[name]) for name in sorted(digests)}
         with (folder / RECORD).open("w") as file:
-            json.dump({"files": listed, "sha256": _hash_listing(listed)}, file, indent=1)
+            sha256 = _hash_listing(listed)
+            json.dump({"files": listed, "sha256": sha256, "hmac_sha256": sign(sha256)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
@@ -340,11 +340,17 @@ class _DamageError(Exception):
     """What is wrong with a checkpoint, without its name and without advice."""
 
 
+class _ForgeryError(_DamageError):
+    """A checkpoint should be signed and is not, or was signed with another key."""
+
+
 @contextmanager
 def _told_damage(path: Path) -> Iterator[None]:
     """Say which checkpoint is damaged, and which one beside it is not."""
     try:
         yield
+    except _ForgeryError as forgery:
+        raise UnsafeCheckpointError(f"{path} is not loaded: {forgery}. Unset the variable, or load it where it was signed.") from forgery
     except _DamageError as damage:
         intact = newest_intact(path.parent, but=path)
         advice = f"The newest intact checkpoint beside it is {intact}." if intact else f"There is no intact checkpoint in {path.parent.resolve()}."
@@ -388,11 +394,17 @@ def _read_record(folder: Path) -> dict[str, Digest]:
 
 def _judge_folder(folder: Path, share: tuple[int, int]) -> None:
     digests = _read_record(folder)
+    _judge_signature(*_read_signature(folder))
     for name in sorted(digests)[share[0] :: share[1]]:
         expected = digests[name]
         found = hash_file(folder / name) if (folder / name).is_file() else None
         if found != expected:
             raise _DamageError(f"{name} should be {_describe(expected)} and is {_describe(found)}")
+
+
+def _read_signature(folder: Path) -> tuple[str, str]:
+    record = json.loads((folder / RECORD).read_bytes())
+    return str(record["sha256"]), str(record.get("hmac_sha256", ""))
 
 
 def _describe(digest: Digest | None) -> str:
@@ -401,20 +413,46 @@ def _describe(digest: Digest | None) -> str:
 
 def _judge_file(file: IO[bytes]) -> bool:
     """Whether an open file has a digest, which it then matches; raises what is wrong with it."""
-    expected = read_comment(file)
-    if expected is None:
+    seal = _read_seal(file)
+    if seal is None:
         tail = _read_tail(file, _END_BYTES)
         if tail.startswith(_END_SIGNATURE) and tail.endswith(b"\0\0"):
+            _judge_signature("", "")
             return False
         raise _DamageError("its end is neither that of a checkpoint with a digest nor that of a file of torch.save")
-    num_bytes = os.fstat(file.fileno()).st_size - _COMMENT_BYTES
+    expected = seal.digest
+    num_bytes = os.fstat(file.fileno()).st_size - seal.num_bytes
     if num_bytes != expected.num_bytes:
         raise _DamageError(f"expected {expected.num_bytes} bytes, found {num_bytes}")
     file.seek(0)
     found = _hash_to(file, num_bytes)
     if found != expected:
         raise _DamageError(f"expected SHA-256 {expected.sha256}, found {found.sha256}")
+    _judge_signature(expected.sha256, seal.signature)
     return True
+
+
+class _Seal(NamedTuple):
+    """What the comment of an archive says."""
+
+    digest: Digest
+    signature: str
+    num_bytes: int
+
+
+def _read_seal(file: IO[bytes]) -> _Seal | None:
+    for num_bytes in (_COMMENT_BYTES, _SIGNED_BYTES):
+        tail = _read_tail(file, _END_BYTES + num_bytes)
+        found = _COMMENT.fullmatch(tail[_END_BYTES:])
+        if found is not None and tail.startswith(_END_SIGNATURE) and tail[_END_BYTES - 2 : _END_BYTES] == num_bytes.to_bytes(2, "little"):
+            return _Seal(Digest(found[1].decode(), int(found[2])), (found[3] or b"").decode(), num_bytes)
+    return None
+
+
+def _judge_signature(sha256: str, signature: str) -> None:
+    forgery = describe_forgery(sha256, signature)
+    if forgery:
+        raise _ForgeryError(forgery)
 
 
 def _judge_sizes(file: IO[bytes], path: Path) -> None:
@@ -472,9 +510,11 @@ class _HashingWriter:
         """
         # Kept until here: an exception inside torch's writer makes it write on while it is unwound.
         assert self._failure is not None or (self._end.startswith(_END_SIGNATURE) and self._end.endswith(b"\0\0")), "torch.save ends a zip archive"
-        self._put(self._end[:-2] + _COMMENT_BYTES.to_bytes(2, "little"))
+        is_signed = bool(sign(""))
+        self._put(self._end[:-2] + (_SIGNED_BYTES if is_signed else _COMMENT_BYTES).to_bytes(2, "little"))
         digest = Digest(self._digest.hexdigest(), self._num_bytes)
-        self._put(f"lightning_fastft sha256 {digest.sha256} bytes {digest.num_bytes:020d}".encode())
+        signature = f" hmac-sha256 {sign(digest.sha256)}" if is_signed else ""
+        self._put(f"lightning_fastft sha256 {digest.sha256} bytes {digest.num_bytes:020d}{signature}".encode())
         if self._failure is not None:
             raise self._failure
         return digest

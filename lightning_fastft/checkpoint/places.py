@@ -24,7 +24,7 @@ def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
         UnsafeCheckpointError: A folder is neither local nor mounted.
         CheckpointNotSavedError: A folder cannot be made or written to.
     """
-    if not isinstance(io, VerifiedCheckpointIO) or trainer.fast_dev_run:
+    if not isinstance(io, VerifiedCheckpointIO) or getattr(trainer, "fast_dev_run", False):
         return
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     folders = [local_path(callback.dirpath, use="saved to") for callback in callbacks if callback.dirpath is not None and _saves(callback)]

@@ -46,7 +46,8 @@ def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
     Cost:
         One copy of 64 values per tensor to the host, and one host sync.
     """
-    names, samples = [], []
+    names: list[str] = []
+    samples: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         is_base = is_trained_too or not parameter.requires_grad
         if is_base and type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.numel() and not parameter.is_meta:

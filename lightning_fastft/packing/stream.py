@@ -23,6 +23,9 @@ class TokenizedDocuments(Protocol):
     num_labelled_N: np.ndarray
     fingerprint: str
 
+    @property
+    def content_digest(self) -> str: ...
+
     def __getitem__(self, number: int) -> Document: ...
 
 

@@ -226,8 +226,7 @@ class FastFTStrategyMixin(_Base):
     def _inner_checkpoint_io(self) -> CheckpointIO:
         """Return what reads and writes files, without a plugin that wraps it."""
         io = self.checkpoint_io
-        inner: CheckpointIO = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
-        return inner
+        return (io.checkpoint_io or io) if isinstance(io, _WrappingCheckpointIO) else io
 
     def _describe_checkpoints(self) -> Status:
         inner = self._inner_checkpoint_io()
