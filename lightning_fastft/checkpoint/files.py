@@ -98,7 +98,8 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 
 
     Raises:
         DamagedCheckpointError: Bytes differ from those that were written; the message names the newest intact checkpoint of the folder.
-        UnsafeCheckpointError: It is not signed with the key of the environment, holds other objects than tensors and plain types, or would take more memory than it has bytes.
+        UnsafeCheckpointError: It is not signed with the key of the environment, holds other objects than tensors and plain types, or would take
+            more memory than it has bytes.
 
     Cost:
         Reads the file twice, the first time with SHA-256.

@@ -152,10 +152,23 @@ def local_path(path: str | Path, *, use: str) -> Path:
     return Path(text)
 
 
+def is_remote(path: str | Path) -> bool:
+    """Return whether a path names an object store or another place that is no file system of this host.
+
+    Example:
+        >>> is_remote("s3://bucket/runs"), is_remote("/tmp/runs")
+        (True, False)
+    """
+    return "://" in str(path) and not str(path).startswith("file://")
+
+
 def warn_of_options(weights_only: bool | None) -> None:
     """Say that options which would let a checkpoint run code have no effect."""
     if weights_only is False:
-        rank_zero_warn("weights_only=False is ignored: checkpoints are read as tensors and plain types only.")
+        rank_zero_warn(
+            "weights_only=False is ignored: checkpoints are read as tensors and plain types only. To load a class that you trust, name it in "
+            "torch.serialization.add_safe_globals([...])."
+        )
     if os.environ.get(_FORCED_OPEN, "0").lower() in ("1", "y", "yes", "true"):
         rank_zero_warn(f"{_FORCED_OPEN} is set and is ignored here; everywhere else torch.load now runs what a file asks it to run. Unset it.")
 

@@ -24,7 +24,8 @@ class TokenizedDocuments(Protocol):
     fingerprint: str
 
     @property
-    def content_digest(self) -> str: ...
+    def content_digest(self) -> str:
+        """Digest of the tokens and of which are trained."""
 
     def __getitem__(self, number: int) -> Document: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checks import check_bool
-from lightning_fastft.errors import CheckpointNotSavedError, DeviceMemoryError
+from lightning_fastft.errors import CheckpointNotSavedError, DeviceMemoryError, ResumeError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
@@ -130,6 +130,23 @@ class FastFTStrategyMixin(_Base):
         checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
         self._check_settings(checkpoint)
         return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint.
+
+        Raises:
+            ResumeError: They are those of another model: other names or shapes.
+        """
+        try:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            faults = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+            raise ResumeError(
+                f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is {' '.join(faults[:1])} "
+                "Resume with the model of that run, or begin without ckpt_path."
+            ) from error
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Install packed training on the built model, then set up the strategy underneath."""
