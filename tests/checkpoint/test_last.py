@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.errors import DamagedCheckpointError
 from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.two_ranks import run_two_ranks
 
 # The resumed runs are longer, and folders are not empty.
 pytestmark = pytest.mark.filterwarnings("ignore:Resumed with another setting", "ignore::UserWarning:lightning.*")
@@ -148,3 +149,12 @@ def test_evaluation_takes_it_too(saved):
     trainer = quiet_trainer(saved, strategy="fastft", enable_checkpointing=True, callbacks=[callback(saved)])
     with pytest.warns(UserWarning, match="is taken"):
         trainer.validate(PlainModule(tiny_llama()), packed_loader(1), ckpt_path="last", verbose=False)
+
+
+@pytest.mark.slow
+def test_ranks_take_the_choice_of_rank_zero(tmp_path):
+    run_two_ranks("tests.checkpoint.last_worker", tmp_path)
+    assert (tmp_path / "taken").read_text() == "step=3.ckpt"
+    ends = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("4 ")
