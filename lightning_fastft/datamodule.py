@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checks import check_bool, check_choice, check_int, check_path, check_share, check_tokenizer
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, printable
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # Goes up when the same arguments give another plan: a position saved under the old rule is refused.
 PLAN_VERSION = 1
+# Begins the identity of the data in a checkpoint; what older versions wrote does not begin so.
+_BY_CONTENT = "tokens:"
 HELD_OUT_STREAM = 0x48454C44
 MAX_PROCESSES = 8
 # More than any machine has cores; beyond it a number is a slip.
@@ -269,6 +271,9 @@ class PackedDataModule(LightningDataModule):
         if self._plan is None or not state_dict:
             return
         saved, current = state_dict["plan"], self._plan_identity()
+        if "data" in saved and not str(saved["data"]).startswith(_BY_CONTENT):
+            rank_zero_warn("The checkpoint knows its data by path and time, as older versions did: whether the data is the same cannot be told.")
+            saved = {**saved, "data": current["data"]}
         changed = [f"{name} was {saved.get(name)!r} and is {value!r}" for name, value in current.items() if saved.get(name) != value]
         if changed:
             raise ResumeError(
@@ -349,7 +354,8 @@ class PackedDataModule(LightningDataModule):
         """What a position means nothing without; the names are those that a user changes."""
         plan = self.plan
         return {
-            "data": self._subsets["train"].documents.fingerprint,
+            # By content: the same rows elsewhere, or touched, are the same data.
+            "data": f"{_BY_CONTENT}{self._subsets['train'].documents.content_digest}",
             "val_share": self.val_share,
             "max_tokens": self.max_tokens,
             "seed": self.seed,
@@ -367,7 +373,7 @@ class PackedDataModule(LightningDataModule):
         torch.distributed.all_gather_object(identities, self._plan_identity())
         for rank, identity in enumerate(identities):
             if identity != identities[0]:
-                raise DataError(f"Rank 0 plans {identities[0]}, rank {rank} plans {identity}. Give all ranks the same data, at the same paths.")
+                raise DataError(f"Rank 0 plans {identities[0]}, rank {rank} plans {identity}. Give all ranks the same data.")
 
     def _open_training_stream(self) -> PlannedStream:
         """Find the position at the moment when the first batch of an epoch, or of a resumed run, is wanted."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_fastft.checks import check_choice, check_float, check_int, check_share, check_string, check_tokenizer
+from lightning_fastft.checks import check_bool, check_choice, check_float, check_int, check_share, check_string, check_tokenizer
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
 from lightning_fastft.optim import FusedAdamW, is_steppable
@@ -76,6 +76,7 @@ class FineTuner(LightningModule):
         warmup_steps: The same in optimizer steps; replaces warmup_share.
         min_learning_rate_share: Share of the peak at which "cosine" and "linear" end, in [0, 1].
         revision: Branch, tag or commit on the hub, for the model and its tokenizer.
+        accept_other_base: Whether adapters of a checkpoint are loaded onto a base whose weights differ from those that they were trained on.
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
@@ -106,6 +107,7 @@ class FineTuner(LightningModule):
         warmup_steps: int | None = None,
         min_learning_rate_share: float = 0.0,
         revision: str | None = None,
+        accept_other_base: bool = False,
     ) -> None:
         super().__init__()
         from lightning_fastft.models.dtypes import DTYPES
@@ -147,6 +149,8 @@ class FineTuner(LightningModule):
         self.warmup_share = warmup_share
         self.warmup_steps = warmup_steps
         self.min_learning_rate_share = min_learning_rate_share
+        # No hyperparameter: a checkpoint must not bring the permission along.
+        self.accept_other_base = check_bool("accept_other_base", accept_other_base)
 
         self.model: Any = model if is_instance else None
         self.adapter_shadows: Any = None
@@ -155,6 +159,7 @@ class FineTuner(LightningModule):
         self._transforms: dict[str, tuple[Transform, Stage]] = {}
         self._is_built = False
         self._seed = 0
+        self._base_digest = ""
         self._compute_dtype = torch.float32
         self._undo_shadows: Any = None
         self._sharding: Status | None = None
@@ -256,6 +261,7 @@ class FineTuner(LightningModule):
             model = self.model
             if model is None:
                 model, filler = self._open_model(device=device, dtype=dtype, is_sharded=mesh is not None)
+            self._base_digest = self._digest_base(model)
             model = self._transform(model, "before_adapters")
             self._compute_dtype = model.dtype
             if self.lora is not None:
@@ -307,6 +313,19 @@ class FineTuner(LightningModule):
 
         is_read_early = self.lora is not None and reads_base(self.lora)
         return open_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed, is_read_early=is_read_early)
+
+    def _digest_base(self, model: Any) -> str:  # noqa: ANN401 - a transformers or a PEFT model
+        """Return what identifies the frozen base; empty where it is trained, and so part of every checkpoint, or not in memory yet."""
+        if not self.has_adapters:
+            return ""
+        from lightning_fastft.models.base_digest import digest_files, digest_tensors
+
+        if self.source is not None and self.source.init == "pretrained":
+            from lightning_fastft.models.loading import weight_files
+
+            paths = weight_files(self.source)
+            return digest_files(paths) if paths else ""
+        return digest_tensors(model, is_trained_too=not hasattr(model, "peft_config"))
 
     def _shard(self, mesh: DeviceMesh, *, filler: Filler | None) -> None:
         """Cut the model over the ranks; adapters keep their dtype, trained bases get masters."""
@@ -582,13 +601,14 @@ class FineTuner(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note which base the trained parameters belong to."""
         name = None if self.source is None else self.source.name
-        checkpoint["fastft_base"] = {"name": name, "init": "given" if self.source is None else self.source.init, "seed": self._seed}
+        init = "given" if self.source is None else self.source.init
+        checkpoint["fastft_base"] = {"name": name, "init": init, "seed": self._seed, "digest": self._base_digest}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse adapters that were trained on other random weights.
+        """Refuse adapters that were trained on another base; a checkpoint without a digest of it is taken.
 
         Raises:
-            ResumeError: The base of this run was initialised with another seed.
+            ResumeError: The base of this run has other weights, or was initialised with another seed.
         """
         base = checkpoint.get("fastft_base", {})
         if self.has_adapters and base.get("init") == "random" and self._is_built and base["seed"] != self._seed:
@@ -596,6 +616,17 @@ class FineTuner(LightningModule):
                 f"The adapters were trained on a base initialised with seed {base['seed']}, this run has {self._seed}: "
                 f"call seed_everything({base['seed']})."
             )
+        saved, present = str(base.get("digest", "")), self._base_digest
+        # Files and tensors in memory are not comparable.
+        is_known = bool(saved and present) and saved.partition(":")[0] == present.partition(":")[0]
+        if self.has_adapters and is_known and saved != present:
+            told = f"The adapters were trained on the base {base.get('name') or 'of the run'} with other weights than the present one has"
+            if not self.accept_other_base:
+                raise ResumeError(
+                    f"{told} (digest {saved.partition(':')[2][:12]}, now {present.partition(':')[2][:12]}). Give the base of that run, or accept "
+                    "this one: FineTuner(..., accept_other_base=True), --model.accept_other_base true, or --accept-other-base in an export."
+                )
+            rank_zero_warn(f"{told}; they are loaded all the same (accept_other_base=True).")
 
     def save_pretrained(self, folder: str) -> None:
         """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.

@@ -1,6 +1,8 @@
 import json
 import logging
+import os
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -147,6 +149,61 @@ class TestResume:
         run(tmp_path, data={}, trainer={}, callbacks=[SaveAt(path, micro_batch=5)])
         with pytest.raises(ResumeError, match=word):
             run(tmp_path, data=data, trainer=trainer, ckpt_path=path)
+
+    @pytest.mark.parametrize("cache", [None, "cache"])
+    @pytest.mark.parametrize("change", ["touch", "copy", "other path", "memory"])
+    def test_same_rows_touched_or_elsewhere_are_the_same_data(self, tmp_path, change, cache):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+        options = {"cache_dir": None if cache is None else str(tmp_path / cache)}
+        whole = run(tmp_path, data={"rows": str(path), **options}, trainer={}, callbacks=[SaveAt(tmp_path / "saved.ckpt", micro_batch=5)])
+        rows = str(path)
+        if change == "memory":
+            rows = make_rows()
+        elif change == "touch":
+            os.utime(path, (1, 1))
+        else:
+            (tmp_path / "b").mkdir()
+            shutil.copy(path, tmp_path / "b" / "rows.jsonl")
+            path.unlink()
+            rows = str(tmp_path / "b" / "rows.jsonl")
+            if change == "copy":
+                shutil.move(rows, path)
+                rows = str(path)
+        resumed = run(tmp_path, data={"rows": rows, **options}, trainer={}, ckpt_path=tmp_path / "saved.ckpt")
+        assert_goes_on(whole, resumed, after=5)
+
+    @pytest.mark.parametrize("change", ["one token", "one label", "order"])
+    def test_other_rows_under_the_same_path_and_time_are_refused(self, tmp_path, change):
+        path = tmp_path / "rows.jsonl"
+
+        def write(rows):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.utime(path, (1, 1))
+
+        rows = make_rows()
+        write(rows)
+        run(tmp_path, data={"rows": str(path)}, trainer={}, callbacks=[SaveAt(tmp_path / "saved.ckpt", micro_batch=5)])
+        if change == "order":
+            rows[3], rows[4] = rows[4], rows[3]
+        elif change == "one token":
+            rows[3]["input_ids"][-1] = (rows[3]["input_ids"][-1] + 1) % 40
+            rows[3]["labels"][-1] = rows[3]["input_ids"][-1]
+        else:
+            rows[3]["labels"][-1] = -100
+        write(rows)
+        with pytest.raises(ResumeError, match="data was"):
+            run(tmp_path, data={"rows": str(path)}, trainer={}, ckpt_path=tmp_path / "saved.ckpt")
+
+    def test_goes_on_from_a_checkpoint_that_knows_its_data_by_path_and_time(self):
+        data = make_data()
+        data.setup("fit")
+        state = data.state_dict()
+        state["plan"]["data"] = "0" * 64
+        state["micro_batches"] = 3
+        with pytest.warns(UserWarning, match="by path and time"):
+            data.load_state_dict(state)
+        assert data.position == 3
 
     def test_refuses_a_checkpoint_of_another_number_of_ranks(self):
         data = make_data()

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.callbacks.host_waits import HostWaitDetector
 from lightning_fastft.callbacks.late_copy import LateCopies
 from lightning_fastft.callbacks.token_throughput import GIB, mark_time
+from lightning_fastft.checkpoint.io import is_remote
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.checks import check_int
 from lightning_fastft.errors import OptionError
@@ -63,7 +64,7 @@ class RunReport(Callback):
             neither.
 
     Raises:
-        OptionError: path does not end in ".html", or profile_step is below 0.
+        OptionError: path is remote or does not end in ".html", or profile_step is below 0. When fit begins: path is None and the folder is remote.
         OSError: When fit begins: the folder cannot be made.
 
     Cost:
@@ -77,6 +78,8 @@ class RunReport(Callback):
     """
 
     def __init__(self, path: str | Path | None = None, *, profile_step: int | None = 8) -> None:
+        if path is not None and is_remote(path):
+            raise OptionError(f"path must be a local or mounted file, got {str(path)!r}.")
         if path is not None and Path(path).suffix != ".html":
             raise OptionError(f'path must end in ".html", got {str(path)!r}: the JSON file stands beside it.')
         self.path = None if path is None else Path(path)
@@ -129,6 +132,8 @@ class RunReport(Callback):
         self._reset()
         # As Lightning says, all ranks have to ask for the folder.
         folder = trainer.log_dir or trainer.default_root_dir
+        if self.path is None and is_remote(folder):
+            raise OptionError(f"RunReport writes to local or mounted folders, and this run's is {folder}: give RunReport(path='run_report.html').")
         self._html_path = Path(folder) / "run_report.html" if self.path is None else self.path
         if trainer.is_global_zero:
             self._html_path.parent.mkdir(parents=True, exist_ok=True)

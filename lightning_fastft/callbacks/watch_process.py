@@ -129,8 +129,12 @@ class RankWatch:
         self.condition = "runs"
         # Counted in turns of this process, so that a machine that sleeps or a container that is frozen does not count.
         self.idle_s = self.stopped_s = 0.0
+        # Time of day at which the rank was found gone.
+        self.gone_at_s = 0.0
         self._since_publish_s = PUBLISH_S
-        self._is_pipe_open = True
+        # What says at once that the rank has ended: its end of the pipe closes, or the kernel tells it of the process. Workers of the rank, which
+        # have the pipe too, may live on for a while.
+        self._signs = [0, *_open_process(job.pid)]
         self._stacks = ""
 
     def run(self) -> None:
@@ -172,14 +176,14 @@ class RankWatch:
     def _wait(self, seconds: float) -> None:
         """Wait, unless the rank says at once that it is done; then look at it."""
         begin = time.monotonic()
-        if self._is_pipe_open:
-            ready, _, _ = select.select([0], [], [], seconds)
-            self._is_pipe_open = not ready or bool(os.read(0, 1))
-        else:
-            time.sleep(seconds)
+        # Without a sign left this sleeps.
+        ready, _, _ = select.select(self._signs, [], [], seconds)
+        self._signs = [sign for sign in self._signs if sign not in ready or (sign == 0 and os.read(0, 1))]
         elapsed = min(time.monotonic() - begin, 2 * seconds)
         before, self.beat = self.beat, read_beat(self.memory)
         self.condition = self._look_at_process()
+        if self.condition == "gone" and not self.gone_at_s:
+            self.gone_at_s = time.time()
         self.idle_s = 0.0 if self.beat.num_beats != before.num_beats else self.idle_s + elapsed
         self.stopped_s = self.stopped_s + elapsed if self.condition == "stopped" else 0.0
         self._since_publish_s += elapsed
@@ -224,6 +228,7 @@ class RankWatch:
             "pid": self.job.pid,
             "host": socket.gethostname(),
             "condition": self.condition,
+            "gone_at_s": self.gone_at_s,
             "idle_s": max(self.idle_s, self.stopped_s),
             "frames": read_frames(self._stacks),
             **self.beat._asdict(),
@@ -309,13 +314,17 @@ class RankWatch:
 
 
 def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks to blame: that are dead without a word, else that are stopped, else that failed first, else that came least far."""
+    """Return the ranks to blame: that died first without a word, else that are stopped, else that failed first, else that came least far."""
     dead = [state for state in states if state["condition"] == "gone" and state["phase"] != Phase.FAILED]
     stopped = [state for state in states if state["condition"] == "stopped"]
     # An error often comes of another rank's end.
     failed = [state for state in states if state["phase"] == Phase.FAILED]
-    if dead or stopped or failed:
-        return dead or stopped or [min(failed, key=lambda state: state["failed_at_s"])]
+    if dead:
+        # The end of a rank may take others along: their libraries abort where a peer is gone.
+        first_s = min(state["gone_at_s"] for state in dead)
+        return [state for state in dead if state["gone_at_s"] == first_s]
+    if stopped or failed:
+        return stopped or [min(failed, key=lambda state: state["failed_at_s"])]
     # A rank outside of the batches has begun none since; who waits for it is not to blame.
     least = min((state["num_batches"], state["phase"]) for state in states)
     tied = [state for state in states if (state["num_batches"], state["phase"]) == least]
@@ -393,6 +402,15 @@ def descendants(pid: int) -> list[int]:
         found += below
         left += below
     return found
+
+
+def _open_process(pid: int) -> list[int]:
+    """Return a descriptor that becomes readable when a process ends; none where the system has no such thing, or it has ended."""
+    if not hasattr(os, "pidfd_open"):
+        return []
+    with contextlib.suppress(OSError):
+        return [os.pidfd_open(pid)]
+    return []
 
 
 def _process_state(pid: int) -> str:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.callbacks import watch_process
 from lightning_fastft.callbacks.watch_process import Beat, Job, Phase
+from lightning_fastft.checkpoint.io import is_remote
 from lightning_fastft.checkpoint.resume import checkpoint_folder
 from lightning_fastft.checks import check_float
 from lightning_fastft.status import Status
@@ -44,7 +45,8 @@ class Watchdog(Callback):
 
     Beside each rank runs a small process, which goes on where the rank does not. A rank that makes no progress inside or between its training
     batches for timeout_s, or whose process is gone or stopped, ends the run at most 10 s later: a report with the place and the Python stacks of
-    the ranks is written to stderr and to ``watchdog-step=N.txt`` in the folder of the first ModelCheckpoint (else ``default_root_dir``), and every
+    the ranks is written to stderr and to ``watchdog-step=N.txt`` in the folder of the first ModelCheckpoint (else ``default_root_dir``;
+    the current folder where that is remote), and every
     rank is killed with all processes below it, so that its exit code is not 0. A rank that ends with an error of its own is left to do so.
 
     Time counts from one hook of a training batch to the next: not at the start, and not from the beginning of a validation, a save or an epoch until
@@ -101,7 +103,9 @@ class Watchdog(Callback):
         if os.name != "posix":
             self._statuses = [Status(STATUS_NAME, "refused", "a process of another system than POSIX cannot be watched", "remove Watchdog")]
             return
-        folder = checkpoint_folder(trainer).absolute()
+        folder = next(
+            (Path(found).absolute() for found in (checkpoint_folder(trainer), trainer.default_root_dir) if not is_remote(found)), Path.cwd()
+        )
         self._first_step, self._num_batches, self._is_alone = trainer.global_step, 0, trainer.world_size == 1
         self._start(trainer, folder, run=trainer.strategy.broadcast(uuid.uuid4().hex))
         self._statuses = [Status(STATUS_NAME, "active", f"a rank without progress for {self.timeout_s:g} s ends the run; reports in {folder}")]

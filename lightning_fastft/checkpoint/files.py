@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import uuid
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from lightning_fastft.checkpoint.archives import check_sizes
+from lightning_fastft.checkpoint.signing import describe_forgery, sign
 from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 from lightning_fastft.packing.dataset import sync_file
 
@@ -38,8 +41,9 @@ _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 _END_SIGNATURE = b"PK\x05\x06"
 _END_BYTES = 22
 # Text only, so that a digest never looks like another end record. torch.load reads archives with comments up to 64 KiB, any size of archive.
-_COMMENT = re.compile(rb"lightning_fastft sha256 ([0-9a-f]{64}) bytes (\d{20})")
+_COMMENT = re.compile(rb"lightning_fastft sha256 ([0-9a-f]{64}) bytes (\d{20})(?: hmac-sha256 ([0-9a-f]{64}))?")
 _COMMENT_BYTES = len(b"lightning_fastft sha256  bytes ") + 64 + 20
+_SIGNED_BYTES = _COMMENT_BYTES + len(b" hmac-sha256 ") + 64
 
 
 class Digest(NamedTuple):
@@ -94,7 +98,8 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 
 
     Raises:
         DamagedCheckpointError: Bytes differ from those that were written; the message names the newest intact checkpoint of the folder.
-        UnsafeCheckpointError: It holds other objects than tensors and plain types.
+        UnsafeCheckpointError: It is not signed with the key of the environment, holds other objects than tensors and plain types, or would take
+            more memory than it has bytes.
 
     Cost:
         Reads the file twice, the first time with SHA-256.
@@ -102,6 +107,7 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 
     with path.open("rb") as file:
         with _told_damage(path):
             _judge_file(file)
+            _judge_sizes(file, path)
         file.seek(0)
         try:
             return torch.load(file, map_location=map_location, weights_only=True)
@@ -120,16 +126,15 @@ def check_file(path: Path) -> bool:
         DamagedCheckpointError: Bytes differ from those that were written, or the end of the file is missing.
     """
     with path.open("rb") as file, _told_damage(path):
-        return _judge_file(file)
+        has_digest = _judge_file(file)
+        _judge_sizes(file, path)
+        return has_digest
 
 
 def read_comment(file: IO[bytes]) -> Digest | None:
     """Return the digest in the comment of a zip archive of ours, without judging it; None where there is none."""
-    tail = _read_tail(file, _END_BYTES + _COMMENT_BYTES)
-    found = _COMMENT.fullmatch(tail[_END_BYTES:])
-    if found is None or not tail.startswith(_END_SIGNATURE) or tail[_END_BYTES - 2 : _END_BYTES] != _COMMENT_BYTES.to_bytes(2, "little"):
-        return None
-    return Digest(found[1].decode(), int(found[2]))
+    seal = _read_seal(file)
+    return None if seal is None else seal.digest
 
 
 def hash_file(path: Path) -> Digest:
@@ -158,7 +163,8 @@ def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> 
             raise OSError(f"the ranks reported {sorted(digests)} and the folder holds {sorted(present)}")
         listed = {name: list(digests[name]) for name in sorted(digests)}
         with (folder / RECORD).open("w") as file:
-            json.dump({"files": listed, "sha256": _hash_listing(listed)}, file, indent=1)
+            sha256 = _hash_listing(listed)
+            json.dump({"files": listed, "sha256": sha256, "hmac_sha256": sign(sha256)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
@@ -200,11 +206,8 @@ def newest_intact(folder: Path, *, but: Path | None = None) -> Path | None:
     """
     places = [place for place in folder.iterdir() if not place.name.startswith(".") and not place.is_symlink() and place != but]
     for place in sorted(places, key=lambda place: place.stat().st_mtime_ns, reverse=True):
-        try:
-            if _is_intact(place):
-                return place
-        except (_DamageError, OSError):
-            continue
+        if find_damage(place, needs_digest=True) is None:
+            return place
     return None
 
 
@@ -226,8 +229,14 @@ def part_beside(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
 
 
 def replace_folder(part: Path, path: Path) -> None:
-    """Put a committed folder in the place of path, whose old content goes only when the new one stands there."""
+    """Put a committed folder in the place of path, whose old content goes only when the new one stands there.
+
+    Raises:
+        OSError: There is a folder at path that is no checkpoint.
+    """
     old = None
+    if path.is_dir() and not path.is_symlink() and not _is_checkpoint_folder(path):
+        raise OSError(f"there is a folder {path} that is no checkpoint, and it is not replaced: give another name")
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -240,8 +249,41 @@ def replace_folder(part: Path, path: Path) -> None:
         shutil.rmtree(old)
 
 
+def find_damage(place: Path, *, needs_digest: bool = False) -> str | None:
+    """Return what is wrong with a checkpoint; None where it is intact.
+
+    Args:
+        place: A file or a folder.
+        needs_digest: Whether a checkpoint without a digest, in which damage cannot be noticed, counts as damaged.
+    """
+    try:
+        has_digest = _is_intact(place)
+    except (_DamageError, OSError) as damage:
+        return str(damage)
+    return "it has no digest" if needs_digest and not has_digest else None
+
+
+def is_own(path: Path) -> bool:
+    """Return whether this package wrote what is at path: a file with a digest, or a folder with a commit record and nothing that is not in it.
+
+    The digests are not compared with the bytes. A link counts as what it points to, or as ours where that is gone.
+    """
+    if path.is_symlink() and not path.exists():
+        return True
+    try:
+        if path.is_dir():
+            return {place.name for place in path.iterdir()} == {RECORD, *_read_record(path)}
+        with path.open("rb") as file:
+            return read_comment(file) is not None
+    except (_DamageError, OSError):
+        return False
+
+
 def remove(path: Path) -> None:
-    """Take a checkpoint away; a kill in the middle leaves nothing that could be taken for one."""
+    """Take a checkpoint away; a kill in the middle leaves nothing that could be taken for one.
+
+    The caller has judged the path with ``is_own``. Of a link only the link goes.
+    """
     if path.is_dir() and not path.is_symlink():
         part = _new_name(path, "part")
         path.rename(part)
@@ -299,11 +341,17 @@ class _DamageError(Exception):
     """What is wrong with a checkpoint, without its name and without advice."""
 
 
+class _ForgeryError(_DamageError):
+    """A checkpoint should be signed and is not, or was signed with another key."""
+
+
 @contextmanager
 def _told_damage(path: Path) -> Iterator[None]:
     """Say which checkpoint is damaged, and which one beside it is not."""
     try:
         yield
+    except _ForgeryError as forgery:
+        raise UnsafeCheckpointError(f"{path} is not loaded: {forgery}. Unset the variable, or load it where it was signed.") from forgery
     except _DamageError as damage:
         intact = newest_intact(path.parent, but=path)
         advice = f"The newest intact checkpoint beside it is {intact}." if intact else f"There is no intact checkpoint in {path.parent.resolve()}."
@@ -319,6 +367,12 @@ def _is_intact(place: Path) -> bool:
         return False
     with place.open("rb") as file:
         return _judge_file(file)
+
+
+def _is_checkpoint_folder(folder: Path) -> bool:
+    """Whether a folder is empty, was committed (also where it is damaged by now), or is one of Lightning's for sharded models."""
+    names = {place.name for place in folder.iterdir()}
+    return not names or RECORD in names or {".metadata", "meta.pt"} <= names
 
 
 def _read_record(folder: Path) -> dict[str, Digest]:
@@ -341,11 +395,17 @@ def _read_record(folder: Path) -> dict[str, Digest]:
 
 def _judge_folder(folder: Path, share: tuple[int, int]) -> None:
     digests = _read_record(folder)
+    _judge_signature(*_read_signature(folder))
     for name in sorted(digests)[share[0] :: share[1]]:
         expected = digests[name]
         found = hash_file(folder / name) if (folder / name).is_file() else None
         if found != expected:
             raise _DamageError(f"{name} should be {_describe(expected)} and is {_describe(found)}")
+
+
+def _read_signature(folder: Path) -> tuple[str, str]:
+    record = json.loads((folder / RECORD).read_bytes())
+    return str(record["sha256"]), str(record.get("hmac_sha256", ""))
 
 
 def _describe(digest: Digest | None) -> str:
@@ -354,20 +414,53 @@ def _describe(digest: Digest | None) -> str:
 
 def _judge_file(file: IO[bytes]) -> bool:
     """Whether an open file has a digest, which it then matches; raises what is wrong with it."""
-    expected = read_comment(file)
-    if expected is None:
+    seal = _read_seal(file)
+    if seal is None:
         tail = _read_tail(file, _END_BYTES)
         if tail.startswith(_END_SIGNATURE) and tail.endswith(b"\0\0"):
+            _judge_signature("", "")
             return False
         raise _DamageError("its end is neither that of a checkpoint with a digest nor that of a file of torch.save")
-    num_bytes = os.fstat(file.fileno()).st_size - _COMMENT_BYTES
+    expected = seal.digest
+    num_bytes = os.fstat(file.fileno()).st_size - seal.num_bytes
     if num_bytes != expected.num_bytes:
         raise _DamageError(f"expected {expected.num_bytes} bytes, found {num_bytes}")
     file.seek(0)
     found = _hash_to(file, num_bytes)
     if found != expected:
         raise _DamageError(f"expected SHA-256 {expected.sha256}, found {found.sha256}")
+    _judge_signature(expected.sha256, seal.signature)
     return True
+
+
+class _Seal(NamedTuple):
+    """What the comment of an archive says."""
+
+    digest: Digest
+    signature: str
+    num_bytes: int
+
+
+def _read_seal(file: IO[bytes]) -> _Seal | None:
+    for num_bytes in (_COMMENT_BYTES, _SIGNED_BYTES):
+        tail = _read_tail(file, _END_BYTES + num_bytes)
+        found = _COMMENT.fullmatch(tail[_END_BYTES:])
+        if found is not None and tail.startswith(_END_SIGNATURE) and tail[_END_BYTES - 2 : _END_BYTES] == num_bytes.to_bytes(2, "little"):
+            return _Seal(Digest(found[1].decode(), int(found[2])), (found[3] or b"").decode(), num_bytes)
+    return None
+
+
+def _judge_signature(sha256: str, signature: str) -> None:
+    forgery = describe_forgery(sha256, signature)
+    if forgery:
+        raise _ForgeryError(forgery)
+
+
+def _judge_sizes(file: IO[bytes], path: Path) -> None:
+    try:
+        check_sizes(file, name=str(path))
+    except zipfile.BadZipFile as error:
+        raise _DamageError(f"it is no archive of torch.save ({error})") from error
 
 
 def _read_tail(file: IO[bytes], num_bytes: int) -> bytes:
@@ -418,9 +511,11 @@ class _HashingWriter:
         """
         # Kept until here: an exception inside torch's writer makes it write on while it is unwound.
         assert self._failure is not None or (self._end.startswith(_END_SIGNATURE) and self._end.endswith(b"\0\0")), "torch.save ends a zip archive"
-        self._put(self._end[:-2] + _COMMENT_BYTES.to_bytes(2, "little"))
+        is_signed = bool(sign(""))
+        self._put(self._end[:-2] + (_SIGNED_BYTES if is_signed else _COMMENT_BYTES).to_bytes(2, "little"))
         digest = Digest(self._digest.hexdigest(), self._num_bytes)
-        self._put(f"lightning_fastft sha256 {digest.sha256} bytes {digest.num_bytes:020d}".encode())
+        signature = f" hmac-sha256 {sign(digest.sha256)}" if is_signed else ""
+        self._put(f"lightning_fastft sha256 {digest.sha256} bytes {digest.num_bytes:020d}{signature}".encode())
         if self._failure is not None:
             raise self._failure
         return digest

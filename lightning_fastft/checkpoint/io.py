@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.checkpoint.files import load_file, read_comment, remove, save_file, saving, sweep
+from lightning_fastft.checkpoint.files import is_own, load_file, read_comment, remove, save_file, saving, sweep
 from lightning_fastft.errors import OptionError, UnsafeCheckpointError
 
 _FORCED_OPEN = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -47,6 +47,9 @@ class VerifiedCheckpointIO(CheckpointIO):
         if os.name != "posix":
             raise OptionError("VerifiedCheckpointIO needs the file locks and folder syncs of POSIX; on this system leave checkpoints to Lightning.")
         self._swept: set[Path] = set()
+        self._homes: set[Path] = set()
+        # What this object loaded it may remove: Lightning's launchers hand weights over in a file.
+        self._loaded: set[Path] = set()
         self._has_looked = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401 - as Lightning's
@@ -62,6 +65,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         place = local_path(path, use="saved to")
         with saving(place):
             self.prepare(place.parent)
+            self.own(place.parent)
         save_file(checkpoint, place)
         if not self._has_looked:
             self._has_looked = True
@@ -88,14 +92,34 @@ class VerifiedCheckpointIO(CheckpointIO):
         if not place.is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {place}.")
         content: dict[str, Any] = load_file(place, map_location=map_location)
+        self._loaded.add(place.resolve())
         warn_without_digest(place)
         return content
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Take a checkpoint away, if it is there."""
+        """Remove a checkpoint of this package from a folder that this object saves to.
+
+        Anything else stays, with a warning: ModelCheckpoint takes the paths that it removes from the checkpoint it resumed from.
+        """
         place = local_path(path, use="removed from")
-        if place.exists() or place.is_symlink():
+        if not (place.exists() or place.is_symlink()):
+            return
+        reason = self._why_kept(place)
+        if reason:
+            rank_zero_warn(f"{place} is not removed: {reason}.")
+        else:
             remove(place)
+
+    def own(self, folder: Path) -> None:
+        """Note a folder in which, and below which, this object may remove checkpoints."""
+        self._homes.add(folder.resolve())
+
+    def _why_kept(self, place: Path) -> str:
+        """Return why a path is not removed; nothing where it may be."""
+        folder = place.parent.resolve()
+        if place.resolve() not in self._loaded and not any(folder == home or home in folder.parents for home in self._homes):
+            return "it lies outside of the folders that this run saves to"
+        return "" if is_own(place) else "it is no checkpoint that this package wrote"
 
     def prepare(self, folder: Path) -> None:
         """Take away what killed saves left in a folder, before its first use by this object."""
@@ -128,10 +152,23 @@ def local_path(path: str | Path, *, use: str) -> Path:
     return Path(text)
 
 
+def is_remote(path: str | Path) -> bool:
+    """Return whether a path names an object store or another place that is no file system of this host.
+
+    Example:
+        >>> is_remote("s3://bucket/runs"), is_remote("/tmp/runs")
+        (True, False)
+    """
+    return "://" in str(path) and not str(path).startswith("file://")
+
+
 def warn_of_options(weights_only: bool | None) -> None:
     """Say that options which would let a checkpoint run code have no effect."""
     if weights_only is False:
-        rank_zero_warn("weights_only=False is ignored: checkpoints are read as tensors and plain types only.")
+        rank_zero_warn(
+            "weights_only=False is ignored: checkpoints are read as tensors and plain types only. To load a class that you trust, name it in "
+            "torch.serialization.add_safe_globals([...])."
+        )
     if os.environ.get(_FORCED_OPEN, "0").lower() in ("1", "y", "yes", "true"):
         rank_zero_warn(f"{_FORCED_OPEN} is set and is ignored here; everywhere else torch.load now runs what a file asks it to run. Unset it.")
 

@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.checkpoint.io import is_remote
+from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
@@ -35,10 +37,10 @@ _INTERRUPT_ANSWER = "\nCtrl-C: the run is saved at the next optimizer step and e
 _TRAINER_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "precision")
 
 
-def checkpoint_folder(trainer: pl.Trainer) -> Path:
-    """Return the folder of the first ModelCheckpoint that has one, else the Trainer's."""
+def checkpoint_folder(trainer: pl.Trainer) -> str:
+    """Return the folder, or the URL of one, of the first ModelCheckpoint that has one, else the Trainer's."""
     folders = (callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
-    return Path(next((folder for folder in folders if folder is not None), trainer.default_root_dir))
+    return str(next((folder for folder in folders if folder is not None), trainer.default_root_dir))
 
 
 class ExactResume(Callback):
@@ -155,7 +157,9 @@ class ExactResume(Callback):
         number = self._vote.agree(self._stops.received)
         if not number:
             return
-        path = checkpoint_folder(trainer) / f"stopped-step={trainer.global_step}.ckpt"
+        folder, name = checkpoint_folder(trainer), f"{STOPPED}{trainer.global_step}.ckpt"
+        # A Path would take a slash from a URL, and save into a local folder named after it.
+        path = f"{folder.rstrip('/')}/{name}" if is_remote(folder) else Path(folder) / name
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends; go on with ckpt_path={path}"

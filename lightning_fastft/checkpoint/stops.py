@@ -25,14 +25,14 @@ class RunStopped(SystemExit):
     Args:
         number: The signal; the exit code is 128 more.
         step: Optimizer step of the checkpoint.
-        path: The checkpoint.
+        path: The checkpoint; a text where it is a URL.
 
     Example:
         >>> RunStopped(signal.SIGTERM, step=3, path=Path("stopped-step=3.ckpt")).code
         143
     """
 
-    def __init__(self, number: int, *, step: int, path: Path) -> None:
+    def __init__(self, number: int, *, step: int, path: Path | str) -> None:
         super().__init__(128 + number)
         self.signal_name = signal.Signals(number).name
         self.step = step

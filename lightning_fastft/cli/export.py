@@ -17,7 +17,7 @@ from lightning_fastft.cli.lightning_cli import take_option
 from lightning_fastft.errors import OptionError
 from lightning_fastft.module import FineTuner
 
-HOW = "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME]"
+HOW = "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] [--accept-other-base]"
 _MIB = 2**20
 
 
@@ -30,6 +30,7 @@ class _Question(NamedTuple):
     base: str
     dtype: str
     device: torch.device
+    accepts_other_base: bool
 
 
 def run_export(words: Sequence[str]) -> int:
@@ -39,12 +40,12 @@ def run_export(words: Sequence[str]) -> int:
         words: A checkpoint file of a FineTuner or a folder of PEFT adapters, then the folder to write. ``--merge`` writes the whole model with the
             adapters in its weights. ``--base NAME`` is the base model where the one that was trained on lies elsewhere now. ``--dtype`` is that of
             merged weights: that of the run; where the run chose by itself, bfloat16 on a base in NF4, that of the base's files on another.
-            ``--device`` is where the model is built (cpu).
+            ``--device`` is where the model is built (cpu). ``--accept-other-base`` takes a base with other weights than those of the run.
 
     Raises:
         OptionError: There is something at the target, nothing at the source, the source is neither, or its base is not known.
         DamagedCheckpointError: Bytes of the checkpoint differ from those that were written.
-        ResumeError: The checkpoint does not fit the model that it names.
+        ResumeError: The checkpoint does not fit the model that it names, or the base has other weights than that of the run.
         CheckpointNotSavedError: The folder cannot be written or reads back otherwise; nothing is left of it.
 
     Cost:
@@ -75,7 +76,9 @@ def run_export(words: Sequence[str]) -> int:
 
 def _read_question(words: Sequence[str]) -> _Question:
     """Take the words of the command line apart and judge them."""
-    is_merged, rest = "--merge" in words, [word for word in words if word != "--merge"]
+    flags = ("--merge", "--accept-other-base")
+    is_merged, accepts_other_base = (flag in words for flag in flags)
+    rest = [word for word in words if word not in flags]
     base, rest = take_option(rest, "--base", default="")
     dtype, rest = take_option(rest, "--dtype", default="auto")
     device, rest = take_option(rest, "--device", default="cpu")
@@ -91,7 +94,7 @@ def _read_question(words: Sequence[str]) -> _Question:
     source = local_path(rest[0], use="exported from")
     if not source.exists():
         raise OptionError(f"There is nothing at {source} (looked from {Path.cwd()}): give a checkpoint file or a folder of adapters.")
-    return _Question(source, Path(rest[1]), is_merged, base, dtype, place)
+    return _Question(source, Path(rest[1]), is_merged, base, dtype, place, accepts_other_base)
 
 
 def _open(question: _Question) -> tuple[FineTuner, list[str]]:
@@ -127,6 +130,7 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
         raise OptionError(f"{question.source} does not say which model it was trained on, because that one was given loaded: add --base NAME.")
     if options["init"] == "random" and has_adapters and not question.is_merged:
         raise OptionError("These adapters belong to random weights, which no one else can load: add --merge, which writes base and adapters as one.")
+    options["accept_other_base"] = question.accepts_other_base
     # How a sharded run holds its weights means nothing here.
     options["master_dtype"] = "auto"
     notes = []

@@ -23,6 +23,10 @@ class TokenizedDocuments(Protocol):
     num_labelled_N: np.ndarray
     fingerprint: str
 
+    @property
+    def content_digest(self) -> str:
+        """Digest of the tokens and of which are trained."""
+
     def __getitem__(self, number: int) -> Document: ...
 
 

@@ -166,6 +166,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         place = local_path(self.broadcast(filepath), use="saved to")
         io = self.checkpoint_io
         on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=CheckpointNotSavedError)
+        io.own(place.parent)
         save_folder(checkpoint, place)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

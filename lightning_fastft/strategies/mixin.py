@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
+from lightning_fastft.checkpoint.last import with_last
+from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checks import check_bool
-from lightning_fastft.errors import CheckpointNotSavedError, DeviceMemoryError
+from lightning_fastft.errors import CheckpointNotSavedError, DeviceMemoryError, ResumeError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
@@ -86,6 +88,11 @@ class FastFTStrategyMixin(_Base):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    def _configure_launcher(self) -> None:
+        """Have ``ckpt_path="last"`` find the newest intact checkpoint, also that of a stopped run."""
+        super()._configure_launcher()
+        self._launcher = with_last(self._launcher)
+
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module, and add ExactResume to its Trainer while callbacks can still be added."""
         super().connect(model)
@@ -120,9 +127,27 @@ class FastFTStrategyMixin(_Base):
             UnsafeCheckpointError: There is more than tensors and plain types, or the path is a URL.
             ResumeError: Settings of this run and of the checkpoint do not fit.
         """
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        # With ckpt_path="last" rank 0 has judged the candidates.
+        checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
         self._check_settings(checkpoint)
         return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint.
+
+        Raises:
+            ResumeError: They are those of another model: other names or shapes.
+        """
+        try:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            faults = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
+            raise ResumeError(
+                f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is {' '.join(faults[:1])} "
+                "Resume with the model of that run, or begin without ckpt_path."
+            ) from error
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Install packed training on the built model, then set up the strategy underneath."""
@@ -130,6 +155,8 @@ class FastFTStrategyMixin(_Base):
         self._has_logged_backends = False
         self._even_batches = None
         assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            prepare_places(trainer, self._inner_checkpoint_io())
         connect_activations(self.checkpointing, trainer)
         self.packed_steps.install(self.lightning_module)
         super().setup(trainer)
@@ -213,13 +240,17 @@ class FastFTStrategyMixin(_Base):
             return super().optimizer_step(optimizer, run_closure, model, **kwargs)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        # Without a module there is no run whose settings could differ.
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             check_settings(checkpoint, self.lightning_module.trainer)
 
-    def _describe_checkpoints(self) -> Status:
+    def _inner_checkpoint_io(self) -> CheckpointIO:
+        """Return what reads and writes files, without a plugin that wraps it."""
         io = self.checkpoint_io
-        inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+        return (io.checkpoint_io or io) if isinstance(io, _WrappingCheckpointIO) else io
+
+    def _describe_checkpoints(self) -> Status:
+        inner = self._inner_checkpoint_io()
         if isinstance(inner, VerifiedCheckpointIO):
             return Status("checkpoints", "active", "written beside, SHA-256, synced, renamed; judged before they are unpickled")
         return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "leave the CheckpointIO away")

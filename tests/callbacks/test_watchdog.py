@@ -139,8 +139,9 @@ def test_a_beat_arrives_as_it_was_written():
         assert set(read_beat(memory).text) == {"x"}
 
 
-def state(rank, *, num_batches=5, phase=Phase.FORWARD, condition="runs", failed_at_s=0.0, frames=()):
-    return {"rank": rank, "num_batches": num_batches, "phase": phase, "condition": condition, "failed_at_s": failed_at_s, "frames": list(frames)}
+def state(rank, *, num_batches=5, phase=Phase.FORWARD, condition="runs", failed_at_s=0.0, gone_at_s=0.0, frames=()):
+    times = {"failed_at_s": failed_at_s, "gone_at_s": gone_at_s}
+    return {"rank": rank, "num_batches": num_batches, "phase": phase, "condition": condition, "frames": list(frames), **times}
 
 
 WAITING = "barrier (/lib/torch/distributed/x.py:1)"
@@ -160,6 +161,8 @@ WAITING = "barrier (/lib/torch/distributed/x.py:1)"
         ([state(0, phase=Phase.FAILED, failed_at_s=2.0), state(1, phase=Phase.FAILED, failed_at_s=1.0)], [1]),
         ([state(0, phase=Phase.FAILED, failed_at_s=2.0, condition="gone"), state(1, condition="gone")], [1]),
         ([state(0), state(1, phase=Phase.LEAVING, condition="gone")], [1]),
+        # The end of rank 1 took rank 0 along.
+        ([state(0, condition="gone", gone_at_s=2.0), state(1, condition="gone", gone_at_s=1.9)], [1]),
     ],
 )
 def test_who_is_to_blame(states, blamed):

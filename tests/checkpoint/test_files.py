@@ -201,6 +201,15 @@ def test_folder_takes_the_place_of_what_was_there(tmp_path, old):
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
 
 
+def test_folder_of_somebody_else_is_not_replaced(tmp_path):
+    place = tmp_path / "results"
+    place.mkdir()
+    (place / "letter.txt").write_text("dear")
+    with part_beside(place, is_folder=True) as part, pytest.raises(OSError, match="not replaced"):
+        replace_folder(part, place)
+    assert (place / "letter.txt").exists()
+
+
 def test_sweep_takes_what_dead_processes_left_and_nothing_else(tmp_path):
     child, read = fork(lambda write: hold_parts(tmp_path, write))
     is_alive = True

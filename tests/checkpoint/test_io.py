@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_fastft.checkpoint.files import check_file, part_beside
+from lightning_fastft.checkpoint.files import check_file, commit_folder, part_beside
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
-from lightning_fastft.errors import DamagedCheckpointError, OptionError, UnsafeCheckpointError
+from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError, UnsafeCheckpointError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.checkpoint.test_files import Runs
 from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
@@ -129,3 +130,95 @@ def test_remove_of_what_is_not_there_does_nothing(tmp_path):
     io.remove_checkpoint(tmp_path / "a.ckpt")
     io.remove_checkpoint(tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == []
+
+
+def hostile_resume(folder, *, victims):
+    """Fit, resume from a checkpoint whose ModelCheckpoint state names paths of somebody else, and let ModelCheckpoint remove its worst ones."""
+    runs = folder / "runs"
+    options = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(runs, monitor="train_loss", save_top_k=1, every_n_train_steps=1)]}
+    trainer = fit(folder, **options)
+    trainer.save_checkpoint(folder / "hostile.ckpt")
+    content = torch.load(folder / "hostile.ckpt", weights_only=True)
+    (_key, state), *_ = [(key, state) for key, state in content["callbacks"].items() if "ModelCheckpoint" in key]
+    paths = [os.path.join(state["dirpath"], victim) for victim in victims]
+    state.update(best_k_models={paths[0]: torch.tensor(1e9)}, kth_best_model_path=paths[0], kth_value=torch.tensor(1e9), last_model_path=paths[-1])
+    torch.save(content, folder / "hostile.ckpt")
+    callback = ModelCheckpoint(runs, monitor="train_loss", save_top_k=1, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    again = quiet_trainer(folder, strategy="fastft", max_steps=3, enable_checkpointing=True, callbacks=[callback])
+    again.fit(PlainModule(tiny_llama()), packed_loader(4), ckpt_path=folder / "hostile.ckpt")
+    return callback
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+@pytest.mark.parametrize("victim", ["../victim", "../victim/letter.txt", "notes", "letter.txt", "link/letter.txt", "foreign.ckpt"])
+def test_paths_in_a_checkpoint_remove_nothing_but_checkpoints_of_the_run(tmp_path, victim):
+    for folder in (tmp_path / "victim", tmp_path / "runs" / "notes"):
+        folder.mkdir(parents=True)
+        (folder / "letter.txt").write_text("dear")
+    (tmp_path / "runs" / "letter.txt").write_text("dear")
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "victim")
+    torch.save({"by": "another program"}, tmp_path / "runs" / "foreign.ckpt")
+    before = set(tmp_path.rglob("*"))
+    with pytest.warns(UserWarning, match="is not removed"):
+        hostile_resume(tmp_path, victims=[victim])
+    assert before <= set(tmp_path.rglob("*"))
+
+
+@pytest.mark.filterwarnings("ignore:Resumed with another setting", "ignore::UserWarning:lightning.*")
+def test_checkpoint_below_a_folder_of_the_run_is_removed_after_a_resume(tmp_path):
+    """A file name with a folder in it: the folder of the next save is another one."""
+
+    def callback():
+        return ModelCheckpoint(tmp_path / "runs", filename="{epoch}/a", every_n_epochs=1, enable_version_counter=False)
+
+    options = {"strategy": "fastft", "enable_checkpointing": True, "max_steps": -1}
+    quiet_trainer(tmp_path, max_epochs=1, callbacks=[callback()], **options).fit(PlainModule(tiny_llama()), packed_loader(2))
+    first = tmp_path / "runs" / "epoch=0" / "a.ckpt"
+    (tmp_path / "start.ckpt").write_bytes(first.read_bytes())
+    trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[callback()], **options)
+    trainer.fit(PlainModule(tiny_llama()), packed_loader(2), ckpt_path=tmp_path / "start.ckpt")
+    assert [str(place.relative_to(tmp_path)) for place in tmp_path.rglob("a.ckpt")] == ["runs/epoch=1/a.ckpt"]
+
+
+@pytest.mark.parametrize("kind", ["committed", "extra file"])
+def test_folder_is_removed_if_it_holds_a_checkpoint_and_nothing_else(tmp_path, kind):
+    io = VerifiedCheckpointIO()
+    io.save_checkpoint({}, tmp_path / "a.ckpt")
+    (tmp_path / "b.ckpt").mkdir()
+    (tmp_path / "b.ckpt" / "piece").write_text("x")
+    commit_folder(tmp_path / "b.ckpt")
+    if kind == "extra file":
+        (tmp_path / "b.ckpt" / "notes.txt").write_text("x")
+        with pytest.warns(UserWarning, match="is not removed"):
+            io.remove_checkpoint(tmp_path / "b.ckpt")
+    else:
+        io.remove_checkpoint(tmp_path / "b.ckpt")
+    assert (tmp_path / "b.ckpt").exists() == (kind == "extra file")
+
+
+@pytest.mark.parametrize("way", ["file in the way", "read-only"])
+def test_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path, way, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    if way == "read-only":
+        # The tests may run as root, who may write anywhere.
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    folder = tmp_path / ("file/runs" if way == "file in the way" else "runs")
+    module = PlainModule(tiny_llama())
+    trainer = quiet_trainer(tmp_path, strategy="fastft", enable_checkpointing=True, callbacks=[ModelCheckpoint(folder)])
+    with pytest.raises(CheckpointNotSavedError, match="dirpath"):
+        trainer.fit(module, packed_loader(2))
+    assert trainer.global_step == 0
+
+
+def test_strategy_without_a_module_reads_a_checkpoint(tmp_path):
+    fit(tmp_path).save_checkpoint(tmp_path / "a.ckpt")
+    assert quiet_trainer(tmp_path, strategy="fastft").strategy.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 1
+
+
+def test_what_another_process_wrote_is_removed_once_it_was_loaded(tmp_path):
+    """As launchers that start processes hand the weights over."""
+    VerifiedCheckpointIO().save_checkpoint({}, tmp_path / ".temp.ckpt")
+    io = VerifiedCheckpointIO()
+    io.load_checkpoint(tmp_path / ".temp.ckpt")
+    io.remove_checkpoint(tmp_path / ".temp.ckpt")
+    assert not list(tmp_path.iterdir())

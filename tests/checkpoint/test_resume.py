@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
@@ -187,3 +188,19 @@ def test_interrupt_is_left_alone_where_signals_are(tmp_path, options):
         fit(tmp_path, **{**options, "callbacks": [*options.get("callbacks", ()), interrupts(0.0)]})
     assert ended.value.code == 1
     assert not list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:The adapters were trained on")
+@pytest.mark.parametrize("kind", ["own module", "FineTuner", "adapters"])
+def test_wider_model_is_refused_with_the_difference(tmp_path, kind):
+    def make(width):
+        if kind == "own module":
+            return PlainModule(
+                tiny_llama() if width == 32 else LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "hidden_size": width}))
+            )
+        config = {**CONFIG, "vocab_size": VOCAB_SIZE, "intermediate_size": 2 * width}
+        return FineTuner(config, init="random", lora={"r": 4} if kind == "adapters" else None, dtype="float32", accept_other_base=True)
+
+    fit(tmp_path, make(32)).save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ResumeError, match=r"another model.*size mismatch"):
+        fit(tmp_path, make(64), ckpt_path=tmp_path / "a.ckpt")

@@ -35,7 +35,9 @@ class Fault(Callback):
             self.group = torch.distributed.new_group()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == HURT_AT and trainer.global_rank == self.rank:
+        if batch_idx == HURT_AT and self.kind == "kill_in_a_save":
+            trainer.save_checkpoint(os.path.join(trainer.default_root_dir, "a.ckpt"))
+        elif batch_idx == HURT_AT and trainer.global_rank == self.rank:
             os.write(self.write, b"x")
             getattr(self, self.kind)()
         elif batch_idx == HURT_AT and self.kind == "kill_beside_one_that_is_busy":
@@ -45,6 +47,18 @@ class Fault(Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
     kill_beside_one_that_is_busy = kill
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        if self.kind != "kill_in_a_save":
+            return
+        if trainer.global_rank == self.rank:
+            os.write(self.write, b"x")
+            self.kill()
+        try:
+            torch.distributed.barrier(self.group)
+        except RuntimeError:
+            # As torch does in threads of its own where a peer is gone: without a word to Python.
+            os.kill(os.getpid(), signal.SIGABRT)
 
     def error(self):
         raise ValueError("planted")

@@ -55,6 +55,12 @@ def test_dead_rank_ends_one_that_hears_nothing_of_it_long_before_the_timeout(tmp
     assert "Rank 0 when it was killed:" in end.report
 
 
+def test_rank_killed_in_a_save_is_blamed_alone_where_its_end_takes_another_one_along(tmp_path):
+    end = run_job(tmp_path, kind="kill_in_a_save")
+    assert end.codes == [-6, -9], end.said[-4000:]
+    assert "Watchdog: rank 1 is dead" in end.report
+
+
 @pytest.mark.parametrize("kind", ["sleep", pytest.param("stop", marks=pytest.mark.fault)])
 def test_job_of_one_rank_that_stands_still_is_ended(tmp_path, kind):
     end = run_job(tmp_path, kind=kind, strategy="one", num_ranks=1, rank=0, timeout_s=TIMEOUT_S)

@@ -1,0 +1,61 @@
+"""Where a run saves checkpoints: the folders of its callbacks, judged before the first step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
+from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.errors import CheckpointNotSavedError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO
+
+
+def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
+    """Refuse folders of ModelCheckpoint that cannot be saved to, before a step is trained; all ranks make this call.
+
+    Raises:
+        UnsafeCheckpointError: A folder is neither local nor mounted.
+        CheckpointNotSavedError: A folder cannot be made or written to.
+    """
+    if not isinstance(io, VerifiedCheckpointIO) or getattr(trainer, "fast_dev_run", False):
+        return
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    folders = [local_path(callback.dirpath, use="saved to") for callback in callbacks if callback.dirpath is not None and _saves(callback)]
+
+    def check() -> None:
+        for folder in folders if trainer.is_global_zero else ():
+            check_writable(folder)
+
+    on_all_ranks(check, error=CheckpointNotSavedError)
+    for folder in folders:
+        io.own(folder)
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to; nothing is made.
+
+    Raises:
+        CheckpointNotSavedError: With the place that is in the way.
+    """
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise CheckpointNotSavedError(
+            f"Checkpoints cannot be saved to {folder}: {place} is a file. Give ModelCheckpoint(dirpath=...) another folder."
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise CheckpointNotSavedError(
+            f"Checkpoints cannot be saved to {folder}: {place} cannot be written to. Give ModelCheckpoint(dirpath=...) another folder."
+        )
+
+
+def _saves(callback: ModelCheckpoint) -> bool:
+    return bool(callback.save_top_k or callback.save_last or callback.save_on_exception)
