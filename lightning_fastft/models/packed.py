@@ -14,6 +14,7 @@ from lightning_fastft.models.attention import install_attention
 from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models
 from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
+from lightning_fastft.models.rotary import install_document_rotary
 from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming, movable_embedding_bytes
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.models.tiles import install_tiles
@@ -66,7 +67,7 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
     all_layers: list[nn.Module] = []
     for name, model in models:
         layers = decoder_layers(model)
-        found = [install_attention(model, ledger), install_head(model, ledger)]
+        found = [install_attention(model, ledger), *install_document_rotary(model, ledger), install_head(model, ledger)]
         if checkpointing is not None:
             found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
             install_value_points(model, layers, checkpointing.segments_of(), ledger)
