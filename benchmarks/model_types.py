@@ -197,7 +197,7 @@ def compare(model_type: str, model: PreTrainedModel) -> Outcome:
         output = model(**batch)
         output.loss.backward()
         is_lazy = any(status.name == HEAD_STATUS and status.state == "active" for status in statuses)
-        logits = vars(output).get("logits", output["logits"] if "logits" in output else None)
+        logits = vars(output).get("logits")
         claim = "" if not is_lazy or (isinstance(logits, LazyLogits) and logits._tensor is None) else "claims a lazy head, forms full logits"
     except FastFTError as error:
         return Outcome(model_type, "refused", f"{type(error).__name__}: {error}")

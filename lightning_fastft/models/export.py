@@ -15,7 +15,7 @@ from lightning_fastft.checkpoint.files import part_beside, saving, sync_folder
 from lightning_fastft.errors import CheckpointNotSavedError, DataError, OptionError, UnsupportedModelError
 from lightning_fastft.models.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.models.families import num_decoder_layers
-from lightning_fastft.models.loading import list_names
+from lightning_fastft.models.loading import auto_class, list_names
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -143,8 +143,6 @@ def export_merged(model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: P
     Cost:
         Four forwards of 16 tokens; the model twice in host memory while it is read back.
     """
-    from transformers import AutoModelForCausalLM
-
     check_free(out)
     ids, before = _probe(model)
     merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else _merge(model, ids, adapted=before)  # type: ignore[arg-type]
@@ -152,7 +150,7 @@ def export_merged(model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: P
     with _writing(out) as part:
         merged.save_pretrained(str(part))
         _write_beside(merged, part, tokenizer)
-        again, report = AutoModelForCausalLM.from_pretrained(
+        again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
         wrong = [*report["missing_keys"], *report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])]

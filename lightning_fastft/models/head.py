@@ -40,8 +40,8 @@ class _Targets(NamedTuple):
 class LazyLogits:
     """Stand in for logits that were not computed: remembers states, weight and what was done to the logits since.
 
-    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an attribute, a torch function) computes the
-    logits once, exactly as the model would have, and goes on with that tensor.
+    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an attribute, a torch function)
+    computes the logits once, exactly as the model would have, and goes on with that tensor.
 
     Args:
         hidden: Last hidden states, shape (..., D).
