@@ -84,6 +84,38 @@ def dequantise(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def check_readable(model: PeftModel) -> None:
+    """Refuse adapters that stock PEFT would read back under other names, and so lose without an error.
+
+    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match the new names too.
+
+    Raises:
+        UnsupportedModelError: With the names of the adapters.
+
+    Cost:
+        Host work on names; no tensor is copied.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as convert
+    except ImportError:
+        # Older releases rename nothing.
+        return
+    lost: set[str] = set()
+    for adapter, config in model.peft_config.items():
+        held = {
+            name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): torch.empty(parameter.shape, device="meta")
+            for name, parameter in model.named_parameters()
+            if ".lora_" in name and f".{adapter}" in name
+        }
+        read = convert(model=model, peft_config=config, adapter_state_dict=held, adapter_name=adapter)
+        lost |= set(held) - {name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}") for name in read}
+    if lost:
+        raise UnsupportedModelError(
+            f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it reads them, so they would be lost. "
+            "Go on from the Trainer's checkpoint, which holds them, or train without adapters on these layers (lora's exclude_modules)."
+        )
+
+
 def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
     """Write a plain PEFT folder, with the tokenizer and the generation configuration beside the adapters.
 
