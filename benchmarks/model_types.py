@@ -76,6 +76,8 @@ VISION_SIZES: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 VISION_PARTS = ("vision", "audio", "vq", "image", "qformer", "perceiver", "encoder", "projector")
+# Leaves a size as the configuration has it.
+DEFAULT = object()
 # Some families tie these sizes to each other: the second and later attempts.
 ALTERNATIVES: tuple[dict[str, Any], ...] = (
     {},
@@ -83,9 +85,24 @@ ALTERNATIVES: tuple[dict[str, Any], ...] = (
     {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 4, "sliding_window": None},
     {"head_dim": 8, "num_key_value_heads": 4, "qk_rope_head_dim": 8},
     {"head_dim": 16, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2, "sliding_window": None},
+    {"head_dim": DEFAULT},
+    {"head_dim": DEFAULT, "num_attention_heads": DEFAULT, "num_key_value_heads": DEFAULT, "sliding_window": DEFAULT},
+    {"head_dim": DEFAULT, "qk_rope_head_dim": 16, "num_key_value_heads": 4},
+    {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
+    {"head_dim": 16, "num_experts": 4, "layer_types": DEFAULT, "num_hidden_layers": 6},
     {"num_hidden_layers": 4},
     {"num_hidden_layers": 6, "num_key_value_heads": 4},
 )
+
+
+# What only these types have, or leave open in their defaults.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2, "topk_method": "greedy", "n_group": None, "topk_group": None},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 48},
+    "gemma4_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
 class Outcome(NamedTuple):
@@ -104,8 +121,11 @@ def build_config(model_type: str, changes: dict[str, Any]) -> Any:
 
 def _tiny_config(config_class: Any, sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
     default = config_class()
+    changes = {**changes, **SPECIAL.get(default.model_type, {})}
     values = {name: value for name, value in sizes.items() if _has(default, name)}
-    values |= {name: value for name, value in changes.items() if name in vars(default) or name in getattr(default, "attribute_map", {})}
+    values = {name: value for name, value in values.items() if changes.get(name) is not DEFAULT}
+    given = {name: value for name, value in changes.items() if value is not DEFAULT}
+    values |= {name: value for name, value in given.items() if name in vars(default) or name in getattr(default, "attribute_map", {})}
     values |= {name: 0.0 for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
     if getattr(default, "is_decoder", None) is False:
         values["is_decoder"] = True
@@ -113,15 +133,15 @@ def _tiny_config(config_class: Any, sizes: dict[str, Any], changes: dict[str, An
         part = getattr(default, name, None)
         if part is not None:
             part_sizes = VISION_SIZES if any(word in name for word in VISION_PARTS) else sizes
-            values[name] = _tiny_config(type(part) if part_class.__name__ == "AutoConfig" else part_class, part_sizes, changes)
+            is_tower = part_sizes is VISION_SIZES
+            part_changes = {key: value for key, value in changes.items() if not (is_tower and key == "rope_parameters")}
+            values[name] = _tiny_config(type(part) if part_class.__name__ == "AutoConfig" else part_class, part_sizes, part_changes)
     return config_class(**values)
 
 
 def _has(config: Any, name: str) -> bool:
-    try:
-        return getattr(config, name, None) is not None or name in ("sliding_window",)
-    except (AttributeError, ValueError):
-        return False
+    own_name = getattr(config, "attribute_map", {}).get(name, name)
+    return vars(config).get(own_name) is not None or (name == "sliding_window" and name in vars(config))
 
 
 def build_model(model_type: str, *, is_composite: bool = False) -> PreTrainedModel | str:

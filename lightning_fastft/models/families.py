@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from types import MappingProxyType
 
 from torch import nn
@@ -160,15 +161,25 @@ def _find_obstacle(model: PreTrainedModel) -> str:
     if strange:
         return f"it has layers of type {', '.join(strange)}, which carry state from one document into the next or choose keys by themselves"
     decoder = model.get_decoder()
-    mixers = sorted({type(module).__name__ for module in decoder.modules() if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)})
+    mixers = sorted(
+        {type(module).__name__ for module in _text_modules(decoder) if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)}
+    )
     if mixers:
         return f"{', '.join(mixers)} carries state from one document into the next"
     return _find_obstacle_in_source(decoder) or _find_dropped_keywords(model) or _find_own_loss(model)
 
 
+def _text_modules(decoder: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a decoder, without models inside it: towers for images and sound (phi4_multimodal)."""
+    yield decoder
+    for child in decoder.children():
+        if not isinstance(child, PreTrainedModel):
+            yield from _text_modules(child)
+
+
 def _find_obstacle_in_source(decoder: nn.Module) -> str:
     """Look where transformers looks: whether a model uses the attention interface shows only in its source text."""
-    for name in sorted({type(module).__module__ for module in decoder.modules() if "Attention" in type(module).__name__}):
+    for name in sorted({type(module).__module__ for module in _text_modules(decoder) if "Attention" in type(module).__name__}):
         try:
             source = inspect.getsource(sys.modules[name])
         except (KeyError, OSError, TypeError):

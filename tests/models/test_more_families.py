@@ -14,7 +14,7 @@ from tests.models.packs import make_batch
 from tests.models.tiny_models import build_tiny
 
 
-@pytest.mark.parametrize("model_type", ["opt", "jetmoe", "afmoe"])
+@pytest.mark.parametrize("model_type", ["opt", "jetmoe", "afmoe", "phi4_multimodal"])
 def test_a_type_is_exact(model_type):
     outcome = compare(model_type, build_model(model_type))
     assert outcome.outcome == "exact", outcome
