@@ -73,8 +73,7 @@ class DocumentRotary:
     def _longrope_angles(self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None) -> Any:  # noqa: ANN401
         config = self._rotary.config.rope_parameters
         limit = int((config if layer_type is None else config[layer_type])["original_max_position_embeddings"])
-        length_S = context.start_host_S1.diff()
-        num_long = int((length_S > limit).sum())
+        num_long = sum(length > limit for length in context.lengths)
         # The model's formula may look at the longest position itself (phimoe scales by it): no position of a short document is clamped.
         positions = position_ids if num_long == context.num_documents else position_ids.clamp(max=limit - 1)
         short = functools.partial(self._angles, x, positions, layer_type, self._attribute("original_inv_freq", layer_type))
@@ -86,9 +85,9 @@ class DocumentRotary:
 
     def _dynamic_angles(self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None) -> Any:  # noqa: ANN401
         limit = int(self._rotary.original_max_seq_len)
-        offset_S1 = context.start_host_S1.tolist()
         whole = self._angles(x, position_ids, layer_type, self._attribute("original_inv_freq", layer_type))
-        spans = [(begin, end) for begin, end in itertools.pairwise(offset_S1) if end - begin > limit]
+        ends = itertools.accumulate(context.lengths)
+        spans = [(end - length, end) for length, end in zip(context.lengths, ends) if length > limit]
         if not spans:
             return whole
         # One small copy for all documents: its source is pageable and staged by the driver, so the host does not wait.

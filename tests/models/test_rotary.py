@@ -12,6 +12,7 @@ from lightning_fastft.models.packed import install_packed_training
 from lightning_fastft.models.rotary import install_document_rotary
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from tests.host_waits import count_host_waits
 from tests.models.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
 from tests.models.tiny_models import VOCABULARY, build_tiny
 
@@ -98,6 +99,18 @@ def test_plain_positions_are_left_alone():
     names = [status.name for status in install_packed_training(model, SwapLedger()).statuses]
     assert "rotary scaling" not in names
     assert "forward" not in vars(model.model.rotary_emb)
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama_dynamic", "minicpm3"])
+def test_angles_of_documents_take_no_host_sync(name):
+    model = BUILDERS[name]()
+    install_packed_training(model, SwapLedger())
+    # Frequencies of longrope are made once in a run.
+    model(**make_batch(LENGTHS))
+    batch = make_batch(LENGTHS)
+    with count_host_waits() as waits:
+        model(**batch).loss.backward()
+    assert waits.total == 0, waits.origin
 
 
 def test_an_installed_model_can_be_copied_and_pickled():
