@@ -637,9 +637,14 @@ class FineTuner(LightningModule):
 
         Raises:
             OptionError: There is no model yet.
+            UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
         """
         if self.model is None:
             raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
+        if hasattr(self.model, "peft_config"):
+            from lightning_fastft.models.export import check_readable
+
+            check_readable(self.model)
         # "auto" would ask the hub whether the vocabulary was resized; it never is here.
         options: dict[str, Any] = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
         if self._sharding is not None:

@@ -30,6 +30,10 @@ NAME = "fastft"
 _FOREIGN_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "attention_bias")
 
 
+class _MaskReadError(BackendError, AttributeError):
+    """Model code asked a deferred mask for what only a tensor has; ``hasattr`` still answers no."""
+
+
 class DeferredMask:
     """Remember how a mask would be built, and build it when an attention layer without a batch context asks for it.
 
@@ -49,12 +53,27 @@ class DeferredMask:
         }
         self._built: dict[torch.dtype, torch.Tensor | None] = {}
 
-    def find_obstacle(self, window: int | None) -> str:
-        """Return why a layer with this window would not see what the mask shows; empty when causal attention within documents is the same."""
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        # Only reached for names that this class does not have. Protocols probe for dunders.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _MaskReadError(
+            f"This model reads the attention mask itself (its {name}), so its attention is more than a causal mask and cannot be packed. "
+            "Train it with one document per row and its own attention."
+        )
+
+    def find_obstacle(self, window: int | None, *, max_length: int) -> str:
+        """Return why a layer with this window would not see what the mask shows; empty when causal attention within documents is the same.
+
+        Args:
+            window: What the layer passes as ``sliding_window``.
+            max_length: Longest document; a window or chunk that no document exceeds is none.
+        """
         if self._arguments.get("use_vmap") or "allow_is_bidirectional_skip" in self._arguments:
             return "is not causal everywhere"
         mask_window = self._arguments.get("local_size")
-        if mask_window != window:
+        narrow = [size if size is not None and size < max_length else None for size in (mask_window, window)]
+        if narrow[0] != narrow[1]:
             return f"has a window or chunk of {mask_window} where the layer passes sliding_window={window}"
         return ""
 
@@ -109,7 +128,8 @@ def install_attention(model: PreTrainedModel, ledger: SwapLedger) -> Status:
     before = [config._attn_implementation for config in configs]
     model.set_attn_implementation(requested)
     for config, old in zip(configs, before):
-        if config._attn_implementation != NAME:
+        # The part around the text may have no attention of its own on the interface (got_ocr2); a mask it made otherwise is refused in the forward.
+        if config is configs[-1] and config._attn_implementation != NAME:
             raise SwapError(f"{type(model).__name__} kept attention {config._attn_implementation!r}; load it with attn_implementation={NAME!r}.")
         # The setter would check once more what the model already ran with.
         ledger.add_undo(functools.partial(setattr, config, "_attn_implementation_internal", old))
@@ -189,7 +209,8 @@ def attend(
         remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
         collect=collect,
     )  # fmt: skip
-    return out_THW[None], None
+    # Models may take views of it, as of the result of transformers' own attention.
+    return out_THW[None].contiguous(), None
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -253,7 +274,7 @@ def _check_packable(
         raise BackendError(f"{layer} asks for attention dropout {dropout}, which packed attention has not; set config.attention_dropout = 0.0.")
     if isinstance(attention_mask, torch.Tensor):
         raise BackendError(f"{layer} brings a mask of its own beside the batch context; packed attention would ignore it. Leave one of them out.")
-    obstacle = attention_mask.find_obstacle(window) if isinstance(attention_mask, DeferredMask) else ""
+    obstacle = attention_mask.find_obstacle(window, max_length=context.max_length) if isinstance(attention_mask, DeferredMask) else ""
     if obstacle:
         raise BackendError(f"The mask of {layer} {obstacle}; packed attention would compute something else.")
     is_causal = keywords.get("is_causal")

@@ -7,14 +7,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.checks import check_choice, check_float, check_int
 from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.kernels.cross_entropy.op import DEFAULT_CHUNK_ROWS
 from lightning_fastft.models.expert_nf4 import check_experts
 from lightning_fastft.models.families import decoder_layers
-from lightning_fastft.models.loading import ModelSource
+from lightning_fastft.models.loading import ModelSource, auto_class
 from lightning_fastft.models.metering import NF4_BYTES_PER_WEIGHT, WINDOW_ATTRIBUTE, Meter, Reading, set_metered_attention
 from lightning_fastft.models.streaming import movable_embedding_bytes
 from lightning_fastft.models.values import ATTENTION_VALUE
@@ -99,7 +99,7 @@ def model_costs(
 def _build(model: PretrainedConfig | Mapping[str, Any] | ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
     source = model if isinstance(model, ModelSource) else ModelSource(model, init="random")  # type: ignore[arg-type]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(source.config, dtype=dtype).train()
+        return auto_class(source.config).from_config(source.config, dtype=dtype).train()
 
 
 def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from lightning_fastft.checkpoint.files import part_beside, saving, sync_folder
 from lightning_fastft.errors import CheckpointNotSavedError, DataError, OptionError, UnsupportedModelError
 from lightning_fastft.models.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.models.families import num_decoder_layers
-from lightning_fastft.models.loading import list_names
+from lightning_fastft.models.loading import auto_class, list_names
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -84,6 +84,38 @@ def dequantise(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def check_readable(model: PeftModel) -> None:
+    """Refuse adapters that stock PEFT would read back under other names, and so lose without an error.
+
+    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match the new names too.
+
+    Raises:
+        UnsupportedModelError: With the names of the adapters.
+
+    Cost:
+        Host work on names; no tensor is copied.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as convert
+    except ImportError:
+        # Older releases rename nothing.
+        return
+    lost: set[str] = set()
+    for adapter, config in model.peft_config.items():
+        held = {
+            name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): torch.empty(parameter.shape, device="meta")
+            for name, parameter in model.named_parameters()
+            if ".lora_" in name and f".{adapter}" in name
+        }
+        read = convert(model=model, peft_config=config, adapter_state_dict=held, adapter_name=adapter)
+        lost |= set(held) - {name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}") for name in read}
+    if lost:
+        raise UnsupportedModelError(
+            f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it reads them, so they would be lost. "
+            "Go on from the Trainer's checkpoint, which holds them, or train without adapters on these layers (lora's exclude_modules)."
+        )
+
+
 def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
     """Write a plain PEFT folder, with the tokenizer and the generation configuration beside the adapters.
 
@@ -143,8 +175,6 @@ def export_merged(model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: P
     Cost:
         Four forwards of 16 tokens; the model twice in host memory while it is read back.
     """
-    from transformers import AutoModelForCausalLM
-
     check_free(out)
     ids, before = _probe(model)
     merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else _merge(model, ids, adapted=before)  # type: ignore[arg-type]
@@ -152,7 +182,7 @@ def export_merged(model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: P
     with _writing(out) as part:
         merged.save_pretrained(str(part))
         _write_beside(merged, part, tokenizer)
-        again, report = AutoModelForCausalLM.from_pretrained(
+        again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
         wrong = [*report["missing_keys"], *report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
+import textwrap
+from collections.abc import Iterator
 from types import MappingProxyType
 
 from torch import nn
@@ -42,6 +45,7 @@ _REFUSED = MappingProxyType(
     {
         "llama4_text": "its chunked attention counts chunks from the start of the pack on transformers 5.17, and layers do not pass their chunk size",
         "deepseek_v32": "its sparse attention picks keys by an indexer that needs a materialised mask",
+        "doge": "its attention makes a mask of its own from the values of each token",
         "glm_moe_dsa": "its sparse attention picks keys by an indexer that needs a materialised mask",
     }
 )
@@ -59,18 +63,31 @@ def find_causal_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
         >>> find_causal_models(nn.Linear(2, 2))
         []
     """
+    return [(name, model) for name, model in _find_models(root) if _is_causal(model)]
+
+
+def find_other_models(root: nn.Module) -> list[PreTrainedModel]:
+    """Return the outermost transformers models inside a module that are no causal language models: classifiers, encoders, encoder-decoders."""
+    return [model for _, model in _find_models(root) if not _is_causal(model)]
+
+
+def _find_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    """Return the outermost transformers models inside a module, with their dotted names."""
     found: list[tuple[str, PreTrainedModel]] = []
 
     def visit(module: nn.Module, name: str) -> None:
         if isinstance(module, PreTrainedModel):
-            if module.can_generate() and not getattr(module.config, "is_encoder_decoder", False):
-                found.append((name, module))
+            found.append((name, module))
             return
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name)
 
     visit(root, "")
     return found
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    return bool(model.can_generate()) and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -144,15 +161,25 @@ def _find_obstacle(model: PreTrainedModel) -> str:
     if strange:
         return f"it has layers of type {', '.join(strange)}, which carry state from one document into the next or choose keys by themselves"
     decoder = model.get_decoder()
-    mixers = sorted({type(module).__name__ for module in decoder.modules() if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)})
+    mixers = sorted(
+        {type(module).__name__ for module in _text_modules(decoder) if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)}
+    )
     if mixers:
         return f"{', '.join(mixers)} carries state from one document into the next"
-    return _find_obstacle_in_source(decoder)
+    return _find_obstacle_in_source(decoder) or _find_dropped_keywords(model) or _find_own_loss(model)
+
+
+def _text_modules(decoder: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a decoder, without models inside it: towers for images and sound (phi4_multimodal)."""
+    yield decoder
+    for child in decoder.children():
+        if not isinstance(child, PreTrainedModel):
+            yield from _text_modules(child)
 
 
 def _find_obstacle_in_source(decoder: nn.Module) -> str:
     """Look where transformers looks: whether a model uses the attention interface shows only in its source text."""
-    for name in sorted({type(module).__module__ for module in decoder.modules() if "Attention" in type(module).__name__}):
+    for name in sorted({type(module).__module__ for module in _text_modules(decoder) if "Attention" in type(module).__name__}):
         try:
             source = inspect.getsource(sys.modules[name])
         except (KeyError, OSError, TypeError):
@@ -165,3 +192,29 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids, so documents after the first would get wrong positions"
     return ""
+
+
+def _find_dropped_keywords(model: PreTrainedModel) -> str:
+    """Say where the batch context would be lost on its way: decoder layers that call nothing with the keywords they are given."""
+    for layer_type in {type(layer) for layer in decoder_layers(model)}:
+        tree = _parse(layer_type.forward)
+        if tree is not None and not any(keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords):
+            return f"its {layer_type.__name__} does not pass keyword arguments on, so its attention would never see where documents begin"
+    return ""
+
+
+def _find_own_loss(model: PreTrainedModel) -> str:
+    """Say where a model weighs or shifts labels by a formula of its own, which knows neither documents nor accumulation windows."""
+    tree = _parse(type(model).forward)
+    names = set() if tree is None else {getattr(node, "attr", None) or getattr(node, "id", None) for node in ast.walk(tree)}
+    if names & {"CrossEntropyLoss", "cross_entropy"} and "loss_function" not in names:
+        return "its forward computes a loss of its own instead of calling loss_function, so labels would be shifted or weighted otherwise"
+    return ""
+
+
+def _parse(function: object) -> ast.AST | None:
+    """Return the syntax tree of a function behind its decorators; None where its source cannot be read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):
+        return None

@@ -40,8 +40,8 @@ class _Targets(NamedTuple):
 class LazyLogits:
     """Stand in for logits that were not computed: remembers states, weight and what was done to the logits since.
 
-    Multiplication and division by numbers and ``torch.tanh`` are recorded. Every other use (indexing, an attribute, a torch function) computes the
-    logits once, exactly as the model would have, and goes on with that tensor.
+    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an attribute, a torch function)
+    computes the logits once, exactly as the model would have, and goes on with that tensor.
 
     Args:
         hidden: Last hidden states, shape (..., D).
@@ -79,7 +79,7 @@ class LazyLogits:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the logits would have."""
-        return self.hidden.dtype
+        return torch.float32 if any(function is torch.Tensor.float for function, _ in self._operations) else self.hidden.dtype
 
     @property
     def device(self) -> torch.device:
@@ -131,6 +131,14 @@ class LazyLogits:
         other = self._record(torch.tanh)
         other._softcap = 1.0
         return other
+
+    def float(self) -> LazyLogits:
+        """Record a cast to fp32, in which the loss computes in any case."""
+        return self._record(torch.Tensor.float)
+
+    def contiguous(self) -> LazyLogits:
+        """Return self: logits that are computed are contiguous."""
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
@@ -296,8 +304,10 @@ def install_head(model: PreTrainedModel, ledger: SwapLedger, *, output_logits: b
     ledger.replace_module(model, name, new)
     ledger.set_attribute(new, _LINK_ATTRIBUTE, link)
     ledger.set_attribute(model, "_loss_function", link.loss)
-    handle = decoder.register_forward_pre_hook(link.arm, with_kwargs=True)
-    ledger.add_undo(handle.remove)
+    # Some models call the decoder inside their base model without the base model itself (opt).
+    for announcer in dict.fromkeys((decoder, model.get_decoder())):
+        handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
+        ledger.add_undo(handle.remove)
     return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {head.out_features}")
 
 

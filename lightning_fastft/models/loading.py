@@ -110,6 +110,24 @@ class ModelSource:
             raise OptionError(f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again.") from error
 
 
+def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - an auto class of transformers
+    """Return the auto class that makes a language model of a configuration: with its image tower where it is known only with one.
+
+    Raises:
+        OptionError: transformers has no language model for it.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise OptionError(
+        f"transformers has no causal language model of type {config.model_type!r}. Give a model whose configuration AutoModelForCausalLM or "
+        "AutoModelForImageTextToText reads."
+    )
+
+
 def build_model(
     source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization: Literal["nf4"] | None = None, seed: int = 0
 ) -> PreTrainedModel:
@@ -254,8 +272,6 @@ def _refuse_adapters(source: ModelSource) -> None:
 
 def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any) -> PreTrainedModel:  # noqa: ANN401
     """Read a checkpoint and verify that every weight of the model came from it."""
-    from transformers import AutoModelForCausalLM
-
     from lightning_fastft.models.expert_nf4_reading import quantise_experts_too
 
     options = {} if quantization_config is None else {"quantization_config": quantise_experts_too(quantization_config)}
@@ -270,7 +286,7 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
 
         # In MXFP4 itself transformers has no backward.
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = auto_class(source.config).from_pretrained(
         source.model,
         revision=source.revision or "main",
         dtype=dtype,
@@ -320,10 +336,8 @@ def _initialise(
     seed: int,
 ) -> PreTrainedModel:
     """Make a model with random weights on the device, block by block, each block quantised as soon as it is there."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
     quantizer = None
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer

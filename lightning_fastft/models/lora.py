@@ -26,8 +26,10 @@ _NAMES_ELSEWHERE = {"rank": "r"}
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
     """Return model with LoRA adapters on it, the base frozen.
 
-    Without ``target_modules`` and ``target_parameters`` every linear layer but the head gets an adapter ("all-linear"), which is what QLoRA found
-    to be needed to match full fine-tuning; PEFT's own default is the query and value projections only.
+    Without ``target_modules`` and ``target_parameters`` every linear layer of the text part but the head gets an adapter ("all-linear"), which is
+    what QLoRA found to be needed to match full fine-tuning; PEFT's own default is the query and value projections only. Towers for images and sound
+    get none (text alone would leave them without gradients), nor do routers that extend a linear layer and return more (phimoe). Experts and routers
+    get them where PEFT's "all-linear" includes them: name them, or leave them out, with ``target_modules`` and ``target_parameters``.
 
     Args:
         model: The base model, quantised or not.
@@ -48,6 +50,9 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     lora.task_type = TaskType.CAUSAL_LM
     if lora.target_modules is None and not lora.target_parameters:
         lora.target_modules = "all-linear"
+        outside = _not_text_linears(model)
+        if outside and lora.exclude_modules is None:
+            lora.exclude_modules = outside
     # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
@@ -60,6 +65,16 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(adapter_dtype)
     return adapted
+
+
+def _not_text_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of linear layers outside the text part, and of routers that extend a linear layer and return more than it does."""
+    text = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and (id(module) not in text or "Router" in type(module).__name__)
+    ]
 
 
 def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.models.attention import NAME, install_attention
-from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models
+from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models, find_other_models
+from lightning_fastft.models.guards import install_guards, refuse_packed_batches
 from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
-from lightning_fastft.models.rotary import install_rotary
+from lightning_fastft.models.rotary import install_document_rotary
 from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming, movable_embedding_bytes
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.models.tiles import install_tiles
@@ -58,6 +59,8 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
     models = find_causal_models(root)
     for _, model in models:
         check_servable(model)
+    for other in find_other_models(root):
+        refuse_packed_batches(other, ledger)
     if not models:
         reason = f"{type(root).__name__} holds no transformers model"
         names = ["packed attention", HEAD_STATUS, *([ACTIVATIONS_STATUS] if checkpointing is not None else [])]
@@ -67,9 +70,8 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
     all_layers: list[nn.Module] = []
     for name, model in models:
         layers = decoder_layers(model)
-        found = [install_attention(model, ledger), install_head(model, ledger)]
-        rotary = install_rotary(model, ledger)
-        found += [rotary] if rotary is not None else []
+        install_guards(model, ledger)
+        found = [install_attention(model, ledger), *install_document_rotary(model, ledger), install_head(model, ledger)]
         if checkpointing is not None:
             found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
             install_value_points(model, layers, checkpointing.segments_of(), ledger)

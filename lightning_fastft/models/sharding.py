@@ -13,12 +13,21 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.models.dtypes import seeded
 from lightning_fastft.models.families import decoder_layers, find_causal_models
-from lightning_fastft.models.loading import ModelSource, build_model, default_dtype, largest_magnitude, list_names, refuse_not_finite, weight_files
+from lightning_fastft.models.loading import (
+    ModelSource,
+    auto_class,
+    build_model,
+    default_dtype,
+    largest_magnitude,
+    list_names,
+    refuse_not_finite,
+    weight_files,
+)
 from lightning_fastft.models.safe_files import check_headers
 from lightning_fastft.status import Status
 
@@ -69,7 +78,7 @@ def open_model(
     if is_read_early:
         return build_model(source, device=torch.device("cpu"), dtype=dtype, seed=seed), None
     with torch.device("meta"), default_dtype(torch.float32):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(source.config), dtype=dtype).train()
+        model = auto_class(source.config).from_config(copy.deepcopy(source.config), dtype=dtype).train()
     if source.init == "random":
         return model, _RandomFiller(seed=seed, device=device)
     places = _find_tensors(model, source)

@@ -72,6 +72,7 @@ class BatchContext:
         self.num_tokens = int(label_T.numel())
         self.num_pad_tokens = num_pad_tokens
         self.num_documents = int(length_S.numel())
+        self.lengths: tuple[int, ...] = tuple(length_S.tolist())
         self.max_length = int(length_S.max())
         self.sum_squared_lengths = int((length_S * length_S).sum())
         self.num_items = float(num_items)

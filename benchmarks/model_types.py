@@ -1,0 +1,290 @@
+"""Compare packed documents with the same documents one by one, for every causal language model type that transformers knows.
+
+Each type is built tiny with random weights, in fp32 on the CPU. It ends as "exact", as "refused" (one of the package's errors), as "not built" with
+the reason, or as a fault: "wrong" (no error, other loss or gradients) or "raw" (an error that is not the package's). A fault makes the exit code 1.
+
+    python -m benchmarks.model_types                   # all types, about two minutes on two cores
+    python -m benchmarks.model_types llama phi3 opt    # these
+    python -m benchmarks.model_types --composite       # classes that take images, on text alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import gc
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import logging
+
+from lightning_fastft.errors import FastFTError
+from lightning_fastft.models.families import check_servable
+from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
+from lightning_fastft.models.head import LazyLogits
+from lightning_fastft.models.packed import install_packed_training
+from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.packing.collate import Document, PackedBatch, collate
+
+VOCABULARY = 131
+LENGTHS = (7, 1, 12, 9)
+BOUND = 2e-4
+MOST_PARAMETERS = 20_000_000
+FAULTS = ("wrong", "raw")
+# Sizes of a tiny model, under the names that configurations use; a name that a configuration does not have is not given to it.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim", "decoder_hidden_size", "embedding_size"), 64),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp", "mlp_dim"), 48
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24
+    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "n_layers", "depth"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "encoder_attention_heads", "n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "max_source_positions"), 256),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "head_dim", "kv_channels"), 16),
+    **dict.fromkeys(("mamba_d_state", "state_size", "mamba_d_head", "mamba_head_dim", "ssm_state_size", "mamba_expand_dim"), 8),
+    "qk_rope_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "sliding_window": 5,
+    "attention_window_size": 5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VISION_SIZES: dict[str, Any] = {
+    **SIZES,
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_layers"), 1),
+    "image_size": 28,
+    "patch_size": 14,
+    "num_key_value_heads": 4,
+    "out_hidden_size": 64,
+}
+VISION_PARTS = ("vision", "audio", "vq", "image", "qformer", "perceiver", "encoder", "projector")
+# Leaves a size as the configuration has it.
+DEFAULT = object()
+# Some families tie these sizes to each other: the second and later attempts.
+ALTERNATIVES: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 4, "sliding_window": None},
+    {"head_dim": 8, "num_key_value_heads": 4, "qk_rope_head_dim": 8},
+    {"head_dim": 16, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2, "sliding_window": None},
+    {"head_dim": DEFAULT},
+    {"head_dim": DEFAULT, "num_attention_heads": DEFAULT, "num_key_value_heads": DEFAULT, "sliding_window": DEFAULT},
+    {"head_dim": DEFAULT, "qk_rope_head_dim": 16, "num_key_value_heads": 4},
+    {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
+    {"head_dim": 16, "num_experts": 4, "layer_types": DEFAULT, "num_hidden_layers": 6},
+    {"num_hidden_layers": 4},
+    {"num_hidden_layers": 6, "num_key_value_heads": 4},
+)
+
+
+# What only these types have, or leave open in their defaults.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2, "topk_method": "greedy", "n_group": None, "topk_group": None},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 48},
+    "gemma4_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+class Outcome(NamedTuple):
+    """How one type ended: the outcome, what it says, and the largest of the two relative errors."""
+
+    model_type: str
+    outcome: str
+    detail: str
+    error: float = 0.0
+
+
+def build_config(model_type: str, changes: dict[str, Any]) -> Any:
+    """Return a tiny configuration of a type, its parts included."""
+    return _tiny_config(CONFIG_MAPPING[model_type], SIZES, changes)
+
+
+def _tiny_config(config_class: Any, sizes: dict[str, Any], changes: dict[str, Any]) -> Any:
+    default = config_class()
+    changes = {**changes, **SPECIAL.get(default.model_type, {})}
+    values = {name: value for name, value in sizes.items() if _has(default, name)}
+    values = {name: value for name, value in values.items() if changes.get(name) is not DEFAULT}
+    given = {name: value for name, value in changes.items() if value is not DEFAULT}
+    values |= {name: value for name, value in given.items() if name in vars(default) or name in getattr(default, "attribute_map", {})}
+    values |= {name: 0.0 for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
+    if getattr(default, "is_decoder", None) is False:
+        values["is_decoder"] = True
+    for name, part_class in default.sub_configs.items():
+        part = getattr(default, name, None)
+        if part is not None:
+            part_sizes = VISION_SIZES if any(word in name for word in VISION_PARTS) else sizes
+            is_tower = part_sizes is VISION_SIZES
+            part_changes = {key: value for key, value in changes.items() if not (is_tower and key == "rope_parameters")}
+            values[name] = _tiny_config(type(part) if part_class.__name__ == "AutoConfig" else part_class, part_sizes, part_changes)
+    return config_class(**values)
+
+
+def _has(config: Any, name: str) -> bool:
+    own_name = getattr(config, "attribute_map", {}).get(name, name)
+    return vars(config).get(own_name) is not None or (name == "sliding_window" and name in vars(config))
+
+
+def build_model(model_type: str, *, is_composite: bool = False) -> PreTrainedModel | str:
+    """Return a tiny model that runs a document alone, or why none could be built."""
+    reason = ""
+    auto = AutoModelForImageTextToText if is_composite else AutoModelForCausalLM
+    for changes in ALTERNATIVES:
+        for implementation in ("eager", None):
+            torch.manual_seed(0)
+            try:
+                config = build_config(model_type, changes)
+                options = {"attn_implementation": implementation} if implementation else {}
+                with torch.device("meta"):
+                    num_parameters = auto.from_config(copy.deepcopy(config), **options).num_parameters()
+                if num_parameters > MOST_PARAMETERS:
+                    reason = f"{num_parameters / 1e6:.0f} million parameters with the sizes that are known here"
+                    break
+                model = auto.from_config(config, **options).float().eval()
+                _draw_weights(model)
+                with torch.no_grad():
+                    output = model(input_ids=torch.arange(3, 9)[None], use_cache=False)
+                if not output.logits.isfinite().all():
+                    reason = reason or "logits are not finite"
+                    continue
+                return model
+            # Whatever a foreign model's constructor or forward raises is the reason why it is not compared.
+            except Exception as error:  # noqa: BLE001
+                reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return reason
+
+
+def find_refusal(model_type: str, *, is_composite: bool) -> str:
+    """Return why a type of its default sizes, without memory, is refused; empty where it is not or cannot be made."""
+    auto = AutoModelForImageTextToText if is_composite else AutoModelForCausalLM
+    try:
+        config = CONFIG_MAPPING[model_type]()
+        with torch.device("meta"):
+            check_servable(auto.from_config(config))
+    except FastFTError as error:
+        return f"{type(error).__name__}: {error}"
+    # What a foreign constructor raises says nothing about packing.
+    except Exception:  # noqa: BLE001
+        return ""
+    return ""
+
+
+def _draw_weights(model: PreTrainedModel) -> None:
+    """Make weights so large that attention is far from uniform."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.1)
+            elif parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def draw_batch() -> tuple[PackedBatch, list[Document]]:
+    """Return a packed batch and its documents, the same in every call."""
+    generator = np.random.default_rng(0)
+    documents = []
+    for length in LENGTHS:
+        ids = generator.integers(3, VOCABULARY, length)
+        documents.append(Document(ids, np.where(generator.random(length) < 0.7, ids, -100)))
+    return collate(documents), documents
+
+
+def compare(model_type: str, model: PreTrainedModel) -> Outcome:
+    """Return how a model treats packed documents."""
+    (batch, documents), ledger = draw_batch(), SwapLedger()
+    try:
+        statuses = install_packed_training(model, ledger).statuses
+        model.zero_grad()
+        output = model(**batch)
+        output.loss.backward()
+        is_lazy = any(status.name == HEAD_STATUS and status.state == "active" for status in statuses)
+        logits = vars(output).get("logits")
+        claim = "" if not is_lazy or (isinstance(logits, LazyLogits) and logits._tensor is None) else "claims a lazy head, forms full logits"
+    except FastFTError as error:
+        return Outcome(model_type, "refused", f"{type(error).__name__}: {error}")
+    # Whatever else is raised is the fault that this script looks for.
+    except Exception as error:  # noqa: BLE001
+        return Outcome(model_type, "raw", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+    finally:
+        ledger.undo()
+    packed_loss, packed = output.loss.detach(), _take_gradients(model)
+    loss = torch.zeros(())
+    for document in documents:
+        logits_of_one = model(input_ids=torch.as_tensor(document.input_ids)[None], use_cache=False).logits[0]
+        label_T = torch.as_tensor(document.labels)
+        of_one = (
+            torch.nn.functional.cross_entropy(logits_of_one[:-1].float(), label_T[1:], reduction="sum", ignore_index=-100) / batch.context.num_items
+        )
+        if of_one.requires_grad:
+            of_one.backward()
+        loss += of_one.detach()
+    truth = _take_gradients(model)
+    difference = sum(float((packed.get(name, 0.0) - gradient).double().square().sum()) for name, gradient in truth.items()) ** 0.5
+    norm = sum(float(gradient.double().square().sum()) for gradient in truth.values()) ** 0.5
+    error = max(abs(float(packed_loss - loss)) / float(loss), difference / max(norm, 1e-30))
+    detail = f"{batch.context.num_reads} reads"
+    if claim:
+        return Outcome(model_type, "wrong", claim, error)
+    return Outcome(model_type, "exact" if error <= BOUND else "wrong", detail, error)
+
+
+def _take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def sweep(model_types: Iterable[str], *, is_composite: bool = False) -> list[Outcome]:
+    """Return the outcome of each type."""
+    outcomes = []
+    for model_type in model_types:
+        model = build_model(model_type, is_composite=is_composite)
+        if isinstance(model, PreTrainedModel):
+            outcomes.append(compare(model_type, model))
+        else:
+            refusal = find_refusal(model_type, is_composite=is_composite)
+            outcomes.append(Outcome(model_type, "refused" if refusal else "not built", refusal or model))
+        del model
+        gc.collect()
+        sys.stderr.write(f"{outcomes[-1].model_type}: {outcomes[-1].outcome} {outcomes[-1].error:.1e} {outcomes[-1].detail}\n")
+        sys.stderr.flush()
+    return outcomes
+
+
+def main() -> int:
+    """Print the table and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", help="types to compare; all if none is given")
+    parser.add_argument("--composite", action="store_true", help="classes that take images, with text alone")
+    arguments = parser.parse_args()
+    logging.set_verbosity(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    every = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if arguments.composite else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    outcomes = sweep(arguments.model_types or sorted(every), is_composite=arguments.composite)
+    csv.writer(sys.stdout).writerows([Outcome._fields, *outcomes])
+    totals = Counter(outcome.outcome for outcome in outcomes)
+    sys.stderr.write(", ".join(f"{number} {name}" for name, number in totals.most_common()) + "\n")
+    return int(any(totals[fault] for fault in FAULTS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
