@@ -3,11 +3,34 @@
 A message says what was given, what is allowed, where (file, line, row, step, rank) and what to do next.
 """
 
+import re
+
 import torch
+
+# Control characters of a terminal, characters that turn the direction of text, line ends other than a line feed, and halves of characters.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, *, keeps_lines: bool = False) -> str:
+    """Return text as it is safe to show: control characters as escapes, so that data and file names cannot steer a terminal.
+
+    Args:
+        text: Text with parts that come from data, columns or file names.
+        keeps_lines: Whether line feeds stay; a name that has one would forge a line of a log.
+
+    Example:
+        >>> print(printable("a\\x1b[2Jb"))
+        a\\x1b[2Jb
+    """
+    shown = _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
+    return shown if keeps_lines else shown.replace("\n", "\\n")
 
 
 class FastFTError(Exception):
     """Base of every error that lightning_fastft raises for a user."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keeps_lines=True)
 
 
 class ShapeError(FastFTError, ValueError):
