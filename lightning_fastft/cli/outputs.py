@@ -114,9 +114,21 @@ class SaveConfig(SaveConfigCallback):
         if self.save_to_log_dir and not self.already_saved:
             # All ranks ask for the folder.
             folder = trainer.log_dir
-            if folder is not None and trainer.is_global_zero and "://" not in str(folder):
-                check_replaceable("The config of the run", Path(folder) / self.config_filename, is_ours=lambda head: head.startswith(_CONFIG_HEAD))
+            if folder is not None and trainer.is_global_zero and not _REMOTE.match(str(folder)):
+                self._find_place(Path(folder))
         super().setup(trainer, pl_module, stage)
+
+    def _find_place(self, folder: Path) -> None:
+        """Take another name where the user's own config is in the way, as it is without a logger."""
+        try:
+            check_replaceable("The config of the run", folder / self.config_filename, is_ours=_is_saved_config)
+        except OptionError:
+            self.config_filename = f"saved_{self.config_filename}"
+            check_replaceable("The config of the run", folder / self.config_filename, is_ours=_is_saved_config)
+
+
+def _is_saved_config(head: bytes) -> bool:
+    return head.startswith(_CONFIG_HEAD)
 
 
 def _strings(value: Any, key: str, *, allowed: Sequence[str] = ()) -> Iterator[_Value]:  # noqa: ANN401 - any part of a config
