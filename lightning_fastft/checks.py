@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -58,6 +59,27 @@ def check_path(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[st
     if "\0" in check_string(name, value):
         raise OptionError(f"{name} must be a path, got {value!r}, which holds a NUL character.")
     return value
+
+
+def check_replaceable(name: str, path: Path, *, is_ours: Callable[[bytes], bool]) -> Path:
+    """Return path if there is no file, an empty one, or one that a run wrote; files of others and links are not replaced.
+
+    Args:
+        name: What is to be written, for the message.
+        path: Where.
+        is_ours: Judges the first 64 KiB of a file that is there.
+
+    Raises:
+        OptionError: Something else is there.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OptionError(f"{name} cannot be written to {path}: it is a link or no file, and is not replaced. Name another file, or remove it.")
+    if path.exists():
+        with path.open("rb") as file:
+            head = file.read(2**16)
+        if head and not is_ours(head):
+            raise OptionError(f"{name} would replace {path}, which no run wrote. Name another file, or move this one away.")
+    return path
 
 
 def check_tokenizer(tokenizer: object) -> None:

@@ -17,12 +17,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.checks import check_bool, check_choice, check_int, check_path, check_share, check_tokenizer
+from lightning_fastft.checks import check_bool, check_choice, check_int, check_path, check_replaceable, check_share, check_tokenizer
 from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
 from lightning_fastft.packing.report import render_counts
+from lightning_fastft.packing.rows import is_rejects
 from lightning_fastft.packing.sources import REJECTED
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream, ResumedLoader
 
@@ -69,7 +70,7 @@ class PackedDataModule(LightningDataModule):
         max_reject_share: Largest share of rejected rows before the run stops.
         rejected_path: Where rejected rows are written, if there are any; None for ``rejected.jsonl`` in the folder of the run: the logger's, or the
             Trainer's default_root_dir where there is no logger. Validation and test write beside it (``rejected_val.jsonl``,
-            ``rejected_test.jsonl``). The path is logged.
+            ``rejected_test.jsonl``). The path is logged. A file that holds anything but rejected rows is not replaced.
         show_progress: Whether tokenising shows a progress bar.
 
     Raises:
@@ -499,7 +500,8 @@ class PackedDataModule(LightningDataModule):
             path = _run_folder(self.trainer) / REJECTED
         else:
             return None
-        return path if split == "train" else path.with_stem(f"{path.stem}_{split}")
+        path = path if split == "train" else path.with_stem(f"{path.stem}_{split}")
+        return check_replaceable("The file of rejected rows (rejected_path)", path, is_ours=is_rejects)
 
 
 def _run_folder(trainer: Trainer) -> Path:

@@ -19,7 +19,7 @@ from lightning_fastft.callbacks.late_copy import LateCopies
 from lightning_fastft.callbacks.token_throughput import GIB, mark_time
 from lightning_fastft.checkpoint.io import is_remote
 from lightning_fastft.checkpoint.stops import RunStopped
-from lightning_fastft.checks import check_int
+from lightning_fastft.checks import check_int, check_replaceable
 from lightning_fastft.errors import OptionError
 from lightning_fastft.offload.budgets import peak_memory_bytes
 from lightning_fastft.report.copies import StepProfile, StepTrace
@@ -58,13 +58,14 @@ class RunReport(Callback):
 
     Args:
         path: The HTML file, ending in ".html"; the JSON file stands beside it. None is "run_report.html" in the folder of the logger, or in the
-            Trainer's default_root_dir where there is no logger. A file that is there is replaced.
+            Trainer's default_root_dir where there is no logger. An earlier report is replaced; another file is not.
         profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler; the step after it is watched
             for host waits (unless the Trainer has a HostWaitDetector, whose findings are shown then). None does neither; a run that ends before has
             neither.
 
     Raises:
-        OptionError: path is remote or does not end in ".html", or profile_step is below 0. When fit begins: path is None and the folder is remote.
+        OptionError: path is remote or does not end in ".html", or profile_step is below 0. When fit begins: path is None and the folder is remote,
+            or another file is there.
         OSError: When fit begins: the folder cannot be made.
 
     Cost:
@@ -137,6 +138,8 @@ class RunReport(Callback):
         self._html_path = Path(folder) / "run_report.html" if self.path is None else self.path
         if trainer.is_global_zero:
             self._html_path.parent.mkdir(parents=True, exist_ok=True)
+            check_replaceable("The run report (path)", self._html_path, is_ours=lambda head: b"<title>Run report: " in head)
+            check_replaceable("The run report's JSON (path)", self._html_path.with_suffix(".json"), is_ours=lambda head: SCHEMA.encode() in head)
         self._is_open = True
         self._started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 

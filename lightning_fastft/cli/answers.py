@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Collection
 from pathlib import Path
 
-PARTLY_ALLOWED = ("lightning", "torch", "transformers")
+PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
 _UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
 _UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")

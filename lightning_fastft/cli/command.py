@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.lightning_cli import FastFTCLI, config_names
 from lightning_fastft.cli.noise import without_noise
-from lightning_fastft.errors import FastFTError, OptionError
+from lightning_fastft.errors import FastFTError, OptionError, printable
 
 USAGE = """\
 fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
         answer = explain_missing_files(error)
         if not answer:
             raise
-        sys.stderr.write(answer)
+        sys.stderr.write(printable(answer, keeps_lines=True))
         return 1
 
 

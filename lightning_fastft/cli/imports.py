@@ -45,20 +45,28 @@ ALLOWED_PATHS = (
     "lightning.pytorch.cli.ReduceLROnPlateau",
     "lightning.pytorch.core.datamodule.LightningDataModule",
     "lightning.pytorch.core.module.LightningModule",
-    "lightning.pytorch.demos",
+    *(f"lightning.pytorch.demos.{name}" for name in ("boring_classes", "BoringModel", "BoringDataModule", "DemoModel")),
     "lightning.pytorch.loggers",
     "lightning.pytorch.plugins",
     "lightning.pytorch.profilers",
     "lightning.pytorch.strategies",
     "lightning_fastft",
-    "peft",
+    *(f"peft.{name}" for name in ("LoraConfig", "LoftQConfig", "tuners.lora.LoraConfig", "tuners.lora.config")),
     "torch.distributed.fsdp",
     "torch.nn",
     "torch.optim",
     "torchmetrics",
     *_SCHEDULER_PATHS,
 )
-DENIED_PATHS = ("*",)
+# Parts of these that call what a config names, or load code, models or pickles by name; a longer path decides before a shorter one.
+DENIED_PATHS = (
+    "*",
+    "lightning.pytorch.callbacks.LambdaCallback",
+    "lightning.pytorch.callbacks.lambda_function",
+    *(f"torchmetrics.{name}" for name in ("audio", "detection", "functional", "image", "multimodal", "utilities", "video")),
+    *(f"torchmetrics.text.{name}" for name in ("BERTScore", "InfoLM", "ROUGEScore", "SacreBLEUScore", "bert", "infolm", "rouge", "sacre_bleu")),
+    *(f"torchmetrics.wrappers.{name}" for name in ("FeatureShare", "feature_share")),
+)
 
 
 def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -99,7 +107,9 @@ def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
     Raises:
         OptionError: A path is one that can never be allowed.
     """
-    new = [path for path in allowed if path not in ALLOWED_PATHS]
+    # A package that the user names brings along the parts of it that are closed otherwise.
+    opened = [path for path in DENIED_PATHS if is_within(path, allowed)]
+    new = [path for path in allowed if path not in ALLOWED_PATHS and path not in opened] + opened
     try:
         set_parsing_settings(
             import_path_denylist=list(DENIED_PATHS),
@@ -181,9 +191,19 @@ def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:  # 
     """
     for key, path in _named_paths(config):
         target = _find_loaded(path)
-        is_allowed = path in _SCHEDULER_PATHS or any(path == name or path.startswith(f"{name}.") for name in allowed)
+        is_allowed = path in _SCHEDULER_PATHS or is_within(path, allowed)
         if target is not None and not isinstance(target, type) and not is_allowed:
             raise OptionError(f"{key}: a config may name classes, and {path!r} is none. Functions of your own come with {ALLOW_IMPORT_OPTION}.")
+
+
+def is_within(path: str, packages: Sequence[str]) -> bool:
+    """Whether an import path is one of these packages, or below one of them.
+
+    Example:
+        >>> is_within("my_package.models", ["my_package"]), is_within("my_package_2", ["my_package"])
+        (True, False)
+    """
+    return any(path == name or path.startswith(f"{name}.") for name in packages)
 
 
 def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - as above

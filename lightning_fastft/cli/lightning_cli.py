@@ -15,10 +15,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.imports import check_named_functions, import_policy, take_allowed_imports
+from lightning_fastft.cli.outputs import SaveConfig, check_outputs
 from lightning_fastft.cli.run_length import RunLength
 from lightning_fastft.cli.trainer import FastFTTrainer
 from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import OptionError
+from lightning_fastft.errors import OptionError, printable
 from lightning_fastft.module import FineTuner
 
 # Words for checkpoints that Lightning finds itself.
@@ -60,7 +61,8 @@ class FastFTArgumentParser(LightningArgumentParser):
         # `data`, `plan` and their like have the parser of no subcommand: their options are those of fit.
         program = parser.prog.replace(" [options]", "")
         program = program if program.split()[-1] in FastFTCLI.subcommands() else f"{program} fit"
-        sys.stderr.write(explain_refusal(message, options=options, program=program, configs=config_names()))
+        answer = explain_refusal(message, options=options, program=program, configs=config_names())
+        sys.stderr.write(printable(answer, keeps_lines=True))
         sys.exit(2)
 
 
@@ -84,6 +86,7 @@ class FastFTCLI(LightningCLI):
         if self.allowed_imports and "" not in sys.path:
             # A console script does not see the current folder; behind everything else, so that it shadows nothing.
             sys.path.append("")
+        self.words = words
         with import_policy(self.allowed_imports):
             super().__init__(
                 LightningModule,
@@ -91,6 +94,7 @@ class FastFTCLI(LightningCLI):
                 subclass_mode_model=True,
                 subclass_mode_data=True,
                 auto_configure_optimizers=False,
+                save_config_callback=SaveConfig,
                 save_config_kwargs={"overwrite": True},
                 trainer_class=FastFTTrainer,
                 trainer_defaults={"strategy": "fastft", "callbacks": [*callbacks, RunLength()] if run else list(callbacks)},
@@ -126,6 +130,7 @@ class FastFTCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make model, data module and trainer; what one of them refuses becomes an answer, not a traceback."""
         check_named_functions(self.config, self.allowed_imports)
+        check_outputs(self.config.get(self.subcommand) or self.config, words=self.words, allowed=self.allowed_imports)
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:

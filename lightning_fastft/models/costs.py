@@ -15,6 +15,7 @@ from lightning_fastft.kernels.cross_entropy.op import DEFAULT_CHUNK_ROWS
 from lightning_fastft.models.expert_nf4 import check_experts
 from lightning_fastft.models.families import decoder_layers
 from lightning_fastft.models.loading import ModelSource, auto_class
+from lightning_fastft.models.lora import check_patterns
 from lightning_fastft.models.metering import NF4_BYTES_PER_WEIGHT, WINDOW_ATTRIBUTE, Meter, Reading, set_metered_attention
 from lightning_fastft.models.streaming import movable_embedding_bytes
 from lightning_fastft.models.values import ATTENTION_VALUE
@@ -112,7 +113,9 @@ def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[
         targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     targets = targets if isinstance(targets, str) else list(targets)
     with torch.device("meta"):
-        inject_adapter_in_model(LoraConfig(r=rank, target_modules=targets), model)
+        lora = LoraConfig(r=rank, target_modules=targets)
+        check_patterns(lora, [name for name, _ in model.named_modules()])
+        inject_adapter_in_model(lora, model)
     for parameter in model.parameters():
         # Adapters compute from a copy in the dtype of the base (models/adapters.py).
         if parameter.requires_grad:

@@ -105,7 +105,10 @@ class ModelSource:
         if not isinstance(self.model, str) or self.model.endswith(".json"):
             return None
         try:
-            return AutoTokenizer.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+            with _BareErrors(self.model):
+                return AutoTokenizer.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+        except OptionError:
+            raise
         except (RecursionError, TypeError, AttributeError, KeyError, UnicodeDecodeError) as error:
             raise OptionError(f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again.") from error
 
@@ -264,10 +267,33 @@ def _judged_tensors(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
 
 def _refuse_adapters(source: ModelSource) -> None:
     """Say what a folder without a model is, where it is one of adapters."""
+    from transformers.utils import find_adapter_config_file
+
     assert isinstance(source.model, str)
     folder = Path(source.model)
     if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise OptionError(f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a checkpoint.")
+    # transformers would attach the adapters, and take the base model from where their file says.
+    if find_adapter_config_file(source.model, revision=source.revision or "main") is not None:
+        raise OptionError(
+            f"{source.model} holds PEFT adapters (adapter_config.json) beside its model; which of the two is meant is not guessed. "
+            "Give a folder of the model alone."
+        )
+
+
+class _BareErrors:
+    """Turn the bare Exception that the tokenizers library raises for a file of another shape, and that class alone, into an OptionError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        is_panic = kind is not None and kind.__name__ == "PanicException"
+        if kind is Exception or is_panic:
+            raise OptionError(f"The tokenizer of {self._name!r} cannot be read: {str(error):.300}. Fetch its files again.") from error
 
 
 def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any) -> PreTrainedModel:  # noqa: ANN401

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +23,19 @@ if TYPE_CHECKING:
 
 # Wider than any layer is; alpha divided by rank is what scales an adapter.
 LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**20
+# Rounds of an initialisation that repeats itself, and layers after replication.
+MOST_ROUNDS, MOST_LAYERS = 100, 10_000
+# Patterns match all names of a model within milliseconds, or some of them within years.
+PATTERN_SECONDS, LONGEST_PATTERN = 10.0, 10_000
+_QUANTIFIER = re.compile(r"[*+?{]")
+# Runs without site packages and the user's environment; a match holds the interpreter's lock, so that no thread could end it.
+_MATCH = "import json, re, sys; patterns, names = json.load(sys.stdin)\nfor pattern in patterns:\n for name in names: re.fullmatch(pattern, name)"
 # What a field of PEFT is called elsewhere, and no spelling shows.
 _NAMES_ELSEWHERE = {"rank": "r"}
+
+
+# How PEFT refuses what does not fit a model.
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, NotImplementedError, re.error)
 
 
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
@@ -53,12 +68,13 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
         outside = _not_text_linears(model)
         if outside and lora.exclude_modules is None:
             lora.exclude_modules = outside
+    check_patterns(lora, [name for name, _ in model.named_modules()])
     # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
             adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
-        except ValueError as error:
-            raise OptionError(f"lora does not fit {type(model).__name__}: {error}") from error
+        except _REFUSALS as error:
+            raise OptionError(f"lora does not fit {type(model).__name__}: {error or repr(error)}") from error
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer):
             for parameter in layer.parameters():
@@ -86,7 +102,7 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
     from peft import LoraConfig
 
     if isinstance(lora, LoraConfig):
-        return lora
+        return _check_fields(lora)
     if not isinstance(lora, Mapping):
         raise OptionError(f"lora must be PEFT's LoraConfig or a mapping of its fields, got {lora!r} ({type(lora).__name__}).")
     # PEFT finds these wrong when a layer is made, or never.
@@ -106,9 +122,87 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
             "The fields are those of PEFT's LoraConfig, most used r, lora_alpha, lora_dropout and target_modules; help(peft.LoraConfig) explains all."
         )
     try:
-        return LoraConfig(**lora)
-    except (TypeError, ValueError) as error:
+        return _check_fields(LoraConfig(**lora))
+    except OptionError:
+        raise
+    except _REFUSALS as error:
         raise OptionError(f"lora={dict(lora)!r} is refused by PEFT: {error}") from error
+
+
+def _check_fields(lora: LoraConfig) -> LoraConfig:
+    """Return a configuration whose fields name no module and no file, and ask for work that ends."""
+    if lora.megatron_config is not None or lora.megatron_core != "megatron.core" or lora.auto_mapping is not None:
+        raise OptionError(
+            "lora names code to import (megatron_config, megatron_core or auto_mapping), which is never done here. Remove the field: layers of "
+            "Megatron are not served."
+        )
+    check_int("lora.r", lora.r, low=1, high=LARGEST_RANK)
+    check_float("lora.lora_alpha", lora.lora_alpha, low=0.0, high=LARGEST_ALPHA)
+    for name, ranks in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        if ranks is not None and not isinstance(ranks, Mapping):
+            raise OptionError(f"lora.{name} must be a mapping of patterns, got {ranks!r}.")
+        for value in (ranks or {}).values():
+            check_float(f"lora.{name}", value, low=0.0, high=LARGEST_RANK if name == "rank_pattern" else LARGEST_ALPHA)
+    rounds = re.fullmatch(r"pissa_niter_(\d{1,9})\d*", str(lora.init_lora_weights))
+    if rounds is not None:
+        check_int("lora.init_lora_weights=pissa_niter_N: N", int(rounds[1]), low=0, high=MOST_ROUNDS)
+    parts = [getattr(lora, name, None) or {} for name in ("loftq_config", "corda_config", "lora_ga_config", "eva_config")]
+    for part in (part if isinstance(part, Mapping) else vars(part) for part in parts):
+        check_int("lora.loftq_config.loftq_iter", part.get("loftq_iter", 1), low=1, high=MOST_ROUNDS)
+        if part.get("cache_file") is not None or part.get("covariance_file") is not None:
+            raise OptionError("lora names a file (cache_file or covariance_file), which is neither read nor written here. Remove the field.")
+    replicated = lora.layer_replication or []
+    try:
+        num_layers = sum(end - begin for begin, end in replicated)
+    except (TypeError, ValueError):
+        raise OptionError(f"lora.layer_replication must be a list of pairs (first, last), got {replicated!r}.") from None
+    check_int("Number of layers after lora.layer_replication", num_layers, low=0, high=MOST_LAYERS)
+    return lora
+
+
+def check_patterns(lora: LoraConfig, names: list[str]) -> None:
+    """Refuse regular expressions of a configuration that are broken, or that take too long on the names of a model's modules.
+
+    Args:
+        lora: The configuration; target_modules, exclude_modules, modules_to_save, layers_pattern and the keys of rank_pattern and alpha_pattern count.
+        names: Names of the modules.
+
+    Raises:
+        OptionError: A pattern is broken, too long, or does not come to an end.
+
+    Cost:
+        Nothing where no pattern has a quantifier; else some ten milliseconds in a process of its own.
+    """
+    layers = [lora.layers_pattern] if isinstance(lora.layers_pattern, str) else list(lora.layers_pattern or [])
+    patterns = [
+        *(pattern for pattern in (lora.target_modules, lora.exclude_modules) if isinstance(pattern, str) and pattern != "all-linear"),
+        *(rf"(^|.*\.){name}($|\..*)" for name in lora.modules_to_save or []),
+        *(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\..*" for pattern in layers),
+        *(rf"(.*\.)?({pattern})$" for pattern in (*(lora.rank_pattern or {}), *(lora.alpha_pattern or {}))),
+    ]
+    own = [lora.target_modules, lora.exclude_modules, *(lora.modules_to_save or []), *layers, *(lora.rank_pattern or {}), *(lora.alpha_pattern or {})]
+    if not any(isinstance(pattern, str) and _QUANTIFIER.search(pattern) for pattern in own):
+        return
+    if max(map(len, patterns), default=0) > LONGEST_PATTERN:
+        raise OptionError(f"lora has a pattern of more than {LONGEST_PATTERN} characters. Name the modules in a list.")
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter, with a text of this module
+            [sys.executable, "-I", "-S", "-c", _MATCH],
+            input=json.dumps([patterns, names]),
+            capture_output=True,
+            text=True,
+            timeout=PATTERN_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OptionError(
+            f"A pattern of lora (target_modules or its like) takes more than {PATTERN_SECONDS:.0f} s on the names of the model: "
+            f"{[text for text in own if isinstance(text, str) and _QUANTIFIER.search(text)]!r:.200}. Repetitions inside repetitions do that; name "
+            "the modules in a list."
+        ) from None
+    if done.returncode:
+        reason = next(iter(done.stderr.strip().splitlines()[-1:]), "the match failed")
+        raise OptionError(f"A pattern of lora (target_modules or its like) is no regular expression: {reason}. Check {own!r:.200}.")
 
 
 def describe_lora(lora: LoraConfig) -> dict[str, Any]:

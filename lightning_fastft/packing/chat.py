@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from lightning_fastft.errors import DataError
+from lightning_fastft.packing.deadline import template_deadline
 from lightning_fastft.packing.rows import TEMPLATE_REFUSED, TEMPLATE_UNCLEAR, WRONG_TYPE, RowRejectedError
 
 if TYPE_CHECKING:
@@ -88,8 +90,8 @@ class ChatRenderer:
     both are rendered and must be beginnings of the whole. Where a template renders earlier turns differently once later ones follow, the content is
     marked instead and searched; where that fails too, the row is rejected.
 
-    Templates run in the sandbox of transformers: nothing of Python is reached, and no range is longer than 100,000. Their time is not bounded: loops
-    inside loops, of a template from a stranger, can run for hours.
+    Templates run in the sandbox of transformers: nothing of Python is reached, and no range is longer than 100,000. A template that takes more than
+    five seconds of processor time for one conversation stops the run with a DataError; its memory is not bounded.
 
     Args:
         tokenizer: Applies the template.
@@ -176,7 +178,7 @@ class ChatRenderer:
 
     def _render_marked(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> Rendered:
         recorder = _CharacterTokenizer(self._tokenizer)
-        try:
+        with template_deadline(), _template_errors():
             result = type(self._tokenizer).apply_chat_template(
                 recorder,
                 list(messages),
@@ -186,8 +188,6 @@ class ChatRenderer:
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-        except _TEMPLATE_ERRORS as error:
-            raise RowRejectedError(TEMPLATE_REFUSED, str(error)) from error
         mask = np.asarray([0, *result["assistant_masks"], 0], dtype=np.int8)
         turn = np.flatnonzero(np.diff(mask))
         return Rendered(result["input_ids"], tuple(zip(turn[::2].tolist(), turn[1::2].tolist())), is_chat=True)
@@ -243,14 +243,21 @@ class ChatRenderer:
         return place if place >= 0 and place_text[:place] + place_text[place + len(_SENTINEL) :] == text else None
 
     def _apply(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
-        try:
+        with template_deadline(), _template_errors():
             return str(
                 self._tokenizer.apply_chat_template(
                     list(messages), tools=tools, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt
                 )
             )
-        except _TEMPLATE_ERRORS as error:
-            raise RowRejectedError(TEMPLATE_REFUSED, str(error)) from error
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Reject a row where the template refuses it."""
+    try:
+        yield
+    except _TEMPLATE_ERRORS as error:
+        raise RowRejectedError(TEMPLATE_REFUSED, str(error)) from error
 
 
 class _CharacterTokenizer:

@@ -95,6 +95,16 @@ class Reject(NamedTuple):
         return json.dumps(self._asdict(), ensure_ascii=True).replace("\x7f", "\\u007f")
 
 
+def is_rejects(head: bytes) -> bool:
+    """Whether a file that begins so holds rejected rows.
+
+    Example:
+        >>> is_rejects(Reject("a.jsonl", 1, "NaN", "", "").to_json().encode()), is_rejects(b"export PATH=")
+        (True, False)
+    """
+    return re.match(rb'\{"file": ".*?", "line": \d+, "reason": "', head) is not None
+
+
 def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> Reject:
     """Return the record of a rejected row; bytes that are no UTF-8 are shown as escapes.
 
