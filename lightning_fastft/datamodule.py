@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checks import check_bool, check_choice, check_int, check_path, check_share, check_tokenizer
-from lightning_fastft.errors import DataError, OptionError, ResumeError, printable
+from lightning_fastft.errors import ContextError, DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.planner import Packs, StepPlan, mix_bits, pack_best_fit_decreasing
@@ -151,6 +151,7 @@ class PackedDataModule(LightningDataModule):
         # The position of the run: where the next epoch or the rest of one begins, and what Lightning's own count stood at then.
         self._position = 0
         self._anchor: int | None = None
+        self._is_model_checked = False
 
     @property
     def tokenizer(self) -> Any:  # noqa: ANN401 - any tokenizer of transformers
@@ -221,6 +222,7 @@ class PackedDataModule(LightningDataModule):
         Raises:
             DataError: There is nothing to train, rows are refused, or ranks read different data.
         """
+        self._is_model_checked = False
         for split in self._splits_of(stage):
             self._tokenize(split)
         self._choose_subsets(stage)
@@ -239,7 +241,7 @@ class PackedDataModule(LightningDataModule):
             num_batches=self.plan.num_uncut_micro_batches,
             num_workers=self.num_workers,
             pin_memory=self._pins_memory(),
-            before_batch=self._check_accumulation,
+            before_batch=self._check_step,
             after_batch=self._count_by_hand,
         )
 
@@ -406,12 +408,32 @@ class PackedDataModule(LightningDataModule):
             position -= num_replayed
         self._position, self._anchor = position, progress.total.processed
 
-    def _check_accumulation(self) -> None:
+    def _check_step(self) -> None:
+        self._check_prepared()
         if self.trainer is not None and self.trainer.accumulate_grad_batches != self.plan.accumulate:
             raise OptionError(
                 f"accumulate_grad_batches changed from {self.plan.accumulate} to {self.trainer.accumulate_grad_batches} during the run. "
                 "The plan weighs whole windows of one length; keep it constant, or begin a new fit."
             )
+
+    def _check_prepared(self) -> None:
+        """Refuse a module in which nobody gave a transformers model packed attention; asked once per run, before the first batch.
+
+        Raises:
+            ContextError: Documents of a pack would see each other.
+        """
+        # Who has not imported transformers has no model of it.
+        if self._is_model_checked or self.trainer is None or "transformers" not in sys.modules:
+            return
+        from lightning_fastft.models.packed import describe_unprepared
+
+        unprepared = describe_unprepared(self.trainer.lightning_module)
+        if unprepared:
+            raise ContextError(
+                f"Packed documents would see each other: nobody gave {unprepared} packed attention. "
+                f'{type(self.trainer.strategy).__name__} does not: use Trainer(strategy="fastft"), or add PackedTraining() to the callbacks.'
+            )
+        self._is_model_checked = True
 
     def _count_by_hand(self) -> None:
         """Without a trainer, a batch is trained when the next one is asked for."""
@@ -440,7 +462,13 @@ class PackedDataModule(LightningDataModule):
             pad_token_id=self._pad_token_id(),
             weigh_by_window=False,
         )
-        return PackedLoader(lambda: stream, num_batches=plan.num_micro_batches, num_workers=self.num_workers, pin_memory=self._pins_memory())
+        return PackedLoader(
+            lambda: stream,
+            num_batches=plan.num_micro_batches,
+            num_workers=self.num_workers,
+            pin_memory=self._pins_memory(),
+            before_batch=self._check_prepared,
+        )
 
     def _pins_memory(self) -> bool:
         if isinstance(self.pin_memory, bool):

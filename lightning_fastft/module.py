@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -25,6 +26,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.status import Status
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
     from peft import LoraConfig
     from torch.distributed.device_mesh import DeviceMesh
@@ -387,11 +389,20 @@ class FineTuner(LightningModule):
         """Refresh the compute copies of the adapters."""
         self._refresh_shadows()
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what restores the model after an exception, where the Trainer has none yet."""
+        has_one = any(isinstance(callback, _RestoreAfterException) for callback in getattr(self.trainer, "callbacks", ()))
+        return [] if has_one else [_RestoreAfterException()]
+
     def teardown(self, stage: str) -> None:
         """Leave a plain transformers or PEFT model behind."""
-        if self._undo_shadows is not None:
-            self._undo_shadows()
-        self.adapter_shadows = self._undo_shadows = None
+        self._restore()
+
+    def _restore(self) -> None:
+        """Undo what was done to the model and the optimizers; a second call does nothing."""
+        undo, self.adapter_shadows, self._undo_shadows = self._undo_shadows, None, None
+        if undo is not None:
+            undo()
         for optimizer in () if self._trainer is None else self.trainer.optimizers:
             if isinstance(optimizer, FusedAdamW):
                 # Lightning moves the state to the host; tables would hold what it leaves behind.
@@ -420,6 +431,13 @@ class FineTuner(LightningModule):
         else:
             self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
         return output.loss
+
+    @property
+    def logged_names(self) -> frozenset[str] | None:
+        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
+        if type(self) is not FineTuner:
+            return None
+        return frozenset({"train_loss", "val_loss", "val_perplexity", "val_token_accuracy"})
 
     def validation_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to ``val_loss``, ``val_perplexity`` and ``val_token_accuracy``."""
@@ -656,3 +674,11 @@ def _some(names: Iterable[str]) -> str:
     """Return up to three names and the count."""
     ordered = sorted(names)
     return f"{len(ordered)} ({', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''})" if ordered else "0"
+
+
+class _RestoreAfterException(Callback):
+    """Restore a FineTuner's model after an exception: Lightning calls ``teardown`` of no module then."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(pl_module, FineTuner):
+            pl_module._restore()

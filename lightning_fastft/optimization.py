@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,13 +57,14 @@ def learning_rate_schedule(name: str, *, num_steps: int, num_warmup_steps: int, 
     """
     check_choice("scheduler", name, SCHEDULES)
 
-    def share(step: int) -> float:
-        if step < num_warmup_steps:
-            return (step + 1) / num_warmup_steps
-        if name == "constant":
-            return 1.0
-        done = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
-        falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return end_share + (1.0 - end_share) * falling
+    return functools.partial(_share_of_peak, name, num_steps, num_warmup_steps, end_share)
 
-    return share
+
+def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: float, step: int) -> float:
+    if step < num_warmup_steps:
+        return (step + 1) / num_warmup_steps
+    if name == "constant":
+        return 1.0
+    done = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
+    falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return end_share + (1.0 - end_share) * falling

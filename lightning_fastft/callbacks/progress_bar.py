@@ -21,7 +21,7 @@ NUM_BATCHES_IN_RATE = 20
 
 
 class FastFTProgressBar(TQDMProgressBar):
-    """Show the loss of the last optimizer step that the device has finished, tokens per second, and the latest validation values.
+    """Show the loss of the last optimizer step that the device has finished, tokens per second, and what validation logs with ``prog_bar=True``.
 
     The loss of a step is the mean over the micro-batches of its window. It is made on the device from what training_step returned, copied into pinned
     memory and shown once it is there, usually one step late. Values that the module logs with ``prog_bar=True`` in training are not shown: Lightning
@@ -52,6 +52,9 @@ class FastFTProgressBar(TQDMProgressBar):
         self._copies = LateCopies()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = self._num_summed = 0
+        # Names that are on the bar before a validation, and those that validations put there.
+        self._names_before: frozenset[str] = frozenset()
+        self._validation_names: set[str] = set()
         # On the device: the sum over the micro-batches of the window so far, and the loss of the last step until it is copied.
         self._sum: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
@@ -78,10 +81,17 @@ class FastFTProgressBar(TQDMProgressBar):
         self._take_in()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note which values training has logged."""
+        self._names_before = frozenset(trainer.progress_bar_metrics)
+        super().on_validation_start(trainer, pl_module)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the values of the validation that just ended, and drop the rate it cut through."""
         if not trainer.sanity_checking:
-            self._shown.update({name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")})
+            values = trainer.progress_bar_metrics
+            self._validation_names |= values.keys() - self._names_before
+            self._shown.update({name: float(values[name]) for name in self._validation_names & values.keys()})
         self._finished.clear()
         super().on_validation_end(trainer, pl_module)
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 STATUS_NAME = "watchdog"
 # Kernels are built and plans are measured in the first three optimizer steps (OffloadCheckpointing).
 FIRST_STEPS = 3
+_OF_THIS_PROCESS = ("_process", "_memory", "_stacks")
 # A day; whoever waits longer does not watch.
 _MOST_SECONDS = 86_400.0
 
@@ -81,6 +82,10 @@ class Watchdog(Callback):
         self._stacks: IO[bytes] | None = None
         self._num_beats = self._num_batches = self._first_step = self._step = 0
         self._is_alone = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled callback watches nothing: the process belongs to the original."""
+        return vars(self) | dict.fromkeys(_OF_THIS_PROCESS)
 
     def status(self) -> list[Status]:
         """Return whether the ranks are watched, and under a strategy of Lightning's own whether they have equally many batches."""

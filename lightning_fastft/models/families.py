@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.errors import UnsupportedModelError
-from lightning_fastft.status import Status
 
 _PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
 _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
@@ -47,7 +46,6 @@ _REFUSED = MappingProxyType(
     }
 )
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "moe", "mlp"})
-_LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 _MIXER = re.compile(r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|LinearAttention")
 _FOREIGN_KEYWORD = re.compile(r"attention_interface\((?:[^()]|\([^()]*\))*\b(indices|block_indices|position_bias|sinks)=")
 
@@ -131,37 +129,6 @@ def check_servable(model: PreTrainedModel) -> None:
             f"{type(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: {reason}. "
             f"Tested families: {', '.join(FAMILIES)}; this one trains with one document per row and its own attention."
         )
-
-
-def check_documents(model: PreTrainedModel, *, longest: int) -> Status:
-    """Say whether a document's result depends on how long its neighbours in the pack are.
-
-    With longrope or dynamic rotary scaling, transformers picks the factors of all documents of a row by the longest one, as in a padded batch.
-
-    Args:
-        model: A causal language model.
-        longest: Length of the longest document that will be trained, in tokens.
-
-    Returns:
-        Status "rotary scaling": "inactive" where positions are scaled independently of length, "active" where no document reaches the switch,
-        "refused" where documents on both sides of it may share a pack.
-    """
-    config = model.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    variants = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
-    switching = [entry for entry in variants if entry.get("rope_type") in _LENGTH_DEPENDENT_ROPE]
-    if not switching:
-        return Status("rotary scaling", "inactive", "independent of document length")
-    limits = [entry.get("original_max_position_embeddings") or config.max_position_embeddings for entry in switching]
-    kind, limit = switching[0]["rope_type"], min(limits)
-    if longest <= limit:
-        return Status("rotary scaling", "active", f"{kind}: no document exceeds {limit} tokens, where the factors change")
-    return Status(
-        "rotary scaling",
-        "refused",
-        f"{kind}: a document of {longest} tokens changes the factors of every shorter document in its pack (they change above {limit} tokens)",
-        f"limit documents to {limit} tokens, or train only documents longer than that",
-    )
 
 
 def _find_obstacle(model: PreTrainedModel) -> str:

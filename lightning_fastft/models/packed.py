@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_fastft.models.attention import install_attention
+from lightning_fastft.models.attention import NAME, install_attention
 from lightning_fastft.models.families import check_servable, decoder_layers, find_causal_models
 from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.head import install_head
+from lightning_fastft.models.rotary import install_rotary
 from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming, movable_embedding_bytes
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.models.tiles import install_tiles
@@ -67,6 +68,8 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
     for name, model in models:
         layers = decoder_layers(model)
         found = [install_attention(model, ledger), install_head(model, ledger)]
+        rotary = install_rotary(model, ledger)
+        found += [rotary] if rotary is not None else []
         if checkpointing is not None:
             found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
             install_value_points(model, layers, checkpointing.segments_of(), ledger)
@@ -86,6 +89,14 @@ def describe_models(root: nn.Module) -> list[str]:
     return [
         f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}" for name, model in find_causal_models(root)
     ]
+
+
+def describe_unprepared(root: nn.Module) -> str:
+    """Return the transformers models inside root if none of them has packed attention; empty where one has, or where there is none."""
+    models = find_causal_models(root)
+    if any(model.config.get_text_config(decoder=True)._attn_implementation == NAME for _, model in models):
+        return ""
+    return "; ".join(describe_models(root))
 
 
 def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) -> StreamedWeights:

@@ -32,6 +32,10 @@ class SwapLedger:
     def __len__(self) -> int:
         return len(self._undo)
 
+    def __reduce__(self) -> tuple[type[SwapLedger], tuple[()]]:
+        # A copy in another process has other instances, of which nothing here can be undone.
+        return type(self), ()
+
     def replace_module(self, root: nn.Module, name: str, new: nn.Module) -> None:
         """Put new in the place of the submodule of that dotted name.
 

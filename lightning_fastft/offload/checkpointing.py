@@ -94,6 +94,16 @@ class OffloadCheckpointing:
             raise OptionError(f"mlp_tiles={mlp_tiles} computes blocks again in the backward, which policy 'keep' forbids: use 'auto' or 'recompute'.")
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
+        self._forget_the_run()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled plugin has its options alone: stacks with streams and pinned memory stay with the original."""
+        alone = object.__new__(type(self))
+        vars(alone).update(vars(self) | {"stacks": [], "_last_description": self.describe()})
+        alone._forget_the_run()
+        return vars(alone)
+
+    def _forget_the_run(self) -> None:
         # Set by who owns the plugin: where plans are reported, what will be resident later, how ranks agree on one plan, how long packs can be, and
         # how many ranks share the host.
         self.report: Callable[[str], None] = logger.info
@@ -148,11 +158,11 @@ class OffloadCheckpointing:
         stack = SegmentStack(
             layers,
             self.options,
-            report=lambda text: self.report(text),
-            extra_bytes=lambda: self.extra_bytes(),
-            agree=lambda plan: self.agree(plan),
-            most_tokens=lambda: self.most_tokens(),
-            num_local_ranks=lambda: self.num_local_ranks(),
+            report=self.report,
+            extra_bytes=self.extra_bytes,
+            agree=self.agree,
+            most_tokens=self.most_tokens,
+            num_local_ranks=self.num_local_ranks,
         )
         self.stacks.append(stack)
         ledger.add_undo(functools.partial(self._detach, stack))
@@ -239,15 +249,18 @@ def _take_over(layer: nn.Module, run: Callable[..., Any], ledger: Ledger) -> Non
         ledger.set_attribute(layer, "_gradient_checkpointing_func", run)
         ledger.set_attribute(layer, "gradient_checkpointing", True)
         return
-    own_forward = layer.forward
+    ledger.set_attribute(layer, "forward", functools.partial(_run_in_training, layer, layer.forward, run))
 
-    @functools.wraps(own_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the layer's own signature
-        if not layer.training:
-            return own_forward(*args, **kwargs)
-        return run(functools.partial(own_forward, **kwargs), *args)
 
-    ledger.set_attribute(layer, "forward", forward)
+def _run_in_training(
+    layer: nn.Module,
+    own_forward: Callable[..., Any],
+    run: Callable[..., Any],
+    *args: Any,  # noqa: ANN401 - the layer's own signature
+    **kwargs: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Run a layer through its segment in training."""
+    return run(functools.partial(own_forward, **kwargs), *args) if layer.training else own_forward(*args, **kwargs)
 
 
 def _read_gib(name: str, value: float | str) -> int | None:

@@ -5,6 +5,7 @@ Characters and not tokens, because an assistant mask in tokens is lost where a t
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -353,7 +354,7 @@ class ControlTokens:
         return self._copy([text], add_special_tokens=False, return_attention_mask=False, verbose=False)
 
     @property
-    def copy(self) -> PreTrainedTokenizerBase:
+    def marked(self) -> PreTrainedTokenizerBase:
         """The tokenizer that knows control tokens by their marks."""
         assert self._copy is not None, "encode comes first"
         return self._copy
@@ -400,9 +401,6 @@ class ControlTokens:
         return "".join(parts), [*places, length]
 
     def _make_copy(self) -> PreTrainedTokenizerBase:
-        from tokenizers import Tokenizer
-        from transformers import PreTrainedTokenizerFast
-
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         state["post_processor"] = state["truncation"] = state["padding"] = None
         own_ids = {}
@@ -410,10 +408,12 @@ class ControlTokens:
             if token["content"] in self._number:
                 token["content"] = f"{_MARK}{token['content']}{_END_MARK}"
             own_ids[token["content"]] = token["id"]
-        backend = Tokenizer.from_str(json.dumps(state))
+        backend = type(self._tokenizer.backend_tokenizer).from_str(json.dumps(state))
         # A control token of the model's own vocabulary is a new one in the copy, which shifts the ids of all added tokens behind it.
         self._own_ids = {number: own_id for content, own_id in own_ids.items() if (number := backend.token_to_id(content)) is not None}
-        return PreTrainedTokenizerFast(tokenizer_object=backend)
+        copied = copy.copy(self._tokenizer)
+        copied._tokenizer = backend
+        return copied
 
 
 def _walk_strings(value: object) -> Iterator[str]:

@@ -270,7 +270,7 @@ class Formatter:
         assert self._chat is not None
         controls = self._chat.controls
         batch, marked = controls.encode(example)
-        ids, spans = self._place_spans(batch, 0, marked, tokenizer=controls.copy)
+        ids, spans = self._place_spans(batch, 0, marked, tokenizer=controls.marked)
         return controls.own_ids(ids), spans
 
     def _finish(self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool) -> Encoded:

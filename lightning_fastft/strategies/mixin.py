@@ -22,6 +22,7 @@ from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
+from lightning_fastft.strategies.monitors import check_monitors
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, connect_activations
 
 if TYPE_CHECKING:
@@ -144,10 +145,12 @@ class FastFTStrategyMixin(_Base):
 
         Raises:
             DataError: The ranks have different numbers of batches.
+            OptionError: EarlyStopping would find no metric at the end of the run.
         """
         super().on_train_start()
         assert self._fastft_trainer is not None
         self._even_batches = check_even_batches(self._fastft_trainer)
+        check_monitors(self._fastft_trainer)
         self.packed_steps.check_training_mode()
         rank_zero_info("\n" + render_status_table(self.statuses()))
 
@@ -158,7 +161,8 @@ class FastFTStrategyMixin(_Base):
             return own
         found = [*collect_statuses(self._fastft_trainer, own), self._describe_checkpoints()]
         if not _resumes_exactly(self._fastft_trainer):
-            found.append(Status("exact resume", "inactive", "switched off (exact_resume=False)"))
+            reason = "switched off (exact_resume=False)" if not self.exact_resume else "ExactResume was taken out of the callbacks"
+            found.append(Status("exact resume", "inactive", reason))
         if self._even_batches is not None and self._fastft_trainer.world_size > 1:
             found.append(self._even_batches)
         return found

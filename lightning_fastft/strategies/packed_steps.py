@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -58,12 +60,18 @@ class PackedSteps:
             UnsupportedModelError: A family cannot be served exactly.
             OptionError: An option does not fit the model.
         """
+        if self._ledger is not None:
+            return
+        if "transformers.modeling_utils" not in sys.modules:
+            # Nobody has made a transformers model. Nor is anything imported for one: PEFT would bring bitsandbytes along.
+            reason = f"{type(module).__name__} holds no transformers model"
+            names = ("packed attention", "loss head", *([ACTIVATIONS_STATUS] if self.activations is not None else []))
+            self._statuses = [Status(name, "inactive", reason) for name in names]
+            return
         # Imported on first use: the strategies must be importable without transformers.
         from lightning_fastft.models.packed import install_packed_training
         from lightning_fastft.models.swap import SwapLedger
 
-        if self._ledger is not None:
-            return
         self._ledger = SwapLedger()
         self.backends_used.clear()
         is_done = False
@@ -172,11 +180,19 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
 def connect_activations(activations: OffloadCheckpointing, trainer: pl.Trainer) -> None:
     """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, the ranks, how long packs can be."""
     activations.report = rank_zero_info
-    activations.extra_bytes = lambda: missing_optimizer_bytes(trainer.optimizers)
+    activations.extra_bytes = functools.partial(_missing_bytes, trainer)
     activations.agree = trainer.strategy.broadcast
+    activations.num_local_ranks = functools.partial(getattr, trainer, "num_devices")
+    activations.most_tokens = functools.partial(_most_tokens, trainer)
+
+
+def _missing_bytes(trainer: pl.Trainer) -> int:
+    return missing_optimizer_bytes(trainer.optimizers)
+
+
+def _most_tokens(trainer: pl.Trainer) -> int:
     most_tokens = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
-    activations.num_local_ranks = lambda: trainer.num_devices
-    activations.most_tokens = lambda: most_tokens if isinstance(most_tokens, int) else 0
+    return most_tokens if isinstance(most_tokens, int) else 0
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:

@@ -3,18 +3,21 @@
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+import lightning_fastft
 from lightning_fastft.callbacks.packed_training import PackedTraining
+from lightning_fastft.datamodule import PackedDataModule
 from lightning_fastft.errors import ContextError, OptionError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.callbacks.packed_training_worker import train_on_one_process
 from tests.strategies.test_single_device import ForeignModel
-from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 from tests.two_ranks import run_two_ranks
 
 register_strategies()
@@ -149,3 +152,32 @@ def test_the_same_activations_under_a_strategy_that_is_not_ours(tmp_path, policy
     assert all(torch.equal(a, b) for a, b in zip(weights["plain"], weights[policy]))
     reason = callback.packed_steps.activations.status().reason
     assert ("1 layer inputs" if policy == "offload" else "2 of 2 layers kept; predicted") in reason
+
+
+def packed_data():
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": rng.integers(1, VOCAB_SIZE, 9).tolist()} for _ in range(24)]
+    return PackedDataModule(rows, val_paths=rows, test_paths=rows, max_tokens=32, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_model_that_nobody_prepared_is_refused(tmp_path, strategy, verb):
+    module = PlainModule(tiny_llama())
+    before = {name: value.clone() for name, value in module.model.state_dict().items()}
+    trainer = quiet_trainer(tmp_path, strategy=strategy)
+    with pytest.raises(ContextError, match="PackedTraining"):
+        getattr(trainer, verb)(module, datamodule=packed_data())
+    assert all(torch.equal(before[name], value) for name, value in module.model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["callback", "strategy", "attention of the model"])
+def test_model_that_somebody_prepared_is_trained(tmp_path, how):
+    module = PlainModule(tiny_llama())
+    options = {"callback": {"callbacks": [PackedTraining()]}, "strategy": {"strategy": "fastft"}}.get(how, {})
+    if how == "attention of the model":
+        lightning_fastft.register()
+        module.model.set_attn_implementation("fastft")
+    trainer = quiet_trainer(tmp_path, max_steps=2, val_check_interval=1, **options)
+    trainer.fit(module, datamodule=packed_data())
+    assert trainer.global_step == 2

@@ -81,10 +81,22 @@ def test_micro_batches_are_shown_under_manual_optimization_of_anybodys(tmp_path)
     assert [metrics["loss"] for metrics in bar.seen[:6]] == [f"{loss:.3f}" for loss in module.losses]
 
 
-def test_shows_validation_values_after_a_validation(tmp_path):
+def test_shows_what_validation_logs_for_the_bar_and_nothing_else(tmp_path):
+    class Module(PlainModule):
+        def training_step(self, batch, batch_idx):
+            self.log("lr", 0.5, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.log("F1", 0.25, prog_bar=True)
+
     bar = RecordingBar()
-    trainer = fit(tmp_path, PlainModule(tiny_llama()), bar)
-    assert bar.seen[-1]["val_loss"] == f"{float(trainer.callback_metrics['val_loss']):.3f}"
+    fit(tmp_path, Module(tiny_llama()), bar, val_check_interval=3)
+    after_validation = [metrics for metrics in bar.seen if "F1" in metrics]
+    assert after_validation
+    assert {metrics["F1"] for metrics in after_validation} == {"0.250"}
+    assert all("val_loss" not in metrics and "lr" not in metrics for metrics in bar.seen)
 
 
 def test_values_that_have_not_arrived_are_not_waited_for(tmp_path):

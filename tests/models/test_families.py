@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.errors import UnsupportedModelError
 from lightning_fastft.kernels.attention.op import BACKENDS
-from lightning_fastft.models.families import FAMILIES, check_documents, check_servable, decoder_layers, find_causal_models, num_decoder_layers
+from lightning_fastft.models.families import FAMILIES, check_servable, decoder_layers, find_causal_models, num_decoder_layers
 from tests.models.tiny_models import TINY, VOCABULARY, build_tiny
 
 
@@ -121,35 +121,3 @@ def test_encoders_are_left_out():
 
     config = BertConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     assert find_causal_models(nn.ModuleList([BertModel(config)])) == []
-
-
-def longrope_model(rope_type="longrope"):
-    scaling = {"rope_type": rope_type, "rope_theta": 10000.0}
-    if rope_type == "dynamic":  # its limit is max_position_embeddings
-        return build_tiny("llama", rope_parameters=scaling | {"factor": 2.0}, max_position_embeddings=16)
-    scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
-    return build_tiny("phi3", head_dim=8, rope_parameters=scaling, original_max_position_embeddings=16)
-
-
-@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
-@pytest.mark.parametrize(("longest", "state"), [(16, "active"), (17, "refused")])
-def test_length_dependent_positions_are_reported(rope_type, longest, state):
-    status = check_documents(longrope_model(rope_type), longest=longest)
-    assert status.state == state
-    assert rope_type in status.reason
-    assert bool(status.remedy) == (state == "refused")
-
-
-def test_a_long_neighbour_really_changes_a_short_document_under_longrope():
-    """Why check_documents exists: the forward of transformers itself differs."""
-    model = longrope_model().eval()
-    ids = torch.randint(3, VOCABULARY, (1, 8))
-    short = model(input_ids=ids).logits
-    positions = torch.arange(8)[None]
-    factors = [model.model.rotary_emb(torch.zeros(1), p)[0][:, :8] for p in (positions, torch.arange(20)[None])]
-    assert short.isfinite().all()
-    assert not torch.allclose(*factors)
-
-
-def test_plain_positions_need_no_check():
-    assert check_documents(build_tiny("llama"), longest=10**6).state == "inactive"

@@ -73,7 +73,7 @@ class Look(Callback):
         self.state["learning rate"] = torch.tensor([group["lr"] for group in trainer.optimizers[0].param_groups])
 
 
-def train(kind, strategy, folder, *, ckpt_path=None, keep=False, callbacks=(), seed=3, **options):
+def train(kind, strategy, folder, *, ckpt_path=None, keep=False, save_last=None, callbacks=(), seed=3, **options):
     """One run, as a user writes it; validation in the middle of its epochs."""
     seed_everything(seed, verbose=False)
     module = FineTuner({**CONFIG, "vocab_size": VOCABULARY}, init="random", dtype="float32", learning_rate=1e-2, warmup_steps=2, **KINDS[kind])
@@ -82,7 +82,7 @@ def train(kind, strategy, folder, *, ckpt_path=None, keep=False, callbacks=(), s
         rows, val_paths=rows[:8], max_tokens=64, num_workers=0, cache_dir=None, num_proc=1, show_progress=False, seed=5
     )  # fmt: skip
     draws, look = Draws(), Look()
-    saved = [ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)] if keep else []
+    saved = [ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=save_last)] if keep else []
     world_size = 1 if strategy == "one" else 2
     options = {"max_steps": NUM_STEPS, "val_check_interval": 6, **options}
     trainer = pl.Trainer(

@@ -1,0 +1,174 @@
+"""After a run the model is what it was before: however the run ends, at whichever hook, whoever installed what."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_fastft import BincountRouter, FineTuner, FusedKernels, OffloadCheckpointing, PackedTraining
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.token_weighting_worker import CONFIG
+from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+
+HOOKS = (
+    "setup",
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_validation_batch_end",
+    "on_train_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "teardown",
+)
+MODULE_HOOKS = ("configure_optimizers", "training_step", "validation_step", "on_train_epoch_end", "teardown")
+
+
+class PlantedError(Exception):
+    pass
+
+
+class RaiseAt(pl.Callback):
+    """Ends the run at a hook."""
+
+    def __init__(self, hook, error=PlantedError):
+        def end(*args, **kwargs):
+            raise error
+
+        setattr(self, hook, end)
+
+
+def describe(model):
+    """All that a run may change and must give back, by the place where it is."""
+    found = {}
+    for name, module in model.named_modules():
+        attributes = sorted(set(vars(module)) - {"training"})
+        hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("_hooks") and value is not None}
+        found[name] = (type(module), attributes, hooks, type(vars(module).get("forward")))
+        if hasattr(module, "config"):
+            found[f"{name}.config"] = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
+    for name, parameter in model.named_parameters():
+        attributes = sorted(vars(parameter))
+        found[name] = (
+            type(parameter),
+            parameter.dtype,
+            parameter.stride(),
+            parameter.data_ptr(),
+            parameter.requires_grad,
+            attributes,
+            parameter._backward_hooks,
+        )
+    return found
+
+
+def tiny_mixture():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).train()
+
+
+def adapted(dtype):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(tiny_llama().to(dtype), LoraConfig(r=2, target_modules="all-linear"), autocast_adapter_dtype=False).train()
+
+
+WAYS = {
+    "own module": lambda: PlainModule(tiny_llama()),
+    "own module, experts": lambda: PlainModule(tiny_mixture()),
+    "own module, PEFT": lambda: PlainModule(adapted(torch.float32)),
+    "FineTuner of a model, bf16 and fp32 adapters": lambda: FineTuner(
+        tiny_llama().to(torch.bfloat16), lora={"r": 2, "target_modules": "all-linear"}, dtype="bfloat16", scheduler="constant"
+    ),
+}
+SETUPS = {
+    "strategy, all": lambda: {
+        "strategy": FastFTStrategy(activations=OffloadCheckpointing("recompute")), "callbacks": [FusedKernels(), BincountRouter()]
+    },
+    "strategy, plain": lambda: {"strategy": FastFTStrategy(activations=OffloadCheckpointing("keep")), "callbacks": []},
+    "PackedTraining": lambda: {"callbacks": [PackedTraining(activations=OffloadCheckpointing("recompute")), FusedKernels(), BincountRouter()]},
+}  # fmt: skip
+
+
+def run(tmp_path, module, setup, *, end):
+    """Fit until end raises; the model as it was found by the first hook that has it whole, and as it is left."""
+    # An error in a validation leaves the model in evaluation mode, under any strategy.
+    module.train()
+    options = SETUPS[setup]()
+    trainer = quiet_trainer(tmp_path, **options | {"callbacks": [*options["callbacks"], *end]}, num_sanity_val_steps=1, max_epochs=1)
+    trainer.fit(module, packed_loader(4), packed_loader(2, seed=9))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("way", WAYS)
+def test_normal_end_and_error_at_every_hook(tmp_path, way, setup):
+    module = WAYS[way]()
+    if way.startswith("FineTuner"):
+        # Builds its adapters in the first run: what that leaves is what later ones find.
+        run(tmp_path, module, setup, end=[])
+        assert not [name for name, part in module.model.named_modules() if type(part).__module__.startswith("lightning_fastft")]
+        assert not [key for part in module.model.modules() for key in vars(part) if "fastft" in key]
+    before = describe(module.model)
+    run(tmp_path, module, setup, end=[])
+    assert describe(module.model) == before
+    for hook in HOOKS:
+        with pytest.raises(PlantedError):
+            run(tmp_path, module, setup, end=[RaiseAt(hook)])
+        assert describe(module.model) == before, hook
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("way", WAYS)
+def test_interrupted_run(tmp_path, way, error):
+    module = WAYS[way]()
+    run(tmp_path, module, "strategy, all", end=[])
+    before = describe(module.model)
+    with pytest.raises(SystemExit):
+        run(tmp_path, module, "strategy, all", end=[RaiseAt("on_train_batch_end", error)])
+    assert describe(module.model) == before
+
+
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+@pytest.mark.parametrize("way", ["own module", "FineTuner of a model, bf16 and fp32 adapters"])
+def test_error_in_a_hook_of_the_module(tmp_path, way, hook, monkeypatch):
+    module = WAYS[way]()
+    run(tmp_path, module, "strategy, all", end=[])
+    before = describe(module.model)
+
+    def end(*args, **kwargs):
+        raise PlantedError
+
+    monkeypatch.setattr(module, hook, end)
+    with pytest.raises(PlantedError):
+        run(tmp_path, module, "strategy, all", end=[])
+    assert describe(module.model) == before
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_evaluation_that_fails(tmp_path, verb):
+    module = WAYS["FineTuner of a model, bf16 and fp32 adapters"]()
+    run(tmp_path, module, "strategy, plain", end=[])
+    before = describe(module.model)
+    trainer = quiet_trainer(
+        tmp_path, strategy="fastft", callbacks=[FusedKernels(), RaiseAt(f"on_{'validation' if verb == 'validate' else verb}_batch_end")]
+    )
+    with pytest.raises(PlantedError):
+        getattr(trainer, verb)(module, packed_loader(2))
+    assert describe(module.model) == before
+
+
+def test_model_that_cannot_be_built_leaves_nothing(tmp_path):
+    module = FineTuner({**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", lora={"r": 2}, dtype="bfloat16")
+    module.register_transform("broken", lambda model: (_ for _ in ()).throw(PlantedError), stage="after_adapters")
+    with pytest.raises(PlantedError):
+        run(tmp_path, module, "strategy, plain", end=[])
+    assert not [part for part in module.modules() if type(part).__name__ == "LoraLinear"]

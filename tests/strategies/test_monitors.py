@@ -1,0 +1,65 @@
+"""Monitors that cannot work are named before training, and no others."""
+
+import contextlib
+import warnings
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lightning_fastft import FineTuner
+from lightning_fastft.errors import OptionError
+from tests.token_weighting_worker import CONFIG
+from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+
+
+def fit(tmp_path, module, callback, **options):
+    options = {"strategy": "fastft", "enable_checkpointing": isinstance(callback, ModelCheckpoint), "max_steps": -1, "max_epochs": 1, **options}
+    trainer = quiet_trainer(tmp_path, callbacks=[callback], **options)
+    trainer.fit(module, packed_loader(6), packed_loader(2, seed=9))
+    return trainer
+
+
+def tuner():
+    return FineTuner({**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", dtype="float32", scheduler="constant")
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 4}, {"max_steps": 2, "accumulate_grad_batches": 2}], ids=["4 of 6", "2 windows of 2"])
+def test_early_stopping_that_would_end_in_an_error_is_refused_before_the_first_step(tmp_path, options):
+    module = PlainModule(tiny_llama())
+    with pytest.raises(OptionError, match="val_check_interval"):
+        fit(tmp_path, module, EarlyStopping("val_loss"), **options)
+    assert module.trainer.global_step == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 6},
+        {"max_steps": 8, "max_epochs": 2},
+        {"max_steps": 4, "val_check_interval": 2},
+        {},
+        {"max_steps": 4, "monitor": "train_loss"},
+        {"max_steps": 4, "strict": False},
+    ],
+    ids=["whole epoch", "second epoch", "validated before", "no max_steps", "metric of training", "not strict"],
+)
+def test_early_stopping_that_works_is_left_alone(tmp_path, options):
+    monitor, strict = options.pop("monitor", "val_loss"), options.pop("strict", True)
+    trainer = fit(tmp_path, PlainModule(tiny_llama()), EarlyStopping(monitor, strict=strict), **options)
+    assert trainer.global_step == options.get("max_steps", 6)
+
+
+@pytest.mark.parametrize(
+    "make", [EarlyStopping, lambda monitor, **options: ModelCheckpoint(monitor=monitor)], ids=["EarlyStopping", "ModelCheckpoint"]
+)
+@pytest.mark.parametrize(("monitor", "is_named"), [("val_los", True), ("val_loss", False), ("train_loss", False)])
+def test_monitor_that_a_fine_tuner_does_not_log_is_named(tmp_path, make, monitor, is_named):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # A ModelCheckpoint without its metric ends in Lightning's own error, an epoch later.
+        with contextlib.suppress(MisconfigurationException):
+            fit(tmp_path, tuner(), make(monitor, strict=False))
+    named = [str(entry.message) for entry in caught if "monitors" in str(entry.message)]
+    assert bool(named) == is_named
+    assert all("'val_loss'" in message for message in named)
