@@ -1,20 +1,20 @@
-"""Workers on two ranks: one that torch aborts is run once more, with a warning; any other failure is one."""
-
-import warnings
+"""Workers on two ranks: whatever a rank does, it is run once, a failure is one, and no process is left."""
 
 import pytest
 
+from tests.processes import is_there
 from tests.two_ranks import run_two_ranks
 
 
-@pytest.mark.parametrize(("ends", "num_tries"), [(["1", "0"], 1), (["abort", "1"], 2), (["abort", "abort"], 2)], ids=str)
-def test_a_failure_is_one(tmp_path, ends, num_tries):
-    with warnings.catch_warnings(record=True) as told, pytest.raises(AssertionError):
-        run_two_ranks("tests.two_ranks_worker", tmp_path, *ends)
-    assert len(told) == num_tries - 1
-    assert max(path.suffix for path in tmp_path.iterdir()) == f".{num_tries - 1}"
+@pytest.mark.parametrize(("end", "said"), [("1", "exitcode"), ("abort", "SIGABRT"), ("hang", "in wait_for_ever")])
+def test_a_failure_is_one_and_leaves_no_process(tmp_path, end, said):
+    with pytest.raises(AssertionError, match=said):
+        run_two_ranks("tests.two_ranks_worker", tmp_path, end, timeout_s=5 if end == "hang" else 300)
+    started = [path.name.split(".") for path in tmp_path.iterdir()]
+    assert sorted({rank for rank, _ in started}) == ["0", "1"]
+    assert len(started) == 2
+    assert not any(is_there(pid) for _, pid in started)
 
 
-def test_an_aborted_rank_gets_a_second_try(tmp_path):
-    with pytest.warns(UserWarning, match="aborted by torch"):
-        run_two_ranks("tests.two_ranks_worker", tmp_path, "abort", "0")
+def test_ranks_that_end_well_are_no_failure(tmp_path):
+    run_two_ranks("tests.two_ranks_worker", tmp_path, "0")

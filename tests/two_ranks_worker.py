@@ -1,17 +1,23 @@
-"""Ends as it is told: ``-m tests.two_ranks_worker <folder> <exit code of every try>``, "abort" for a rank that torch aborts."""
+"""Ends as it is told: ``-m tests.two_ranks_worker <folder> <exit code>``, "abort" for a rank that is aborted, "hang" for one that waits for ever."""
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 
-def main(folder, *ends):
+def wait_for_ever():
+    threading.Event().wait()
+
+
+def main(folder, end):
     rank = os.environ["RANK"]
-    tries = len(list(Path(folder).glob(f"{rank}.*")))
-    (Path(folder) / f"{rank}.{tries}").touch()
-    if ends[tries] == "abort":
+    (Path(folder) / f"{rank}.{os.getpid()}").touch()
+    if end == "abort":
         os.abort()
-    sys.exit(int(ends[tries]))
+    if end == "hang":
+        wait_for_ever()
+    sys.exit(int(end))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ class RunReport(Callback):
             self._detector.on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the next micro-batch counted apart: workers of the loader start beside it."""
+        """Have the next micro-batch counted apart: the loader begins beside it."""
         self._is_epoch_start = True
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -40,6 +42,27 @@ def on_all_ranks(action: Callable[[], T], *, error: type[FastFTError]) -> list[T
     return [report[0] for report in reports]  # type: ignore[index]
 
 
+def destroy_groups_at_exit(is_wanted: bool = True) -> None:
+    """Let this process leave its process groups before the interpreter is finalised, as Lightning does for NCCL alone.
+
+    Threads of a gloo group let go of tensors that Python made. One that does so while the interpreter is finalised aborts the process ("terminate
+    called without an active exception"), after everything was done and saved.
+
+    Args:
+        is_wanted: False takes it back. A rank that failed must not wait for collectives which the others have not joined.
+    """
+    atexit.unregister(_destroy_groups)
+    if is_wanted and dist.is_available() and dist.is_initialized():
+        atexit.register(_destroy_groups)
+
+
+def _destroy_groups() -> None:
+    if dist.is_initialized():
+        # DistributedDataParallel holds the group in a circle of references.
+        gc.collect()
+        dist.destroy_process_group()
+
+
 class RankVote:
     """Tell all ranks of a signal that one of them got, without a wait: what is asked at one step is answered at the next.
 
@@ -71,10 +94,16 @@ class RankVote:
         """Return whether something is so on every rank; all of them make this call, and wait for each other on the host."""
         if self._group is None:
             return is_so
-        vote = torch.tensor([is_so], dtype=torch.int64)
+        return bool(self.fewest(int(is_so)))
+
+    def fewest(self, number: int) -> int:
+        """Return the smallest number of all ranks; all of them make this call, and wait for each other on the host."""
+        if self._group is None:
+            return number
+        vote = torch.tensor([number], dtype=torch.int64)
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
-        # The vote lies on the host, and this is asked once, before the first step.
-        return bool(vote.item())
+        # The vote lies on the host, and this is asked before the first step and before a validation.
+        return int(vote.item())
 
     def close(self) -> None:
         """Leave the other ranks."""

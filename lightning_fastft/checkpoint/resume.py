@@ -18,7 +18,7 @@ from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
-from lightning_fastft.checks import check_bool
+from lightning_fastft.checks import check_bool, check_float
 from lightning_fastft.errors import FastFTError, ResumeError
 from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.status import Status
@@ -55,8 +55,15 @@ class ExactResume(Callback):
     differ from those of the checkpoint are named. While signals are noted here on every rank, Lightning's own question of rank 0 before each
     micro-batch, for whose answer the host waits for the device, is left out: the ranks agree on the host.
 
+    A signal that comes during a validation, the last one too, ends it between two of its batches in the same way; its metrics are lost, and the
+    resumed run goes on behind it. One that comes later than that (``on_train_end``) changes nothing: the run did what it was asked, and exits with 0.
+    A rank that hangs reaches no step: where nothing goes on for stop_timeout_s after a SIGTERM or SIGUSR1, the process writes its stacks to stderr
+    and ends with 143 or 138, without a save.
+
     Args:
         stop_signals: Whether SIGTERM, SIGUSR1 and a first Ctrl-C are taken over during training. SLURM with automatic requeueing keeps Lightning's.
+        stop_timeout_s: Seconds without a micro-batch or validation batch, after a signal, until a hung process ends itself, 1 to 86,400; more than
+            the longest micro-batch takes. A save is waited for.
 
     Raises:
         ResumeError: A setting of this run makes the tensors of the checkpoint useless.
@@ -72,10 +79,12 @@ class ExactResume(Callback):
         'inactive'
     """
 
-    def __init__(self, *, stop_signals: bool = True) -> None:
+    def __init__(self, *, stop_signals: bool = True, stop_timeout_s: float = 60.0) -> None:
         self.stop_signals = check_bool("stop_signals", stop_signals)
+        self.stop_timeout_s = check_float("stop_timeout_s", stop_timeout_s, low=1.0, high=86_400.0)
         self._stops = StopSignals()
         self._vote = RankVote()
+        self._num_val_votes = 0
         self._has_signals = False
         self._ledger = SwapLedger()
         self._at_window_start: RandomState | None = None
@@ -90,6 +99,7 @@ class ExactResume(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin a run without anything of an earlier one."""
+        self._stops.unwatch()
         self._stops = StopSignals()
         self._at_window_start = self._to_restore = None
         self._seed = torch.initial_seed()
@@ -98,6 +108,7 @@ class ExactResume(Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the random states of all ranks, and the settings; every rank makes this call."""
+        self._stops.note_save()
         present = self._at_window_start if is_in_window(trainer) else None
         if present is not None:
             self._warn_of_lost_window(trainer)
@@ -126,6 +137,7 @@ class ExactResume(Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
         """Restore the random states before the first batch of a resumed run; keep those with which a window begins."""
+        self._stops.note_progress()
         device = trainer.strategy.root_device
         if self._to_restore is not None:
             state, self._to_restore = self._to_restore, None
@@ -152,8 +164,33 @@ class ExactResume(Callback):
         Raises:
             RunStopped: A SystemExit with 128 plus the number of the signal.
         """
-        if is_in_window(trainer):
-            return
+        self._stops.note_progress()
+        if not is_in_window(trainer):
+            self._stop_if_told(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find how many validation batches every rank has: so often all of them can be asked."""
+        self._num_val_votes = 0
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            num_batches = sum(trainer.num_val_batches)
+            self._num_val_votes = self._vote.fewest(0 if num_batches == float("inf") else int(num_batches))
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Note that the run goes on."""
+        self._stops.note_progress()
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Between two validation batches, save and end if a rank was told to stop.
+
+        Raises:
+            RunStopped: A SystemExit with 128 plus the number of the signal.
+        """
+        self._stops.note_progress()
+        if self._num_val_votes > 0:
+            self._num_val_votes -= 1
+            self._stop_if_told(trainer)
+
+    def _stop_if_told(self, trainer: pl.Trainer) -> None:
         number = self._vote.agree(self._stops.received)
         if not number:
             return
@@ -168,11 +205,13 @@ class ExactResume(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the other ranks; Lightning gives the signals back."""
+        self._stops.unwatch()
         self._ledger.undo()
         self._vote.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Wait for no rank any more."""
+        self._stops.unwatch()
         self._ledger.undo()
         self._vote.drop()
 
@@ -190,6 +229,7 @@ class ExactResume(Callback):
             reason += "; SIGTERM and the requeue signal are Lightning's (SLURM requeues)"
         elif self._stops.install(STOP_SIGNALS, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector):
             self._has_signals = True
+            self._stops.watch(self.stop_timeout_s)
             reason += f"; {' and '.join(number.name for number in STOP_SIGNALS)} save at the next optimizer step and end the run"
             if self._stops.install_interrupt(_INTERRUPT_ANSWER if trainer.is_global_zero else ""):
                 reason += ", and so does a first Ctrl-C"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -53,6 +56,9 @@ class StopSignals:
         self._interrupted_s: float | None = None
         self._answer = ""
         self._process = os.getpid()
+        self._wakeup: socket.socket | None = None
+        self._num_progress = 0
+        self._is_saving = False
 
     def install(self, signals: tuple[int, ...] = STOP_SIGNALS, *, is_ignored: Callable[[Any], bool] = lambda handler: False) -> bool:
         """Take the signals over; False where that cannot be done: only the main thread of a process can."""
@@ -88,6 +94,72 @@ class StopSignals:
         signal.signal(signal.SIGINT, self._note_interrupt)
         return True
 
+    def watch(self, limit_s: float) -> None:
+        """End the process where it makes no progress for limit_s after a signal came: a hung rank reaches no step at which it could stop.
+
+        Python runs handlers in the main thread, which may wait in a collective that nobody answers. A thread is told of signals by the interpreter's
+        own handler instead. It leaves the stacks on standard error, and the exit code that a stopped run has. No watch where another library uses
+        ``signal.set_wakeup_fd``, or outside of the main thread.
+        """
+        self.unwatch()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        read, write = socket.socketpair()
+        write.setblocking(False)
+        before = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            read.close()
+            write.close()
+            return
+        self._wakeup = write
+        # A forked worker of a loader would tell this process of its own signals.
+        unwatch = weakref.WeakMethod(self.unwatch)
+        os.register_at_fork(after_in_child=lambda: _call(unwatch()))
+        threading.Thread(target=self._end_if_hung, args=(read, limit_s), name="fastft-stop", daemon=True).start()
+
+    def unwatch(self) -> None:
+        """End the watch; a second call does nothing."""
+        wakeup, self._wakeup = self._wakeup, None
+        if wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            wakeup.close()
+
+    def note_progress(self) -> None:
+        """Note that the run goes on: a signal that came is seen at the next step."""
+        self._num_progress += 1
+        self._is_saving = False
+
+    def note_save(self) -> None:
+        """Note that a save begins, which takes as long as it takes, until the next progress."""
+        self._is_saving = True
+
+    def _end_if_hung(self, wakeup: socket.socket, limit_s: float) -> None:
+        number, num_progress = 0, -1
+        with wakeup:
+            while True:
+                # Nothing is waited for before a signal came.
+                wakeup.settimeout(limit_s if number else None)
+                try:
+                    told = wakeup.recv(64)
+                except TimeoutError:
+                    if self._is_saving or self._num_progress != num_progress:
+                        num_progress = self._num_progress
+                        continue
+                    self._end(number, limit_s)
+                if not told:
+                    return
+                if not number:
+                    number = next((found for found in told if found in STOP_SIGNALS), 0)
+                    num_progress = self._num_progress
+
+    def _end(self, number: int, limit_s: float) -> None:
+        name = signal.Signals(number).name
+        with contextlib.suppress(OSError):
+            os.write(_STANDARD_ERROR, f"{name}: no progress for {limit_s:g} s, so there is no step to stop at; nothing is saved.\n".encode())
+            faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
+        os._exit(128 + number)
+
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
         # Workers of a DataLoader that were forked have this handler and get the signal of the terminal too: they go on until the run ends.
         if os.getpid() != self._process:
@@ -106,3 +178,8 @@ class StopSignals:
         self.received = self.received or number
         for handler in self._others.get(number, []):
             handler(number, frame)
+
+
+def _call(action: Callable[[], None] | None) -> None:
+    if action is not None:
+        action()

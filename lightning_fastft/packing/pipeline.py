@@ -1,18 +1,23 @@
 """Rows become tokens in chunks: in this process or in several, with results in the order of the rows.
 
-Worker processes hold a tokenizer of their own and are handed one chunk at a time over a pipe, so nothing is shared and nothing can block.
+Worker processes hold a tokenizer of their own and are handed one chunk at a time over a pipe, so nothing is shared and nothing can block. They are
+fresh interpreters: a fork of a process with threads (of torch, of the tokenizers) can hang, and would hold the pipes of the other workers open. A
+worker ends when its pipe does, in whatever way this process ends.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,6 +43,8 @@ PEEK_ROWS = 100
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 2**22
 ABSENT_FIELDS = "rows with nulls inside messages or tools, as columns of a table fill fields that a row does not have; they are dropped"
+# Below this, some 4,000 rows, workers take longer to start (they import torch) than this process takes for the rows.
+CHUNKS_ENOUGH = 16
 # A column in fewer of the first rows than this does not belong to the file, where there are rows enough to tell.
 _COLUMN_ROWS = 2
 _ROWS_ENOUGH = 10
@@ -297,7 +304,7 @@ def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Gener
     Args:
         chunks: Made as they are needed.
         setup: Goes to each worker once.
-        num_proc: Worker processes, started by the interpreter's default method; 0 and 1 work in this process.
+        num_proc: Worker processes; 0 and 1 work in this process, and so does a tokenizer that cannot be pickled into another one, with a warning.
 
     Raises:
         DataError: A worker ended before its work was done.
@@ -307,12 +314,12 @@ def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Gener
         for chunk in chunks:
             yield tokenize_chunk(chunk, formatter=formatter, options=setup.options)
         return
-    # A single chunk is not worth starting processes for.
-    head = list(islice(chunks, 2))
-    if len(head) < 2:
-        yield from run_chunks(iter(head), setup=setup, num_proc=0)
+    head = list(islice(chunks, CHUNKS_ENOUGH))
+    pickled = _pickle_setup(setup) if len(head) == CHUNKS_ENOUGH else None
+    if pickled is None:
+        yield from run_chunks(chain(head, chunks), setup=setup, num_proc=0)
         return
-    workers = [_Worker(setup) for _ in range(num_proc)]
+    workers = [_Worker(pickled) for _ in range(num_proc)]
     try:
         yield from _share_out(chain(head, chunks), workers)
     finally:
@@ -339,54 +346,89 @@ def _share_out(chunks: Iterator[Chunk], workers: list[_Worker]) -> Iterator[Chun
         yield busy.popleft().receive()
 
 
+def _pickle_setup(setup: Setup) -> bytes | None:
+    """Return the setup for workers; None, with a warning, where another interpreter cannot make the tokenizer again."""
+    name = type(setup.tokenizer).__qualname__
+    if type(setup.tokenizer).__module__ == "__main__":
+        reason = "its class is defined in the script, which a worker does not run"
+    else:
+        try:
+            return pickle.dumps(setup)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            reason = str(error)
+    warnings.warn(f"{name} cannot be sent to worker processes ({reason}): rows are tokenised in this one, as with num_proc=1.", stacklevel=2)
+    return None
+
+
 class _Worker:
     """A process that tokenises one chunk at a time."""
 
-    def __init__(self, setup: Setup) -> None:
-        context = multiprocessing.get_context()
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, setup), daemon=True)
-        self._process.start()
-        theirs.close()
+    def __init__(self, setup: bytes) -> None:
+        # The path of this process, so that the same modules are found and none in the folder that happens to be the current one.
+        program = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve_chunks; serve_chunks()"
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a function of this package
+            [sys.executable, "-c", program, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Threads inside one of several workers would only fight for the same cores.
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._send(setup)
 
     def send(self, chunk: Chunk) -> None:
-        try:
-            self._pipe.send(chunk)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death() from None
+        self._send(pickle.dumps(chunk))
 
     def receive(self) -> ChunkResult:
+        assert self._process.stdout is not None
         try:
-            result = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
+            result = pickle.load(self._process.stdout)  # noqa: S301 - of a process that this one started
+        except (EOFError, pickle.UnpicklingError):
             raise self._death() from None
         assert isinstance(result, ChunkResult)
         return result
 
     def stop(self) -> None:
-        # Closing the pipe ends the worker's loop; one that is busy with a chunk nobody wants any more is ended.
-        self._pipe.close()
-        self._process.terminate()
-        self._process.join()
+        # A worker that is busy with a chunk nobody wants any more is ended.
+        self._process.kill()
+        # Closes the pipes as well; what they still hold is for nobody.
+        self._process.communicate()
+
+    def _send(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(content)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._death() from None
 
     def _death(self) -> DataError:
-        self._process.join(timeout=5)
         return DataError(
-            f"A process that tokenises ended with exit code {self._process.exitcode} (-9 is mostly want of memory; a traceback stands above if there "
-            "was one). Use num_proc=0 to see the error in this process, or fewer processes."
+            f"A process that tokenises ended with exit code {self._process.wait()} (-9 is mostly want of memory; a traceback stands above if there "
+            "was one). Use num_proc=1 to see the error in this process, or fewer processes."
         )
 
 
-def _work(pipe: Connection, setup: Setup) -> None:
-    # Each worker is one of several: threads inside them would only fight for the same cores. This process is ours alone.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def serve_chunks() -> None:
+    """Be a worker: answer each chunk on stdin with its result on stdout, until stdin ends."""
+    # The Ctrl-C of a terminal is for the process that started this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests = sys.stdin.buffer
+    # What a tokenizer prints must not get between the results; the pipe has another descriptor from here on.
+    results: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    setup: Setup = pickle.load(requests)  # noqa: S301 - of the process that started this one
     formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size)
     while True:
         try:
-            chunk: Any = pipe.recv()
+            chunk: Chunk = pickle.load(requests)  # noqa: S301 - of the process that started this one
         except EOFError:
             return
-        pipe.send(tokenize_chunk(chunk, formatter=formatter, options=setup.options))
+        try:
+            pickle.dump(tokenize_chunk(chunk, formatter=formatter, options=setup.options), results)
+            results.flush()
+        except BrokenPipeError:
+            # The process that asked is gone; flushing once more at the end would fail as well.
+            os._exit(1)
 
 
 def describe_uniform_reject(result: ChunkResult) -> str | None:

@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.last import with_last
 from lightning_fastft.checkpoint.places import prepare_places
-from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
+from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.checks import check_bool
 from lightning_fastft.errors import CheckpointNotSavedError, DeviceMemoryError, ResumeError
 from lightning_fastft.offload.checkpointing import OffloadCheckpointing
@@ -148,6 +149,17 @@ class FastFTStrategyMixin(_Base):
                 f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is {' '.join(faults[:1])} "
                 "Resume with the model of that run, or begin without ckpt_path."
             ) from error
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and see to it that they are left in order when the program ends."""
+        super().setup_environment()
+        destroy_groups_at_exit()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the process groups as they are after an error; a run that was told to stop ends on all ranks, in order."""
+        super().on_exception(exception)
+        if not isinstance(exception, RunStopped):
+            destroy_groups_at_exit(False)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Install packed training on the built model, then set up the strategy underneath."""

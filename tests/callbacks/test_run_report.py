@@ -258,11 +258,10 @@ def test_slowest_pack_and_verdict(tmp_path):
 
 
 def test_first_batch_of_an_epoch_is_no_slow_pack(tmp_path):
-    """Beside it the workers of the loader start, whatever the pack holds."""
+    """Beside it the loader begins, whatever the pack holds."""
     fit(tmp_path, Keeps(sleep_at=0), loader=packed_loader(4), max_epochs=4, max_steps=-1)
     data, text = read(tmp_path)
     assert data["slowest"]["batch"] % 4 != 0
-    assert max(data["slowest"]["ms"], data["times"]["p90_ms"]) < 140
     ((what, num_batches, ms),) = [tuple(made.values()) for made in data["times"]["set_ups"]]
     assert (what, num_batches, data["times"]["num_batches"]) == ("an epoch and its data loader began", 3, 16 - 3 - 3)
     assert ms >= 3 * 150

@@ -204,3 +204,37 @@ def test_wider_model_is_refused_with_the_difference(tmp_path, kind):
     fit(tmp_path, make(32)).save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ResumeError, match=r"another model.*size mismatch"):
         fit(tmp_path, make(64), ckpt_path=tmp_path / "a.ckpt")
+
+
+class SignalInValidation(Callback):
+    """A real signal in a validation batch, and how many of them were begun and how many trainings ended."""
+
+    def __init__(self, where="on_validation_batch_start", *, at=1):
+        self.num_begun = 0
+        self.where, self.at = where, at
+
+    def on_validation_batch_start(self, trainer, *_):
+        self.num_begun += 1
+        if self.where == "on_validation_batch_start" and self.num_begun == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_end(self, trainer, pl_module):
+        if self.where == "on_train_end":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("max_steps", "step"), [(4, 2), (2, 2)], ids=["a validation", "the last validation"])
+def test_signal_in_a_validation_ends_it_between_two_batches(tmp_path, max_steps, step):
+    stop = SignalInValidation(at=2)
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=max_steps, val_check_interval=2, num_sanity_val_steps=0, callbacks=[stop])
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(PlainModule(tiny_llama()), packed_loader(4), packed_loader(9))
+    assert ended.value.code == 143
+    assert stop.num_begun == 2
+    assert check_file(tmp_path / f"stopped-step={step}.ckpt")
+
+
+def test_run_that_was_told_after_its_end_has_done_what_it_was_asked(tmp_path):
+    trainer = fit(tmp_path, callbacks=[SignalInValidation("on_train_end")])
+    assert trainer.state.finished
+    assert not list(tmp_path.glob("stopped-*"))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -97,6 +98,66 @@ def test_forked_worker_of_a_loader_goes_on_after_an_interrupt(capfd):
         os._exit(7 if stops.received == 0 else 8)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert capfd.readouterr().err == ""
+
+
+HUNG = """
+import ctypes, os, signal, sys
+from lightning_fastft.checkpoint.stops import StopSignals
+stops = StopSignals()
+stops.install()
+stops.watch(float(sys.argv[1]))
+print("ready", flush=True)
+if sys.argv[2] == "hung":
+    # In C, as a rank in a collective that nobody answers: no handler of Python runs meanwhile.
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+if sys.argv[2] == "child":
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(child, 0)
+    sys.stdin.read()
+while not stops.received and sys.argv[2] == "lively":
+    pass
+if sys.argv[2] == "lively":
+    for _ in range(200_000):
+        stops.note_progress()
+stops.unwatch()
+"""
+
+
+def run_watched(limit_s, kind):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HUNG, str(limit_s), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_hung_process_ends_after_a_signal_with_its_code_and_its_stacks():
+    process = run_watched(1.0, "hung")
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 143
+    assert "SIGTERM" in said
+    assert "most recent call first" in said
+
+
+def test_process_that_goes_on_is_not_ended():
+    process = run_watched(1.0, "lively")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode == 0
+
+
+def test_signal_of_a_forked_child_is_not_one_of_this_process():
+    process = run_watched(1.0, "child")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=4)
+    assert process.communicate("", timeout=120)[1] == ""
+    assert process.returncode == 0
 
 
 def test_run_that_was_stopped_exits_as_shells_expect(tmp_path):

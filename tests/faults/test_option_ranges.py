@@ -147,7 +147,7 @@ OPTIONS = {
         "timeout": either(nothing, lambda value: isinstance(value, timedelta) and value > timedelta(0)),
     },
     "BincountRouter": {},
-    "ExactResume": {"stop_signals": flag},
+    "ExactResume": {"stop_signals": flag, "stop_timeout_s": number(1, 86_400)},
     "FastFTProgressBar": {"refresh_rate": whole(0), "process_position": whole(0), "leave": flag},
     "FiniteGuard": {"max_skips": whole(1, 100), "check_every_n_steps": whole(1), "unsupported": choice("refuse", "wait")},
     "FusedKernels": {"cuda_graphs": choice(False, True, "auto"), "base_compute": choice("model_dtype", "fp8", "fp8_reference")},

@@ -79,6 +79,33 @@ def test_signal_inside_a_window_waits_for_its_end(tmp_path, number):
     assert torch.load(tmp_path / "stopped-step=3.ckpt", weights_only=True)["PackedDataModule"]["micro_batches"] == 3 * ACCUMULATE
 
 
+class SignalInValidation(Callback):
+    """A real signal in the second batch of the second validation."""
+
+    def __init__(self):
+        self.num_validations = 0
+
+    def on_validation_start(self, trainer, pl_module):
+        self.num_validations += not trainer.sanity_checking
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.num_validations == 2 and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("val_check_interval", [6, 9])
+def test_run_that_was_stopped_in_a_validation_goes_on_bit_for_bit(tmp_path, val_check_interval):
+    """Behind a whole window, and inside one."""
+    options = {"max_steps": 20, "val_check_interval": val_check_interval}
+    whole = train("lora", "one", tmp_path / "whole", **options)
+    child, read = fork(lambda write: train("lora", "one", tmp_path, callbacks=[SignalInValidation()], **options))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    os.close(read)
+    (stopped,) = tmp_path.glob("stopped-step=*.ckpt")
+    step = torch.load(stopped, weights_only=True)["global_step"]
+    assert not differences(whole, train("lora", "one", tmp_path / "resumed", ckpt_path=stopped, **options), after=step)
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_signal_to_one_rank_ends_all_of_them(tmp_path, strategy):

@@ -2,26 +2,34 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_fastft.errors import DataError, OptionError
-from lightning_fastft.packing import cache, rows
+from lightning_fastft.packing import cache, pipeline, rows
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.dataset import digest_meta, write_beside
 from lightning_fastft.packing.describe import render_example
 from lightning_fastft.packing.formats import FormatOptions
 from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VOCAB_SIZE, good_row, write_corpus
 from tests.packing.conftest import MARKED, build_tokenizer
+from tests.processes import children_of, is_there
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+@pytest.fixture
+def few_rows_are_enough(monkeypatch):
+    """Workers for two chunks of rows too."""
+    monkeypatch.setattr(pipeline, "CHUNKS_ENOUGH", 2)
 
 
 def tokens_of(dataset):
@@ -74,6 +82,7 @@ def test_there_are_thirty_kinds():
     assert len({bad.kind for bad in BAD_ROWS}) == len(BAD_ROWS) == 30
 
 
+@pytest.mark.usefixtures("few_rows_are_enough")
 def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
     lines = [json.dumps(good_row("chat", number)).encode() for number in range(1500)]
     lines[0] = lines[700] = lines[1499] = b"garbage"
@@ -85,16 +94,7 @@ def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
     assert len(alone) == 1497
     assert alone.report == shared.report
     assert (tmp_path / "out" / "alone").read_text() == (tmp_path / "out" / "shared").read_text()
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_workers_can_be_spawned(tmp_path, monkeypatch, marked_tokenizer):
-    get_context = multiprocessing.get_context
-    monkeypatch.setattr(multiprocessing, "get_context", lambda: get_context("spawn"))
-    values = [good_row("chat", number) for number in range(300)]
-    run = {"tokenizer": marked_tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
-    assert tokens_of(tokenize_sources(values, **run, num_proc=2)) == tokens_of(tokenize_sources(values, **run))
+    assert children_of(os.getpid()) == []
 
 
 class DyingTokenizer:
@@ -104,7 +104,10 @@ class DyingTokenizer:
     eos_token_id = None
     chat_template = None
     special_tokens_map = {}
-    parent = os.getpid()
+
+    def __init__(self):
+        # Kept when it is pickled: of the process that made it.
+        self.parent = os.getpid()
 
     def __call__(self, text, **_):
         if os.getpid() != self.parent:
@@ -117,12 +120,39 @@ class DyingTokenizer:
             return '"added_tokens"'
 
 
-@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="the tokenizer tells parent from child by process id")
+@pytest.mark.usefixtures("few_rows_are_enough")
 def test_dead_worker_is_an_error_and_not_a_hang():
     values = [{"text": f"row {number}"} for number in range(600)]
     with pytest.raises(DataError, match="exit code 7"):
         tokenize_sources(values, tokenizer=DyingTokenizer(), options=FormatOptions(max_tokens=8), num_proc=2)
-    assert not multiprocessing.active_children()
+    assert children_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("few_rows_are_enough")
+def test_tokenizer_that_no_worker_can_make_serves_in_this_process(monkeypatch, marked_tokenizer):
+    values = [good_row("chat", number) for number in range(300)]
+    run = {"tokenizer": marked_tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
+    alone = tokens_of(tokenize_sources(values, **run))
+    monkeypatch.setattr(marked_tokenizer, "of_a_notebook", lambda: 0, raising=False)
+    with pytest.warns(UserWarning, match="num_proc=1"):
+        assert tokens_of(tokenize_sources(values, **run, num_proc=2)) == alone
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_workers_end_with_the_process_that_started_them(number):
+    parent = subprocess.Popen([sys.executable, "-m", "tests.packing.endless_rows"], stdout=subprocess.PIPE, text=True)
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    parent.send_signal(number)
+    assert parent.wait(timeout=120) == -number
+    deadline = time.monotonic() + 120
+    while any(is_there(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in workers if is_there(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    parent.stdout.close()
+    assert left == []
 
 
 def test_flat_storage_keeps_every_label_over_chunk_borders():

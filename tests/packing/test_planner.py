@@ -1,5 +1,4 @@
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +48,9 @@ def test_pack_holds_every_document_once_and_no_pack_overflows(kind, num_document
     assert (np.diff(packs.start_P1) > 0).all()
 
 
-def test_pack_fills_60000_documents_to_999_per_mille_in_under_a_second():
+def test_pack_fills_60000_documents_to_999_per_mille():
     length_N = lengths_of("log-normal", 60_000)
-    begin = time.perf_counter()
     packs = pack_best_fit_decreasing(length_N, max_tokens=4096)
-    assert time.perf_counter() - begin < 1.0
     assert packs.fill(length_N) >= 0.999
 
 

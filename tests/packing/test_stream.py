@@ -1,14 +1,18 @@
-import functools
+import gc
+import multiprocessing
 import pickle
+import subprocess
+import sys
+import threading
+import traceback
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_fastft.packing import stream as stream_module
 from lightning_fastft.packing.context import Document
 from lightning_fastft.packing.planner import StepPlan, pack_best_fit_decreasing
-from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
+from lightning_fastft.packing.stream import NUM_AHEAD, THREAD_NAME, DocumentSubset, PackedLoader, PlannedStream, prefetch
 
 
 class Documents:
@@ -44,13 +48,26 @@ def stream_of(length_N, *, max_tokens=40, world_size=1, accumulate=1, index_N=No
     return PlannedStream(subset, plan, rank=options.pop("rank", 0), **options)
 
 
-class Worker:
-    def __init__(self, number, num_workers):
-        self.id, self.num_workers = number, num_workers
+def loader_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
+def have_ended(threads):
+    """Whether the threads end by themselves; one that does not would wait for ever."""
+    for thread in threads:
+        thread.join(timeout=60)
+    return not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert have_ended(loader_threads())
 
 
 @pytest.mark.slow
-def test_500_random_stops_lose_and_repeat_no_document(monkeypatch):
+def test_500_random_stops_lose_and_repeat_no_document():
     generator = np.random.default_rng(0)
     for _ in range(500):
         length_N = generator.integers(1, 30, int(generator.integers(1, 80)))
@@ -58,19 +75,13 @@ def test_500_random_stops_lose_and_repeat_no_document(monkeypatch):
             "max_tokens": int(generator.integers(30, 120)), "world_size": int(generator.integers(1, 5)), "accumulate": int(generator.integers(1, 4)),
             "seed": int(generator.integers(0, 9)),
         }  # fmt: skip
-        num_workers = int(generator.integers(1, 4))
         seen = []
         for rank in range(options["world_size"]):
             plan = stream_of(length_N, rank=rank, **options).plan
             start = int(generator.integers(0, plan.num_micro_batches)) + plan.num_micro_batches
             for begin, end in ((plan.num_micro_batches, start), (start, 2 * plan.num_micro_batches)):
                 stream = stream_of(length_N, rank=rank, start=begin, **options)
-                parts = []
-                for number in range(num_workers):
-                    monkeypatch.setattr(stream_module, "get_worker_info", functools.partial(Worker, number, num_workers))
-                    parts.append(list(stream))
-                # The loader takes from the workers in turn.
-                ordered = [part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part)]
+                ordered = list(stream)
                 assert [batch.index for batch in ordered] == list(range(begin, begin + len(ordered)))
                 assert len(ordered) == len(stream)
                 for batch in ordered[: end - begin]:
@@ -78,20 +89,103 @@ def test_500_random_stops_lose_and_repeat_no_document(monkeypatch):
         assert sorted(seen) == list(range(len(length_N)))
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_workers_give_the_order_and_content_of_one_process(num_workers):
+@pytest.mark.parametrize("num_workers", [1, 2, 16])
+def test_a_thread_gives_the_order_and_content_of_the_calling_one(num_workers):
     length_N = np.random.default_rng(0).integers(2, 30, 50)
     stream = stream_of(length_N, accumulate=2, start=3)
     alone = list(PackedLoader(lambda: stream, num_batches=20))
-    shared = list(PackedLoader(lambda: stream, num_batches=20, num_workers=num_workers))
-    assert [batch.index for batch in shared] == [batch.index for batch in alone]
-    for batch, other in zip(shared, alone):
+    ahead = list(PackedLoader(lambda: stream, num_batches=20, num_workers=num_workers))
+    assert [batch.index for batch in ahead] == [batch.index for batch in alone]
+    for batch, other in zip(ahead, alone, strict=True):
         assert torch.equal(batch["input_ids"], other["input_ids"])
         assert torch.equal(batch["labels"], other["labels"])
         assert batch["num_items_in_batch"] == other["num_items_in_batch"]
         # The loss head knows a batch's own labels by their memory.
         assert batch["labels"].data_ptr() == batch.context.label_T.data_ptr()
+
+
+def test_loader_starts_one_thread_and_no_process():
+    iterator = iter(PackedLoader(lambda: stream_of([5] * 99), num_batches=9, num_workers=3))
+    before = set(loader_threads())
+    next(iterator)
+    assert len(set(loader_threads()) - before) == 1
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("num_ahead", [1, 3])
+def test_thread_stays_at_most_so_many_items_ahead_and_items_are_taken_in_order(num_ahead):
+    made = []
+    items = prefetch((made.append(number) or number for number in range(20)), num_ahead=num_ahead)
+    for taken in range(20):
+        assert next(items) == taken
+        # What was asked for before this item was taken, and the one behind it.
+        assert len(made) <= taken + 1 + num_ahead
+    assert list(items) == []
+    assert made == list(range(20))
+
+
+def test_error_of_the_thread_comes_at_its_batch_with_its_traceback():
+    def broken():
+        yield from range(NUM_AHEAD + 2)
+        raise ValueError("planted")
+
+    taken = []
+    items = map(taken.append, prefetch(broken()))
+    with pytest.raises(ValueError, match="planted") as caught:
+        list(items)
+    assert taken == list(range(NUM_AHEAD + 2))
+    assert "in broken" in "".join(traceback.format_exception(caught.value))
+
+
+def consume_wrongly(items):
+    for _ in items:
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "dropped in a circle", "error of the consumer"])
+def test_thread_ends_with_the_iterator(how):
+    before = set(loader_threads())
+    items = iter(PackedLoader(lambda: stream_of([5] * 999), num_batches=99, num_workers=1))
+    next(items)
+    own = set(loader_threads()) - before
+    if how == "closed":
+        items.close()
+    elif how == "dropped in a circle":
+        circle = [items]
+        circle.append(circle)
+        del circle
+    elif how == "error of the consumer":
+        with pytest.raises(ZeroDivisionError):
+            consume_wrongly(items)
+        items = None
+    if how.startswith("dropped"):
+        del items
+        gc.collect()
+    assert len(own) == 1
+    assert have_ended(own)
+
+
+def test_interpreter_ends_with_an_iterator_open():
+    program = "from lightning_fastft.packing.stream import prefetch; import itertools; items = prefetch(itertools.count()); print(next(items))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_calls_around_a_batch_are_made_by_the_thread_that_takes_it():
+    called = []
+    loader = PackedLoader(
+        lambda: stream_of([30] * 3), num_batches=3, num_workers=1, before_batch=lambda: called.append(("before", threading.get_ident())),
+        after_batch=lambda: called.append(("after", threading.get_ident())),
+    )  # fmt: skip
+    for _ in loader:
+        assert called[-1] == ("before", threading.get_ident())
+    assert called == [("before", threading.get_ident()), ("after", threading.get_ident())] * 3
+
+
+def test_pinning_without_a_device_is_said_and_changes_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match="pin_memory"):
+        assert len(list(PackedLoader(lambda: stream_of([5, 5, 5]), num_batches=1, num_workers=1, pin_memory=True))) == 1
 
 
 def test_loader_starts_when_the_first_batch_is_wanted():

@@ -1,0 +1,22 @@
+"""Tokenise rows without end in two worker processes, and write their process ids once they work: ``-m tests.packing.endless_rows``."""
+
+import itertools
+import os
+
+from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.pipeline import Chunk, Setup, run_chunks
+from lightning_fastft.packing.sources import RawRow
+from tests.processes import children_of
+
+
+def main():
+    setup = Setup(None, FormatOptions(max_tokens=8), None)
+    rows = [RawRow(line, b'{"input_ids": [1, 2, 3]}') for line in range(1, 101)]
+    chunks = (Chunk("rows", "input_ids", None, rows, False) for _ in itertools.count())
+    for number, _ in enumerate(run_chunks(chunks, setup=setup, num_proc=2)):
+        if number == 3:
+            print(*children_of(os.getpid()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
