@@ -12,15 +12,15 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e
 
 
 def printable(text: str, *, keeps_lines: bool = False) -> str:
-    """Return text as it is safe to show: control characters as escapes, so that data and file names cannot steer a terminal.
+    r"""Return text as it is safe to show: control characters as escapes, so that data and file names cannot steer a terminal.
 
     Args:
         text: Text with parts that come from data, columns or file names.
         keeps_lines: Whether line feeds stay; a name that has one would forge a line of a log.
 
     Example:
-        >>> print(printable("a\\x1b[2Jb"))
-        a\\x1b[2Jb
+        >>> print(printable("a\x1b[2Jb"))
+        a\x1b[2Jb
     """
     shown = _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
     return shown if keeps_lines else shown.replace("\n", "\\n")

@@ -275,7 +275,7 @@ class _BareErrors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         is_panic = kind is not None and kind.__name__ == "PanicException"
         if kind is Exception or is_panic:
-            raise OptionError(f"The tokenizer of {self._name!r} cannot be read: {str(error):.300}. Fetch its files again.") from error
+            raise OptionError(f"The tokenizer of {self._name!r} cannot be read: {error!s:.300}. Fetch its files again.") from error
 
 
 def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any) -> PreTrainedModel:  # noqa: ANN401
