@@ -15,7 +15,7 @@ LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(
 ROWS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 
 
-@pytest.mark.parametrize("template", [LOOP, "{% generation %}" + LOOP + "{% endgeneration %}", "{{ 7 ** 7 ** 9 }}"])
+@pytest.mark.parametrize("template", [LOOP, "{% generation %}" + LOOP + "{% endgeneration %}"])
 def test_a_template_without_end_stops_the_run_with_its_reason(template, monkeypatch):
     monkeypatch.setattr(deadline, "TEMPLATE_SECONDS", 0.2)
     with pytest.raises(DataError, match="chat template"):
