@@ -143,6 +143,8 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
             raise OptionError(f"lora.{name} must be a mapping of patterns, got {ranks!r}.")
         for value in (ranks or {}).values():
             check_float(f"lora.{name}", value, low=0.0, high=LARGEST_RANK if name == "rank_pattern" else LARGEST_ALPHA)
+    if max(map(len, _own_patterns(lora)), default=0) > LONGEST_PATTERN:
+        raise OptionError(f"lora has a pattern of more than {LONGEST_PATTERN} characters. Name the modules in a list.")
     rounds = re.fullmatch(r"pissa_niter_(\d{1,9})\d*", str(lora.init_lora_weights))
     if rounds is not None:
         check_int("lora.init_lora_weights=pissa_niter_N: N", int(rounds[1]), low=0, high=MOST_ROUNDS)
@@ -160,11 +162,23 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
     return lora
 
 
+def _own_patterns(lora: LoraConfig) -> list[str]:
+    """Return the fields of a configuration that PEFT reads as regular expressions."""
+    named = [pattern for pattern in (lora.target_modules, lora.exclude_modules) if isinstance(pattern, str)]
+    keys = [*(lora.rank_pattern or {}), *(lora.alpha_pattern or {})]
+    return [str(pattern) for pattern in (*named, *(lora.modules_to_save or []), *_as_list(lora.layers_pattern), *keys)]
+
+
+def _as_list(patterns: list[str] | str | None) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns or [])
+
+
 def check_patterns(lora: LoraConfig, names: list[str]) -> None:
     """Refuse regular expressions of a configuration that are broken, or that take too long on the names of a model's modules.
 
     Args:
-        lora: The configuration; target_modules, exclude_modules, modules_to_save, layers_pattern and the keys of rank_pattern and alpha_pattern count.
+        lora: The configuration: target_modules, exclude_modules, modules_to_save, layers_pattern, and the keys of rank_pattern and
+            alpha_pattern.
         names: Names of the modules.
 
     Raises:
@@ -173,18 +187,15 @@ def check_patterns(lora: LoraConfig, names: list[str]) -> None:
     Cost:
         Nothing where no pattern has a quantifier; else some ten milliseconds in a process of its own.
     """
-    layers = [lora.layers_pattern] if isinstance(lora.layers_pattern, str) else list(lora.layers_pattern or [])
     patterns = [
         *(pattern for pattern in (lora.target_modules, lora.exclude_modules) if isinstance(pattern, str) and pattern != "all-linear"),
         *(rf"(^|.*\.){name}($|\..*)" for name in lora.modules_to_save or []),
-        *(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\..*" for pattern in layers),
+        *(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\..*" for pattern in _as_list(lora.layers_pattern)),
         *(rf"(.*\.)?({pattern})$" for pattern in (*(lora.rank_pattern or {}), *(lora.alpha_pattern or {}))),
     ]
-    own = [lora.target_modules, lora.exclude_modules, *(lora.modules_to_save or []), *layers, *(lora.rank_pattern or {}), *(lora.alpha_pattern or {})]
-    if not any(isinstance(pattern, str) and _QUANTIFIER.search(pattern) for pattern in own):
+    own = _own_patterns(lora)
+    if not any(_QUANTIFIER.search(pattern) for pattern in own):
         return
-    if max(map(len, patterns), default=0) > LONGEST_PATTERN:
-        raise OptionError(f"lora has a pattern of more than {LONGEST_PATTERN} characters. Name the modules in a list.")
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter, with a text of this module
             [sys.executable, "-I", "-S", "-c", _MATCH],
@@ -197,12 +208,12 @@ def check_patterns(lora: LoraConfig, names: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise OptionError(
             f"A pattern of lora (target_modules or its like) takes more than {PATTERN_SECONDS:.0f} s on the names of the model: "
-            f"{[text for text in own if isinstance(text, str) and _QUANTIFIER.search(text)]!r:.200}. Repetitions inside repetitions do that; name "
+            f"{[text for text in own if _QUANTIFIER.search(text)]!s:.200}. Repetitions inside repetitions do that; name "
             "the modules in a list."
         ) from None
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), "the match failed")
-        raise OptionError(f"A pattern of lora (target_modules or its like) is no regular expression: {reason}. Check {own!r:.200}.")
+        raise OptionError(f"A pattern of lora (target_modules or its like) is no regular expression: {reason}. Check {own!s:.200}.")
 
 
 def describe_lora(lora: LoraConfig) -> dict[str, Any]:

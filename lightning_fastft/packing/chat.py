@@ -91,7 +91,7 @@ class ChatRenderer:
     marked instead and searched; where that fails too, the row is rejected.
 
     Templates run in the sandbox of transformers: nothing of Python is reached, and no range is longer than 100,000. A template that takes more than
-    five seconds of processor time for one conversation stops the run with a DataError; its memory is not bounded.
+    two seconds of processor time for one conversation stops the run with a DataError; its memory is not bounded.
 
     Args:
         tokenizer: Applies the template.

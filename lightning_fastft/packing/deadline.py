@@ -11,7 +11,7 @@ from types import FrameType
 from lightning_fastft.errors import DataError
 
 # One conversation takes milliseconds.
-TEMPLATE_SECONDS = 5.0
+TEMPLATE_SECONDS = 2.0
 
 
 class _OutOfTimeError(BaseException):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -18,7 +17,9 @@ import yaml
 
 from tests.cli.hostile_configs import write_traps
 
-MOST_SECONDS = 20.0
+pytestmark = pytest.mark.fault
+# Of processor time, children included: a busy machine changes nothing. What sleeps instead is ended by the alarm, as a traceback.
+MOST_SECONDS, ALARM_SECONDS = 20.0, 180
 CALLBACKS = "lightning.pytorch.callbacks."
 LOGGERS = "lightning.pytorch.loggers."
 PROFILERS = "lightning.pytorch.profilers."
@@ -115,7 +116,8 @@ HOSTILE = {
        for text in ("../../notes/x", "HOME/notes/x", "../.git/hooks/x", "~/x")},
     **{f"profiler name {text!r}": with_class("profiler", PROFILERS + "SimpleProfiler", dirpath="p", filename=text)
        for text in ("../../notes/x", "HOME/notes/x", "../.git/x")},
-    **{f"spike {path!r}": with_class("callbacks", CALLBACKS + "SpikeDetection", exclude_batches_path=path) for path in ("HOME/x.json", "package.json")},
+    **{f"spike {path!r}": with_class("callbacks", CALLBACKS + "SpikeDetection", exclude_batches_path=path)
+       for path in ("HOME/x.json", "package.json")},
     **{f"pattern {number} in {field}": lora(**{field: value})
        for number, text in enumerate(EVIL_PATTERNS)
        for field, value in (("target_modules", text), ("exclude_modules", text), ("rank_pattern", {text: 4}))},
@@ -124,7 +126,7 @@ HOSTILE = {
     "pattern of an instance": lora_instance(alpha_pattern={EVIL_PATTERNS[1]: 4}),
     "pattern that is broken": lora(target_modules="(q_proj"),
     "pattern key that is broken": lora(rank_pattern={"(q_proj": 4}, target_modules=["q_proj"]),
-    "pattern of a million characters": lora(target_modules="(q|" + "k*" * 500_000 + ")"),
+    "pattern of a hundred thousand characters": lora(target_modules="(q|" + "k*" * 50_000 + ")"),
     "pissa without end": lora(init_lora_weights="pissa_niter_1000000000"),
     "pissa without end, of an instance": lora_instance(init_lora_weights="pissa_niter_1000000000"),
     "pissa of many digits": lora(init_lora_weights="pissa_niter_" + "9" * 5000),
@@ -154,7 +156,8 @@ HOSTILE = {
                                                           "init_args": {"ddp_comm_hook": BERT}}}),
     "metric as scheduler": config(model={"scheduler": BERT}),
     "metric of images": hooked({"class_path": "torchmetrics.image.fid.FrechetInceptionDistance", "init_args": {"feature": "remote"}}),
-    "pickles of MNIST": {**config(), "data": {"class_path": "lightning.pytorch.demos.mnist_datamodule.MNISTDataModule", "init_args": {"data_dir": "."}}},
+    "pickles of MNIST": {**config(), "data": {"class_path": "lightning.pytorch.demos.mnist_datamodule.MNISTDataModule",
+                                              "init_args": {"data_dir": "."}}},
     "adapters of another kind": config(model={"lora": {"class_path": "peft.PrefixTuningConfig", "init_args": {}}}),
     "template: nested loops": chat(LOOP),
     "template: nested loops in two processes": chat(LOOP, num_proc=2, paths=[CHAT_ROW] * 4),
@@ -233,8 +236,8 @@ def run_all(base, names):
         os.environ["HOME"] = str(home)
         sys.path[:] = [*path, str(work)]
         Path("attack.yaml").write_text(yaml.safe_dump(filled(HOSTILE[name], home=home, tokenizer=base / "tokenizer")))
-        before, told, begin = snapshot(home), io.StringIO(), time.perf_counter()
-        signal.alarm(60)
+        before, told, begin = snapshot(home), io.StringIO(), sum(os.times()[:4])
+        signal.alarm(ALARM_SECONDS)
         try:
             with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
                 end = f"exit {main(['fit', '--config', 'attack.yaml'])}"
@@ -246,7 +249,7 @@ def run_all(base, names):
         after = snapshot(home)
         found[name] = {
             "end": end,
-            "seconds": time.perf_counter() - begin,
+            "seconds": sum(os.times()[:4]) - begin,
             "canary": (work / "canary").exists() or "hostile" in sys.modules,
             "touched": sorted(key for key in {*before, *after} if before.get(key) != after.get(key)),
             "steers": "\x1b" in told.getvalue(),
