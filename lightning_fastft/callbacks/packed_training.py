@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.callbacks.model_swaps import check_given_once
@@ -58,6 +58,7 @@ class PackedTraining(Callback):
                 f"{type(trainer.strategy).__name__} installs packed training itself and would ignore the options of PackedTraining: remove the "
                 "callback and give attention= and activations= to the strategy."
             )
+        self._precede_searches(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
@@ -124,6 +125,15 @@ class PackedTraining(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Take every swap back; Lightning calls no teardown of callbacks after an exception."""
         self._undo()
+
+    def _precede_searches(self, trainer: pl.Trainer) -> None:
+        """Move in front of Lightning's searches, which train in the first hook after the model is built."""
+        callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+        searches = [index for index, callback in enumerate(callbacks) if isinstance(callback, (LearningRateFinder, BatchSizeFinder))]
+        if searches and searches[0] < callbacks.index(self):
+            # A new list: Lightning goes through the present one.
+            others = [callback for callback in callbacks if callback is not self]
+            trainer.callbacks = [*others[: searches[0]], self, *others[searches[0] :]]  # type: ignore[attr-defined]
 
     def _install(self, pl_module: pl.LightningModule) -> None:
         if not self._is_redundant:

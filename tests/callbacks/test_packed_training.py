@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_fastft
@@ -53,6 +54,25 @@ def test_learns_exactly_what_the_strategy_learns(tmp_path):
         quiet_trainer(tmp_path, **options).fit(module, packed_loader())
         weights.append(module.model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in start)
+
+
+@pytest.mark.parametrize("strategy", ["fastft", "auto"])
+def test_a_search_for_a_learning_rate_trains_on_documents_that_are_apart(tmp_path, strategy):
+    """It runs before the first batch, among callbacks that were given before ours."""
+    contexts = []
+
+    class Module(PlainModule):
+        lr = 1e-3
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            contexts.append(batch.context.num_reads)
+            return loss
+
+    callbacks = [LearningRateFinder(num_training_steps=3, update_attr=False), *([PackedTraining()] if strategy == "auto" else [])]
+    quiet_trainer(tmp_path, strategy=strategy, callbacks=callbacks, max_steps=1).fit(Module(tiny_llama()), packed_loader(4))
+    assert len(contexts) > 3
+    assert all(contexts)
 
 
 def test_works_in_ddp_on_one_process(tmp_path):
