@@ -17,7 +17,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
