@@ -257,6 +257,17 @@ class PackedDataModule(LightningDataModule):
         """Return the test packs of this rank, in the same order every time; an empty list where there is no test data."""
         return self._evaluation_loader("test")
 
+    def predict_dataloader(self) -> None:
+        """Refuse: packs have labels and are there to train and to evaluate on.
+
+        Raises:
+            OptionError: Always, with what to call.
+        """
+        raise OptionError(
+            "PackedDataModule has packs to train, validate and test on, and none to predict from. For metrics call trainer.test(...); for answers "
+            "call model.generate(...), or give a loader of your own: trainer.predict(module, dataloaders=...)."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what the plan that it counts in was made of: plain numbers and strings."""
         return {} if self._plan is None else {"micro_batches": self.position, "plan": self._plan_identity()}

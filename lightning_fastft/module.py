@@ -543,7 +543,14 @@ class FineTuner(LightningModule):
                     "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: leave it out, or give "
                     "FusedAdamW(..., master_weights=True) and leave master_dtype at 'auto'."
                 )
-            return self.optimizer_factory(group_parameters(parameters, learning_rate=self.learning_rate, weight_decay=self.weight_decay))
+            groups = group_parameters(parameters, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+            try:
+                return self.optimizer_factory(groups)
+            except ValueError as error:
+                raise OptionError(
+                    f"The optimizer refused the {len(parameters)} trainable tensors of {type(self.model).__name__}: {error} An optimizer of matrices "
+                    "alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and embeddings."
+                ) from error
         learning_rate = DEFAULT_LEARNING_RATE if self.learning_rate is None else self.learning_rate
         groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=self.weight_decay or 0.0)
         # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).

@@ -514,3 +514,9 @@ def test_mapping_to_a_column_that_no_row_has_is_named_with_what_was_meant(tmp_pa
         wrong.setup("fit")
     with pytest.raises(DataError, match=r"make no known format .* --data.columns.prompt question --data.columns.completion answer"):
         PackedDataModule(source, **options).setup("fit")
+
+
+def test_predict_says_what_to_call():
+    data = PackedDataModule([{"input_ids": [1, 2, 3]}], max_tokens=8, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    with pytest.raises(OptionError, match="generate"):
+        data.predict_dataloader()

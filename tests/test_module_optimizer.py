@@ -278,3 +278,9 @@ def test_masters_that_cannot_be_held_are_refused(tmp_path, options, message):
 def test_weights_that_are_held_in_fp32_need_no_master(tmp_path):
     _, trainer = fit_tuner(tmp_path, module=narrow_tuner(dtype="float32", master_dtype="float32"), num_steps=1)
     assert not trainer.optimizers[0].master_weights
+
+
+def test_optimizer_that_refuses_vectors_is_refused_with_the_way_out(tmp_path):
+    module = tuner(lora=None, optimizer=functools.partial(torch.optim.Muon, lr=1e-3))
+    with pytest.raises(OptionError, match="configure_optimizers"):
+        quiet_trainer(tmp_path, strategy="fastft").fit(module, DataLoader(packed_batches(2), batch_size=None))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.callbacks.optimizer_judge import FEWEST_STEPS_TO_JUDGE, OptimizerJudge, list_names
 from lightning_fastft.checks import check_int, check_string
@@ -126,8 +126,15 @@ class GradientHealth(Callback):
                 "base model was frozen, and that no precision plugin froze them."
             )
         owned = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-        orphans = [name for name, parameter in named if id(parameter) not in owned and not self.is_allowed(name)]
-        if orphans:
+        left = [(name, parameter.ndim) for name, parameter in named if id(parameter) not in owned and not self.is_allowed(name)]
+        orphans = [name for name, _ in left]
+        if orphans and owned and all(num_dimensions < 2 for _, num_dimensions in left):
+            # Optimizers of matrices alone (Muon) are given no vectors.
+            rank_zero_warn(
+                f"GradientHealth: {len(orphans)} of {len(named)} trainable tensors are vectors that no optimizer has, and stay as they are: "
+                f"{list_names(orphans)}. Give them to a second optimizer, or set requires_grad=False on them."
+            )
+        elif orphans:
             raise NotTrainingError(
                 f"{len(orphans)} of {len(named)} trainable tensors are in no optimizer and can never move: {list_names(orphans)}. Build the "
                 "optimizer in configure_optimizers from the parameters of the finished model, or set requires_grad=False on them."

@@ -94,6 +94,11 @@ class PackedTraining(Callback):
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="training_step")
 
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+        """Refuse a step of manual optimisation, which may have no backward that Lightning sees."""
+        if not pl_module.automatic_optimization:
+            self._check(pl_module, where="training_step")
+
     def on_validation_batch_start(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
         """Note what the context counted before the step."""
         self._begin(args[2])

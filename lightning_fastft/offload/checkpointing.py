@@ -227,10 +227,12 @@ class OffloadCheckpointing:
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
         """Refuse layers in evaluation mode, where the code of transformers never recomputes.
 
+        Layers without a trained parameter may be in it: those of a frozen teacher or reference.
+
         Raises:
-            OptionError: The policy is not "keep" and a layer is in evaluation mode.
+            OptionError: The policy is not "keep" and a layer that is trained is in evaluation mode.
         """
-        idle = [layer for layer in layers if not layer.training]
+        idle = [layer for layer in layers if not layer.training and any(parameter.requires_grad for parameter in layer.parameters())]
         if self.policy != "keep" and idle:
             raise OptionError(
                 f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where transformers recomputes "

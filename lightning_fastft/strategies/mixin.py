@@ -252,9 +252,10 @@ class FastFTStrategyMixin(_Base):
             return super().optimizer_step(optimizer, run_closure, model, **kwargs)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
-        # Without a module there is no run whose settings could differ.
-        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            check_settings(checkpoint, self.lightning_module.trainer)
+        # Without a module, or a Trainer, there is no run whose settings could differ.
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            check_settings(checkpoint, trainer)
 
     def _inner_checkpoint_io(self) -> CheckpointIO:
         """Return what reads and writes files, without a plugin that wraps it."""
@@ -318,9 +319,9 @@ class FastFTStrategyMixin(_Base):
         else:
             with self._explaining_memory(name, effect="No weight was stepped."):
                 output = run_step(*args, **kwargs)
-        # A training step that returns nothing is skipped by Lightning: no backward, nothing learned.
-        if name != "training_step" or output is not None:
-            assert self.lightning_module is not None
+        assert self.lightning_module is not None
+        # A training step that returns nothing is skipped by Lightning, unless the module runs backward and step itself.
+        if name != "training_step" or output is not None or not self.lightning_module.automatic_optimization:
             step.check_read(self.lightning_module, where=name)
         return output
 

@@ -293,3 +293,14 @@ def test_manual_optimization_with_two_optimizers(tmp_path):
     health = GradientHealth(num_steps=3)
     fit(tmp_path, Manual(tiny_llama()), health=health, max_steps=12)
     assert "moved" in health.status().reason
+
+
+def test_vectors_outside_an_optimizer_of_matrices_are_named_not_refused(tmp_path):
+    class Matrices(PlainModule):
+        def configure_optimizers(self):
+            return torch.optim.Muon([parameter for parameter in self.parameters() if parameter.ndim == 2], lr=0.01)
+
+    health = GradientHealth(num_steps=3)
+    with pytest.warns(UserWarning, match="vectors"):
+        quiet_trainer(tmp_path, strategy="fastft", callbacks=[health], max_steps=4).fit(Matrices(tiny_llama()), packed_loader(4))
+    assert health.status().state == "active"

@@ -136,6 +136,14 @@ def test_evaluation_mode_is_refused_where_layers_would_not_recompute():
     OffloadCheckpointing("recompute").check_training_mode(list(model.train().model.layers))
 
 
+def test_frozen_layers_may_be_in_evaluation_mode():
+    model = tiny_llama().eval().requires_grad_(False)
+    OffloadCheckpointing("recompute").check_training_mode(list(model.model.layers))
+    next(model.model.layers[1].parameters()).requires_grad_(True)
+    with pytest.raises(OptionError, match=r"1 of 2"):
+        OffloadCheckpointing("recompute").check_training_mode(list(model.model.layers))
+
+
 def test_attached_model_can_be_copied_and_pickled():
     model = tiny_llama()
     attach(model, "recompute")

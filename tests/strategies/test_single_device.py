@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.errors import ContextError, OptionError, UnsupportedModelError
 from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.models.swap import SwapLedger
@@ -319,3 +320,39 @@ def test_a_first_backward_that_runs_out_of_memory_says_to_stream_the_weights(tmp
     module = RunsOutOfMemory(model_with_frozen_layers(), where="backward", fails_at=1)
     with pytest.raises(torch.OutOfMemoryError, match=r"weights='stream'\)"):
         quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
+
+
+@pytest.mark.parametrize("policy", ["auto", "keep", "recompute"])
+def test_student_learns_beside_a_frozen_teacher_in_evaluation_mode(tmp_path, policy):
+    class Distil(PlainModule):
+        def __init__(self):
+            super().__init__(tiny_llama())
+            self.teacher = tiny_llama().eval().requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            self.teacher.eval()
+
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                truth = self.teacher(**batch).loss
+            return self.model(**batch).loss + 0 * truth
+
+    module = Distil()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    quiet_trainer(tmp_path, strategy=FastFTStrategy(activations=OffloadCheckpointing(policy))).fit(module, packed_loader())
+    moved = {name for name, value in module.state_dict().items() if not torch.equal(before[name], value)}
+    assert moved
+    assert all(name.startswith("model.") for name in moved)
+
+
+@pytest.mark.parametrize("strategy", ["fastft", "auto"])
+def test_manual_steps_that_return_nothing_are_judged(tmp_path, strategy):
+    class Manual(PlainModule):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
+
+    callbacks = [] if strategy == "fastft" else [PackedTraining()]
+    with pytest.raises(ContextError):
+        quiet_trainer(tmp_path, strategy=strategy, callbacks=callbacks).fit(Manual(tiny_llama()), packed_loader())
