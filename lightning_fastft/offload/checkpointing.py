@@ -158,11 +158,12 @@ class OffloadCheckpointing:
         stack = SegmentStack(
             layers,
             self.options,
-            report=self.report,
-            extra_bytes=self.extra_bytes,
-            agree=self.agree,
-            most_tokens=self.most_tokens,
-            num_local_ranks=self.num_local_ranks,
+            # Looked up when they are called: who owns the plugin may set them later.
+            report=functools.partial(_ask, self, "report"),
+            extra_bytes=functools.partial(_ask, self, "extra_bytes"),
+            agree=functools.partial(_ask, self, "agree"),
+            most_tokens=functools.partial(_ask, self, "most_tokens"),
+            num_local_ranks=functools.partial(_ask, self, "num_local_ranks"),
         )
         self.stacks.append(stack)
         ledger.add_undo(functools.partial(self._detach, stack))
@@ -272,6 +273,10 @@ def _read_gib(name: str, value: float | str) -> int | None:
             return None
         raise OptionError(f"{name} must be 'auto' or a number of GiB, got {value!r}.")
     return int(check_float(name, value, low=0.0, high=_MOST_GIB) * 2**30)
+
+
+def _ask(plugin: OffloadCheckpointing, name: str, *args: Any) -> Any:  # noqa: ANN401 - as the callable's
+    return getattr(plugin, name)(*args)
 
 
 def _nothing() -> int:
