@@ -13,6 +13,8 @@ PLACES = (
     ("packing/stream.py", (2, 0)),
     ("packing/", (1, 0)),
     *((f"offload/{name}.py", (1, 0)) for name in ("step", "prediction", "search", "plan", "machines", "picture")),
+    ("checkpoint/archives.py", (1, 0)),
+    ("checkpoint/signing.py", (1, 0)),
     ("checkpoint/files.py", (1, 0)),
     ("kernels/*/op.py", (2, 1)),
     ("kernels/", (1, 0)),
