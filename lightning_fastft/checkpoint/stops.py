@@ -60,6 +60,10 @@ class StopSignals:
         self._num_progress = 0
         self._is_saving = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled object listens to nothing: handlers and the watch belong to the original's process."""
+        return vars(self) | {"_wakeup": None, "_others": {}}
+
     def install(self, signals: tuple[int, ...] = STOP_SIGNALS, *, is_ignored: Callable[[Any], bool] = lambda handler: False) -> bool:
         """Take the signals over; False where that cannot be done: only the main thread of a process can."""
         if threading.current_thread() is not threading.main_thread():

@@ -352,7 +352,7 @@ def test_a_model_that_computes_otherwise_is_not_kept(tmp_path, monkeypatch):
 def test_dtype_of_merged_weights_is_the_runs_then_the_files(tmp_path):
     build_tiny("qwen3").to(torch.float16).save_pretrained(tmp_path)
     base = {"model": str(tmp_path), "dtype": "auto"}
-    asked = [run_export._Question(tmp_path, tmp_path, True, "", dtype, torch.device("cpu")) for dtype in ("auto", "float32")]
+    asked = [run_export._Question(tmp_path, tmp_path, True, "", dtype, torch.device("cpu"), False) for dtype in ("auto", "float32")]
     assert run_export._merge_dtype(asked[0], base) == "float16"
     assert run_export._merge_dtype(asked[0], {**base, "dtype": "float32"}) == "float32"
     assert run_export._merge_dtype(asked[0], {**base, "quantization": "nf4"}) == "bfloat16"

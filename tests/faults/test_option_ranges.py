@@ -105,6 +105,7 @@ OPTIONS = {
         "warmup_steps": either(nothing, whole(0, 10**9)),
         "min_learning_rate_share": share,
         "revision": either(nothing, text),
+        "accept_other_base": flag,
     },
     "PackedDataModule": {
         **dict.fromkeys(("paths", "val_paths", "test_paths"), rows),
