@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 
@@ -13,6 +14,9 @@ def wait_for_ever():
 def main(folder, end):
     rank = os.environ["RANK"]
     (Path(folder) / f"{rank}.{os.getpid()}").touch()
+    # The launcher kills the other rank as soon as one has ended.
+    while len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.01)
     if end == "abort":
         os.abort()
     if end == "hang":
