@@ -48,11 +48,11 @@ class _Window(NamedTuple):
 class FiniteGuard(Callback):
     """Make an optimizer step change nothing where a loss or a gradient is NaN or infinite; count it; stop after too many.
 
-    One flag per rank is formed on the device from the losses of all micro-batches of the step and the norm of all gradients (which counts too where
-    only the norm itself overflows), joined over all ranks, and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step
-    counts keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves on, as Lightning's
-    does behind any step; the gradients are dropped with the next window. Each skipped step is warned about with its packs, once its flag is on the
-    host. The run stops when max_skips of its last 100 steps were skipped.
+    One flag per rank is formed on the device from the losses of all micro-batches of the step and the square of the norm of all gradients: a norm
+    above 1.8e19 counts too, because its square overflows the second moment. The flag is joined over all ranks and given to the optimizer as
+    ``found_inf``: weights, averages, narrow copies and step counts keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers take
+    it. The learning-rate schedule moves on, as Lightning's does behind any step; the gradients are dropped with the next window. Each skipped step
+    is warned about with its packs, once its flag is on the host. The run stops when max_skips of its last 100 steps were skipped.
 
     With ``Trainer(precision="16-mixed")`` nothing is done: the loss scaler skips such steps itself. Manual optimization is refused.
 
@@ -193,8 +193,10 @@ class FiniteGuard(Callback):
         """Return found_inf of the step, the same on every rank, and keep the flags of all ranks; shape (), fp32, on the device of the norm."""
         trainer = self._trainer
         assert trainer is not None
-        norms, losses = [norm, *self._norms], self._losses or [torch.zeros_like(norm)]
-        is_finite_2 = torch.stack([torch.isfinite(torch.stack(numbers)).all() for numbers in (losses, norms)])
+        # The second moment holds squares, which overflow long before the gradients do.
+        squares = torch.stack([norm, *self._norms]).square()
+        losses = torch.stack(self._losses or [torch.zeros_like(norm)])
+        is_finite_2 = torch.stack([torch.isfinite(numbers).all() for numbers in (losses, squares)])
         flag_R2 = torch.zeros(trainer.world_size, len(_FLAGS), device=norm.device)
         flag_R2[trainer.global_rank] = (~is_finite_2).float()
         if trainer.world_size > 1:

@@ -25,7 +25,7 @@ from lightning_fastft.strategies.registry import register_strategies
 from tests.host_waits import count_host_waits
 from tests.rank_exit import leave
 from tests.test_module import trainable, tuner
-from tests.training_parts import packed_batches, quiet_trainer
+from tests.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 from tests.two_ranks import run_two_ranks
 
 WIDTH, ROWS, NUM_PARTS = 6, 4, 2
@@ -528,3 +528,33 @@ def test_every_rank_stops_at_the_same_step_and_names_the_pack_of_the_bad_one(two
 if __name__ == "__main__":
     rank_main(sys.argv[1])
     leave()
+
+
+class HugeGradient(Callback):
+    """One finite gradient in the second step whose square is not."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 1:
+            next(param for param in pl_module.parameters() if param.grad is not None).grad.view(-1)[0] = self.value
+
+    def on_train_end(self, trainer, pl_module):
+        state = [value for held in trainer.optimizers[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
+        assert state
+        self.is_finite = all(bool(value.isfinite().all()) for value in state)
+
+
+@pytest.mark.parametrize("value", [3e38, -1e25, 1e20])
+@pytest.mark.parametrize("make", [lambda ps: FusedAdamW(ps, lr=1e-3), lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True)], ids=["ours", "torch"])
+def test_a_finite_gradient_whose_square_is_not_changes_nothing(tmp_path, make, value):
+    class Module(PlainModule):
+        def configure_optimizers(self):
+            return make(list(self.parameters()))
+
+    huge, guard = HugeGradient(value), FiniteGuard()
+    with pytest.warns(UserWarning, match="skipped"):
+        quiet_trainer(tmp_path, strategy="fastft", callbacks=[huge, guard], max_steps=4).fit(Module(tiny_llama()), packed_loader(4))
+    assert huge.is_finite
+    assert guard.num_skipped == 1
