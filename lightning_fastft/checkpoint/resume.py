@@ -88,6 +88,7 @@ class ExactResume(Callback):
         self._has_signals = False
         self._ledger = SwapLedger()
         self._at_window_start: RandomState | None = None
+        self._step_before = 0
         self._to_restore: RandomState | None = None
         self._has_warned = False
         self._seed = 0
@@ -138,6 +139,7 @@ class ExactResume(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
         """Restore the random states before the first batch of a resumed run; keep those with which a window begins."""
         self._stops.note_progress()
+        self._step_before = trainer.global_step
         device = trainer.strategy.root_device
         if self._to_restore is not None:
             state, self._to_restore = self._to_restore, None
@@ -165,7 +167,9 @@ class ExactResume(Callback):
             RunStopped: A SystemExit with 128 plus the number of the signal.
         """
         self._stops.note_progress()
-        if not is_in_window(trainer):
+        # A module that steps by hand has windows of its own: they end with the micro-batch in which it stepped.
+        has_stepped = pl_module.automatic_optimization or trainer.global_step != self._step_before
+        if has_stepped and not is_in_window(trainer):
             self._stop_if_told(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

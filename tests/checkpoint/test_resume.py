@@ -238,3 +238,28 @@ def test_run_that_was_told_after_its_end_has_done_what_it_was_asked(tmp_path):
     trainer = fit(tmp_path, callbacks=[SignalInValidation("on_train_end")])
     assert trainer.state.finished
     assert not list(tmp_path.glob("stopped-*"))
+
+
+class StepsEveryThird(PlainModule):
+    """Sums the gradients of three micro-batches before it steps."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.model(**batch).loss / 3)
+        if batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if batch_idx % 3 == 2:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_signal_inside_a_window_of_manual_optimization_waits_for_its_step(tmp_path):
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=5)
+    module = StepsEveryThird(tiny_llama())
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(module, packed_loader(9))
+    assert ended.value.code == 143
+    state = torch.load(tmp_path / "stopped-step=1.ckpt", weights_only=True)
+    assert state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"] == 3
