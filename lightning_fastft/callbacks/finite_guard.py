@@ -179,6 +179,9 @@ class FiniteGuard(Callback):
         name = type(optimizer).__name__
         if _takes_flag(optimizer):
             return Status(STATUS_NAME, "active", f"flag on the device, taken by {name}")
+        if self.unsupported == "wait" and trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            reason = f"a bad step drops the gradients of {name}, and torch cannot clip none of them by value"
+            return Status(STATUS_NAME, "refused", reason, f"gradient_clip_algorithm='norm', or {_remedy(optimizer)}")
         if self.unsupported == "wait":
             return Status(STATUS_NAME, "active", f"flag read by the host in every step, for {name}")
         return Status(

@@ -57,7 +57,7 @@ class RunReport(Callback):
     end the losses are rank 0's part, scaled by its share of the labels, and the page says so.
 
     Args:
-        path: The HTML file, ending in ".html"; the JSON file stands beside it. None is "run_report.html" in the folder of the logger, or in the
+        path: The HTML file, ending in ".html"; the JSON file is written next to it. None is "run_report.html" in the folder of the logger, or in the
             Trainer's default_root_dir where there is no logger. An earlier report is replaced; another file is not.
         profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler; the step after it is watched
             for host waits (unless the Trainer has a HostWaitDetector, whose findings are shown then). None does neither; a run that ends before has
@@ -82,7 +82,7 @@ class RunReport(Callback):
         if path is not None and is_remote(path):
             raise OptionError(f"path must be a local or mounted file, got {str(path)!r}.")
         if path is not None and Path(path).suffix != ".html":
-            raise OptionError(f'path must end in ".html", got {str(path)!r}: the JSON file stands beside it.')
+            raise OptionError(f'path must end in ".html", got {str(path)!r}: the JSON file is written next to it.')
         self.path = None if path is None else Path(path)
         self.profile_step = None if profile_step is None else check_int("profile_step", profile_step, low=0)
         self._html_path = self.path
