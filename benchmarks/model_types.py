@@ -215,6 +215,9 @@ def compare(model_type: str, model: PreTrainedModel) -> Outcome:
         statuses = install_packed_training(model, ledger).statuses
         model.zero_grad()
         output = model(**batch)
+        if batch.context.num_reads == 0:
+            # A run raises ContextError here, before the backward.
+            return Outcome(model_type, "refused", "ContextError: no attention layer read the context")
         output.loss.backward()
         is_lazy = any(status.name == HEAD_STATUS and status.state == "active" for status in statuses)
         logits = vars(output).get("logits")
