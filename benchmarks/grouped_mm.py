@@ -27,7 +27,7 @@ import torch
 from benchmarks.results import append_rows
 from benchmarks.ruler.cases import versions
 from benchmarks.ruler.measure import StepClock, summarise_ms
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.grouped_mm import reference
 from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import RowAddend

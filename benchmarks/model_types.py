@@ -26,13 +26,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
 
-from lightning_fastft.errors import FastFTError
-from lightning_fastft.models.families import check_servable
-from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
-from lightning_fastft.models.head import LazyLogits
-from lightning_fastft.models.packed import install_packed_training
-from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.hf.families import check_servable
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
+from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
+from lightning_fastft.patches.head import LazyLogits
+from lightning_fastft.patches.packed import install_packed_training
 
 VOCABULARY = 131
 LENGTHS = (7, 1, 12, 9)

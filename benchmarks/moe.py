@@ -122,7 +122,7 @@ def _load_plain(files: WorkloadFiles, *, device: str) -> Any:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from lightning_fastft.models.expert_nf4_reading import quantise_experts_too
+    from lightning_fastft.hf.expert_nf4_reading import quantise_experts_too
 
     is_cuda, options = device == "cuda", {}
     quantization = quantization_config(files.workload, is_cuda=is_cuda)

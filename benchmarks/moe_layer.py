@@ -33,8 +33,8 @@ from benchmarks.ruler.cases import case_failures, drop_frames, versions
 from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, busiest_share, num_busy
-from lightning_fastft.models.moe import install_bincount_router
-from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.moe.install import install_bincount_router
 
 NUM_WARMUP, NUM_RUNS = 5, 30
 RANK = 16

@@ -36,11 +36,11 @@ from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.plans import describe_plan, parse_mode
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import IGNORED_LABEL, WORKLOADS, Pack, lora_config, make_packs
-from lightning_fastft.module import FineTuner
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
 
 RUNS = ("one", "accumulate", "ddp", "fsdp")
 STRATEGIES = {"one": FastFTStrategy, "ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy}

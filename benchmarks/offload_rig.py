@@ -22,14 +22,14 @@ from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.plans import CHECKED_STEP, check_plan, describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.workloads import Pack, Workload, lora_config, make_packs, read_lengths
-from lightning_fastft.models.families import decoder_layers, find_causal_models
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.offload.probe import measure_machine
-from lightning_fastft.offload.stack import SegmentStack
-from lightning_fastft.offload.step import SegmentPlan, StepCost, uniform_plan
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.probe import measure_machine
+from lightning_fastft.activations.stack import SegmentStack
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.hf.families import decoder_layers, find_causal_models
+from lightning_fastft.planner.step import SegmentPlan, StepCost, uniform_plan
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
 
 MOST_PACKS = 24
 # Fewer timed steps than this are no measurement; a run that the budget cuts below it is not started.

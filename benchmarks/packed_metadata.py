@@ -33,12 +33,12 @@ from benchmarks.ruler import judge as judging
 from benchmarks.ruler.cases import LEARNING_RATE, LONG_STEP_MS, MAX_GRADIENT_NORM, NUM_LONG_STEPS, base_dtype, case_failures, drop_frames, versions
 from benchmarks.ruler.measure import summarise_ms
 from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles, lora_config, plan_packs, read_lengths
-from lightning_fastft.models.packed import install_packed_training
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.patcher import SwapLedger
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
+from lightning_fastft.patches.packed import install_packed_training
+from lightning_fastft.training.fine_tuner import FineTuner
 
 # Backend of the attention, and how its metadata is built; "once" is the cache of the batch context.
 ARMS = (

@@ -30,12 +30,12 @@ from benchmarks.ruler.measure import StepClock, summarise_ms
 from benchmarks.ruler.plans import Mode, _gradients, deterministic, parse_mode
 from benchmarks.ruler.workloads import Workload, WorkloadFiles
 from lightning_fastft.callbacks.bincount_router import BincountRouter
-from lightning_fastft.models.experts import NAME as OUR_EXPERTS
-from lightning_fastft.models.families import decoder_layers, find_causal_models
-from lightning_fastft.models.moe import find_experts
-from lightning_fastft.module import FineTuner
+from lightning_fastft.hf.families import decoder_layers, find_causal_models
+from lightning_fastft.moe.install import find_experts
+from lightning_fastft.moe.interface import NAME as OUR_EXPERTS
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
 
 # A case that is slow by nature (a loop over 128 experts) is timed for this long and its row says how many steps that were.
 CASE_SECONDS = 12.0

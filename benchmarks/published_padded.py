@@ -20,8 +20,8 @@ from benchmarks.ruler.arms import ours, plain
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, base_dtype, run_case
 from benchmarks.ruler.plans import least_warmup, parse_mode
 from benchmarks.ruler.workloads import FIRST_WORD, TOKENIZER_WORDS, WORKLOADS, Pack, Workload, lora_config, read_lengths
-from lightning_fastft.module import FineTuner
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
 
 _LLAMA_7B = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -19,9 +19,9 @@ from benchmarks.ruler import judge
 from benchmarks.ruler.cases import base_dtype, case_failures, versions
 from benchmarks.ruler.measure import HostWaits
 from benchmarks.ruler.workloads import Pack, plan_packs, read_lengths
-from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.monitor.report.waits import WaitRecorder
 from lightning_fastft.packing.collate import Document, collate
-from lightning_fastft.report.waits import WaitRecorder
 
 
 def measure(options: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@ r"""How near timed steps come to what the GPU can do: model-FLOPs utilisation, a
     python -m benchmarks.roofline
     python -m benchmarks.roofline --workloads llama-3.1-8b-lora-32k
 
-No GPU: operations are counted from shapes (lightning_fastft/models/flops.py: nothing recomputed, frozen weights without a gradient of their own) on
+No GPU: operations are counted from shapes (lightning_fastft/monitor/flops.py: nothing recomputed, frozen weights without a gradient of their own) on
 the packs of the workload, and times are the newest rows of results.csv. Of each workload the fastest system of each name is shown, with a base in fp8
 apart, because its products have another ceiling.
 
@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, Workload, lora_config, make_packs
-from lightning_fastft.device_peaks import peak_bf16_flops
-from lightning_fastft.models.families import decoder_layers
-from lightning_fastft.models.flops import ModelFlops, count_flops
+from lightning_fastft.core.device_peaks import peak_bf16_flops
+from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.monitor.flops import ModelFlops, count_flops
 
 DEFAULT_WORKLOADS = (
     "qwen3-14b-qlora", "qwen3-0.6b-lora", "llama-3.1-8b-lora-32k", "llama-3.1-8b-lora-32k-one-document", "qwen3-8b-full", "qwen3-30b-a3b-12l-lora",

@@ -36,7 +36,7 @@ from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock
 from benchmarks.ruler.plans import least_warmup, parse_mode
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
-from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.core.patcher import SwapLedger
 from lightning_fastft.strategies.single_device import FastFTStrategy
 
 NUM_PROFILED = 2

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
 
 NUM_LAST = 20
 MOST_FINAL_DIFFERENCE = 0.005

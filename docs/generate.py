@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lightning_fastft
 from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
-from lightning_fastft.errors import FastFTError, UnsupportedModelError
-from lightning_fastft.models.decoder import LAYERS
-from lightning_fastft.models.expert_nf4 import check_experts
-from lightning_fastft.models.families import FAMILIES, check_servable
-from lightning_fastft.models.moe import install_bincount_router
-from lightning_fastft.models.swap import SwapLedger
+from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.fused.decoder import LAYERS
+from lightning_fastft.hf.expert_nf4 import check_experts
+from lightning_fastft.hf.families import FAMILIES, check_servable
+from lightning_fastft.moe.install import install_bincount_router
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results.csv"
@@ -57,7 +57,7 @@ def write_support() -> str:
         HEAD,
         "# Model families and what serves them\n",
         "A model is served when its attention is on transformers' attention interface. *Tested*: packed documents against one document at a",
-        "time, gradients included (`pytest tests/models/test_packed.py`). *On the interface*: nothing speaks against it and it is not among the",
+        "time, gradients included (`pytest tests/patches/test_packed.py`). *On the interface*: nothing speaks against it and it is not among the",
         "tested; its kernels are those that take its head shape. *Refused*: a packed batch raises `UnsupportedModelError` with the reason",
         "below. The family is the `model_type` of",
         "the text configuration.\n",

@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING
 from lightning_fastft.strategies.registry import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_fastft.activations.checkpointing import OffloadCheckpointing
     from lightning_fastft.callbacks.bincount_router import BincountRouter
     from lightning_fastft.callbacks.finite_guard import FiniteGuard
     from lightning_fastft.callbacks.fused_kernels import FusedKernels
     from lightning_fastft.callbacks.gradient_health import GradientHealth
-    from lightning_fastft.callbacks.host_waits import HostWaitDetector
     from lightning_fastft.callbacks.packed_training import PackedTraining
-    from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
-    from lightning_fastft.callbacks.run_report import RunReport
-    from lightning_fastft.callbacks.token_throughput import TokenThroughput
     from lightning_fastft.callbacks.watchdog import Watchdog
     from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
     from lightning_fastft.checkpoint.resume import ExactResume
-    from lightning_fastft.datamodule import PackedDataModule
-    from lightning_fastft.errors import FastFTError
-    from lightning_fastft.models.registration import register
-    from lightning_fastft.module import FineTuner
-    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+    from lightning_fastft.core.errors import FastFTError
+    from lightning_fastft.core.status import Status
+    from lightning_fastft.monitor.host_waits import HostWaitDetector
+    from lightning_fastft.monitor.progress_bar import FastFTProgressBar
+    from lightning_fastft.monitor.run_report import RunReport
+    from lightning_fastft.monitor.token_throughput import TokenThroughput
     from lightning_fastft.packing.collate import Document, PackedBatch, collate
     from lightning_fastft.packing.context import BatchContext
-    from lightning_fastft.status import Status
     from lightning_fastft.strategies.ddp import FastFTDDPStrategy
     from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
     from lightning_fastft.strategies.single_device import FastFTStrategy
+    from lightning_fastft.training.datamodule import PackedDataModule
+    from lightning_fastft.training.fine_tuner import FineTuner
+    from lightning_fastft.training.registration import register
 
 __version__ = "0.1.0"
 
@@ -43,26 +43,26 @@ _PLACES = {
     "Document": "packing.collate",
     "ExactResume": "checkpoint.resume",
     "FastFTDDPStrategy": "strategies.ddp",
-    "FastFTError": "errors",
+    "FastFTError": "core.errors",
     "FastFTFSDPStrategy": "strategies.fsdp2",
-    "FastFTProgressBar": "callbacks.progress_bar",
+    "FastFTProgressBar": "monitor.progress_bar",
     "FastFTStrategy": "strategies.single_device",
-    "FineTuner": "module",
+    "FineTuner": "training.fine_tuner",
     "FiniteGuard": "callbacks.finite_guard",
     "FusedKernels": "callbacks.fused_kernels",
     "GradientHealth": "callbacks.gradient_health",
-    "HostWaitDetector": "callbacks.host_waits",
-    "OffloadCheckpointing": "offload.checkpointing",
+    "HostWaitDetector": "monitor.host_waits",
+    "OffloadCheckpointing": "activations.checkpointing",
     "PackedBatch": "packing.collate",
-    "PackedDataModule": "datamodule",
+    "PackedDataModule": "training.datamodule",
     "PackedTraining": "callbacks.packed_training",
-    "RunReport": "callbacks.run_report",
-    "Status": "status",
-    "TokenThroughput": "callbacks.token_throughput",
+    "RunReport": "monitor.run_report",
+    "Status": "core.status",
+    "TokenThroughput": "monitor.token_throughput",
     "VerifiedCheckpointIO": "checkpoint.io",
     "Watchdog": "callbacks.watchdog",
     "collate": "packing.collate",
-    "register": "models.registration",
+    "register": "training.registration",
 }
 
 __all__ = [

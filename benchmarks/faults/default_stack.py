@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.datamodule_worker import VOCABULARY
 from tests.parity.resume_worker import LORA
-from tests.token_weighting_worker import CONFIG
+from tests.support.datamodule_worker import VOCABULARY
+from tests.support.token_weighting_worker import CONFIG
 
 BATCH_SIZE = 4
 # An epoch is a whole number of windows of two micro-batches, so that steps can be counted in micro-batches.
@@ -99,5 +99,5 @@ def trained_state(module: DefaultModule) -> dict[str, torch.Tensor]:
 
 
 def numbers_of(batches: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Return the rows of tests.datamodule_worker.make_rows in batches, by number: their first two ids name them."""
+    """Return the rows of tests.support.datamodule_worker.make_rows in batches, by number: their first two ids name them."""
     return [ids[0] * 48 + ids[1] - 48 for batch in batches for ids in batch]

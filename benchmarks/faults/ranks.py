@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from benchmarks.faults.table import GOOD
 from lightning_fastft.callbacks.watchdog import Watchdog
 from tests.faults.ranks import HURT_AT, NUM_RANKS, Fault, train
-from tests.rank_exit import leave
+from tests.support.rank_exit import leave
 
 # In this order: the five of the promise first, then a sleeping rank and one whose interpreter stands still.
 KINDS = ("stop", "kill", "error", "collective", "uneven", "sleep", "lock")

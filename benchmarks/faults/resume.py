@@ -18,10 +18,10 @@ from benchmarks.faults import child
 from benchmarks.faults.default_stack import LOADERS, NUM_ROWS, numbers_of, train, trained_state
 from benchmarks.faults.table import GOOD
 from lightning_fastft.checkpoint.files import check_file
-from tests.datamodule_worker import SaveAt, make_rows, run_and_resume
 from tests.faults.test_signals import LENGTH, Tell
 from tests.parity import resume_worker
 from tests.parity.resume_worker import ACCUMULATE, NUM_STEPS, resume_from
+from tests.support.datamodule_worker import SaveAt, make_rows, run_and_resume
 
 _LIMIT_S = 600.0
 

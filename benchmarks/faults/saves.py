@@ -20,13 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.faults import child
 from benchmarks.faults.table import GOOD
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.files import load_file
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.faults.test_corrupt import flip, truncate
 from tests.faults.test_impossible_saves import IMPOSSIBLE, OLD
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer
 
 # A save of this model takes some 50 ms; the kill comes anywhere in two of them.
 _WIDTH, _MOST_SECONDS = 256, 0.15

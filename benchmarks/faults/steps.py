@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from benchmarks.faults import child
 from benchmarks.faults.table import GOOD
 from tests.callbacks.test_finite_guard import CASES, CLIPPING, NUM_PARTS, Net, Recorder, differing, train, window
-from tests.training_parts import quiet_trainer
+from tests.support.training_parts import quiet_trainer
 
 
 class DefaultNet(Net):

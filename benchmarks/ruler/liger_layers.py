@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fastft.models.swap import SwapLedger, share_state
+from lightning_fastft.core.patcher import SwapLedger, share_state
 
 # Norms that compute weight * normalised, in Llama's order of casts; Gemma's (1 + weight) is another formula.
 NORM_CLASSES = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.ruler import judge as judging
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.engine import describe_use
+from lightning_fastft.activations.segments import RECOMPUTE
+from lightning_fastft.activations.stack import SegmentStack
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.models.layer_graphs import GRAPH_ATTRIBUTE
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.offload.engine import describe_use
-from lightning_fastft.offload.segments import RECOMPUTE
-from lightning_fastft.offload.stack import SegmentStack
+from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE
 from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.training.fine_tuner import FineTuner
 
 # A machine that grows its memory as it is touched tells little about what it could give, so modes name their host budget.
 DEFAULT_HOST_GIB = 48.0

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
-    from lightning_fastft.models.swap import SwapLedger
-    from lightning_fastft.status import Status
+    from lightning_fastft.core.patcher import SwapLedger
+    from lightning_fastft.core.status import Status
 
 
 class BincountRouter(ModelSwaps):
@@ -33,12 +33,12 @@ class BincountRouter(ModelSwaps):
 
     def install(self, root: nn.Module, ledger: SwapLedger) -> list[Status]:
         """Swap the experts of every model inside root."""
-        from lightning_fastft.models.moe import install_bincount_router
+        from lightning_fastft.moe.install import install_bincount_router
 
         return install_bincount_router(root, ledger)
 
     def check_start(self, pl_module: pl.LightningModule) -> None:
         """Refuse experts that were whole when a FineTuner built its model and may have been cut since."""
-        from lightning_fastft.models.moe import check_unsharded
+        from lightning_fastft.moe.install import check_unsharded
 
         check_unsharded(pl_module)

@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.callbacks.late_copy import LateCopies
-from lightning_fastft.checks import check_choice, check_int
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import NotTrainingError
-from lightning_fastft.optim import FusedAdamW
-from lightning_fastft.status import Status
+from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.checks import check_choice, check_int
+from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
-from lightning_fastft.checks import check_choice
+from lightning_fastft.core.checks import check_choice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
-    from lightning_fastft.models.decoder import SettledModel
-    from lightning_fastft.models.fp8_base import Fp8Base
-    from lightning_fastft.models.layer_graphs import LayerGraphs
-    from lightning_fastft.models.swap import SwapLedger
-    from lightning_fastft.status import Status
+    from lightning_fastft.core.patcher import SwapLedger
+    from lightning_fastft.core.status import Status
+    from lightning_fastft.fused.decoder import SettledModel
+    from lightning_fastft.fused.fp8_base import Fp8Base
+    from lightning_fastft.graphs.layer_graphs import LayerGraphs
 
 CUDA_GRAPHS = (False, True, "auto")
 BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
@@ -78,7 +78,8 @@ class FusedKernels(ModelSwaps):
 
     def install(self, root: nn.Module, ledger: SwapLedger) -> list[Status]:
         """Swap the decoder layers of every model inside root."""
-        from lightning_fastft.models.decoder import install_fp8_base, install_fused_layers, install_layer_graphs
+        from lightning_fastft.fused.decoder import install_fp8_base, install_fused_layers
+        from lightning_fastft.graphs.install import install_layer_graphs
 
         # A FineTuner hands over its model alone, and makes the narrow copies of fp32 adapters after that.
         statuses = install_fused_layers(root, ledger, awaits_copies=not isinstance(root, LightningModule))
@@ -90,7 +91,7 @@ class FusedKernels(ModelSwaps):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install, and move frozen weights next to their adapters, now that the model stands where it computes."""
-        from lightning_fastft.models.decoder import settle_weights
+        from lightning_fastft.fused.decoder import settle_weights
 
         super().on_fit_start(trainer, pl_module)
         if self._ledger is not None and self.base_compute == "model_dtype":

@@ -11,9 +11,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.callbacks.optimizer_judge import FEWEST_STEPS_TO_JUDGE, OptimizerJudge, list_names
-from lightning_fastft.checks import check_int, check_string
-from lightning_fastft.errors import NotTrainingError, OptionError
-from lightning_fastft.status import Status
+from lightning_fastft.core.checks import check_int, check_string
+from lightning_fastft.core.errors import NotTrainingError, OptionError
+from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:

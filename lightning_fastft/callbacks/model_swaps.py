@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fastft.errors import OptionError, SwapError
-from lightning_fastft.status import Status
+from lightning_fastft.core.errors import OptionError, SwapError
+from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
-    from lightning_fastft.models.swap import SwapLedger
+    from lightning_fastft.core.patcher import SwapLedger
 
 
 def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
@@ -111,7 +111,7 @@ class ModelSwaps(Callback):
 
     def _install(self, root: nn.Module) -> None:
         # Imported on first use: callbacks must be importable without transformers.
-        from lightning_fastft.models.swap import SwapLedger
+        from lightning_fastft.core.patcher import SwapLedger
 
         if self._ledger is not None:
             return

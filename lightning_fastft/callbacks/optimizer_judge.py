@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_fastft.callbacks.late_copy import LateCopies
-from lightning_fastft.errors import NotTrainingError
-from lightning_fastft.optim import FusedAdamW
+from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.training.optimizer import FusedAdamW
 
 # A run that ends early is judged from here on: LoRA's A gets its first gradient in the second step, because B starts at zero.
 FEWEST_STEPS_TO_JUDGE = 3

@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateF
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.callbacks.model_swaps import check_given_once
-from lightning_fastft.errors import OptionError
-from lightning_fastft.status import Status, render_status_table
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses, connect_activations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     import torch
 
-    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+    from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
 
 class PackedTraining(Callback):

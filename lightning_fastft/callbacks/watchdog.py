@@ -18,12 +18,12 @@ from typing import IO, TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.callbacks import watch_process
-from lightning_fastft.callbacks.watch_process import Beat, Job, Phase
 from lightning_fastft.checkpoint.io import is_remote
 from lightning_fastft.checkpoint.resume import checkpoint_folder
-from lightning_fastft.checks import check_float
-from lightning_fastft.status import Status
+from lightning_fastft.core.checks import check_float
+from lightning_fastft.core.status import Status
+from lightning_fastft.monitor import watch_process
+from lightning_fastft.monitor.watch_process import Beat, Job, Phase
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 

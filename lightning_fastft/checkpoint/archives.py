@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import IO
 
-from lightning_fastft.errors import UnsafeCheckpointError
+from lightning_fastft.core.errors import UnsafeCheckpointError
 
 _PUTS = ("BINPUT", "LONG_BINPUT", "MEMOIZE", "PUT")
 _GETS = ("BINGET", "LONG_BINGET", "GET")

@@ -26,8 +26,8 @@ import torch
 
 from lightning_fastft.checkpoint.archives import check_sizes
 from lightning_fastft.checkpoint.signing import describe_forgery, sign
-from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
-from lightning_fastft.packing.dataset import sync_file
+from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.files import sync_file
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_fastft.checkpoint.files import check_folder, commit_folder, hash_file, load_file, part_beside, replace_folder, save_file
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 
 # Lightning's names: with the record taken away, the folder is one of its own.
 METADATA = "meta.pt"

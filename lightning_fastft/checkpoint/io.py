@@ -12,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.checkpoint.files import is_own, load_file, read_comment, remove, save_file, saving, sweep
-from lightning_fastft.errors import OptionError, UnsafeCheckpointError
+from lightning_fastft.core.errors import OptionError, UnsafeCheckpointError
 
 _FORCED_OPEN = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.errors import CheckpointNotSavedError
+from lightning_fastft.core.errors import CheckpointNotSavedError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

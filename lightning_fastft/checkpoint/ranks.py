@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_fastft.errors import FastFTError
+from lightning_fastft.core.errors import FastFTError
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
-from lightning_fastft.checks import check_bool, check_float
-from lightning_fastft.errors import FastFTError, ResumeError
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.status import Status
+from lightning_fastft.core.checks import check_bool, check_float
+from lightning_fastft.core.errors import FastFTError, ResumeError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,7 +13,7 @@ import torch
 
 import lightning_fastft
 from lightning_fastft.cli.lightning_cli import take_option
-from lightning_fastft.errors import MissingDependencyError, OptionError
+from lightning_fastft.core.errors import MissingDependencyError, OptionError
 
 _GIB = 2**30
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.lightning_cli import FastFTCLI, config_names
 from lightning_fastft.cli.noise import without_noise
-from lightning_fastft.errors import FastFTError, OptionError, printable
+from lightning_fastft.core.errors import FastFTError, OptionError, printable
 
 USAGE = """\
 fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.

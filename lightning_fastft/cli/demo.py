@@ -16,9 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fastft.cli.doctor import LastTable
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI
+from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.demo.files import DemoFiles, write_demo_files
 from lightning_fastft.demo.generator import DemoRows, Row, final_answer, generate_rows
-from lightning_fastft.errors import FastFTError
 
 # Where configs/demo.yaml reads from, in the current folder.
 DEMO_FOLDER = Path("runs/demo")

@@ -18,11 +18,11 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, find_configs
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import OptionError
-from lightning_fastft.module import FineTuner
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.sources import SUFFIXES, open_sources
-from lightning_fastft.status import render_status_table
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.fine_tuner import FineTuner
 
 # The miniature keeps what decides (family, heads, windows, quantisation, adapters) and drops what only costs.
 MOST = {
@@ -188,7 +188,7 @@ def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_config(model: str | dict[str, Any], revision: str | None) -> dict[str, Any]:
     """Return the configuration of the model; only this one file is fetched from the hub."""
-    from lightning_fastft.models.loading import ModelSource
+    from lightning_fastft.hf.loading import ModelSource
 
     config = ModelSource(model, init="random", revision=revision).config
     return {**config.to_dict(), "model_type": config.model_type}

@@ -12,10 +12,10 @@ import torch
 
 from lightning_fastft.checkpoint.files import load_file
 from lightning_fastft.checkpoint.io import local_path
-from lightning_fastft.checks import check_choice
 from lightning_fastft.cli.lightning_cli import take_option
-from lightning_fastft.errors import OptionError
-from lightning_fastft.module import FineTuner
+from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.training.fine_tuner import FineTuner
 
 HOW = "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] [--accept-other-base]"
 _MIB = 2**20
@@ -52,7 +52,7 @@ def run_export(words: Sequence[str]) -> int:
         The base on the device once, for a merge once more on the host while it is read back.
     """
     question = _read_question(words)
-    from lightning_fastft.models.export import check_free, export_adapters, export_merged
+    from lightning_fastft.hf.export import check_free, export_adapters, export_merged
 
     check_free(question.out)
     module, notes = _open(question)
@@ -158,7 +158,7 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
 
 def _open_folder(question: _Question) -> tuple[FineTuner, list[str]]:
     """Build the base that a PEFT folder names, and put the adapters on it."""
-    from lightning_fastft.models.export import open_adapters, read_base_name
+    from lightning_fastft.hf.export import open_adapters, read_base_name
 
     name = question.base or read_base_name(question.source)
     if not name:
@@ -175,7 +175,7 @@ def _open_folder(question: _Question) -> tuple[FineTuner, list[str]]:
 
 
 def _register_dequantise(module: FineTuner) -> None:
-    from lightning_fastft.models.export import dequantise
+    from lightning_fastft.hf.export import dequantise
 
     module.register_transform("dense weights to merge into", dequantise)
 
@@ -206,7 +206,7 @@ def _merge_dtype(question: _Question, options: dict[str, Any]) -> str:
     if options.get("quantization") is not None:
         # What NF4 computes in on every GPU that has it.
         return "bfloat16"
-    from lightning_fastft.models.loading import ModelSource
+    from lightning_fastft.hf.loading import ModelSource
 
     held = getattr(ModelSource(options["model"], init="random").config.get_text_config(decoder=True), "dtype", None)
     return "bfloat16" if held is None else str(held).removeprefix("torch.")

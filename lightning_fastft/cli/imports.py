@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 
 # A config has some hundred values in a handful of levels. Beyond this the parser would run out of memory, or of stack.
 MOST_VALUES, MOST_LEVELS = 100_000, 100

@@ -18,9 +18,9 @@ from lightning_fastft.cli.imports import check_named_functions, import_policy, t
 from lightning_fastft.cli.outputs import SaveConfig, check_outputs
 from lightning_fastft.cli.run_length import RunLength
 from lightning_fastft.cli.trainer import FastFTTrainer
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import OptionError, printable
-from lightning_fastft.module import FineTuner
+from lightning_fastft.core.errors import OptionError, printable
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.fine_tuner import FineTuner
 
 # Words for checkpoints that Lightning finds itself.
 CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")

@@ -22,9 +22,9 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lightning_fastft.checks import check_replaceable
 from lightning_fastft.cli.imports import check_size, is_within
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.checks import check_replaceable
+from lightning_fastft.core.errors import OptionError
 
 # Options whose value is a folder that something is written into.
 FOLDERS = frozenset({"artifact_location", "cache_dir", "default_root_dir", "dir", "dirpath", "log_dir", "nvme_path", "offline_directory",

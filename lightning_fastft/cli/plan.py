@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.checks import check_float, check_int
+from lightning_fastft.activations.budgets import AUTO_VRAM_SHARE
 from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import OptionError
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.budgets import AUTO_VRAM_SHARE
-from lightning_fastft.offload.machines import GPUS, Gpu, find_gpu
-from lightning_fastft.offload.picture import render_plan
-from lightning_fastft.offload.plan import StepCost, make_plan, predict, uniform_plan
+from lightning_fastft.core.checks import check_float, check_int
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
+from lightning_fastft.planner.picture import render_plan
+from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_plan
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.fine_tuner import FineTuner
 
 # The document that a token stands in, where nobody says how long the documents of the data are.
 DEFAULT_DOCUMENT_TOKENS = 1024
@@ -104,8 +104,8 @@ def _number(name: str, text: str) -> float:
 
 def _cost_of(model: FineTuner, *, gpu: Gpu, num_tokens: int, document_tokens: int) -> StepCost:
     """What a step of a FineTuner's model costs; the model is never built with weights."""
-    from lightning_fastft.models.costs import model_costs
-    from lightning_fastft.models.dtypes import DTYPES
+    from lightning_fastft.estimate.costs import model_costs
+    from lightning_fastft.hf.dtypes import DTYPES
 
     assert model.source is not None
     lora = {}

@@ -9,9 +9,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import ResumeError
+from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.packing.describe import count, describe_epoch
+from lightning_fastft.training.datamodule import PackedDataModule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

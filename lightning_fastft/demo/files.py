@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lightning_fastft.checks import check_int
+from lightning_fastft.core.checks import check_int
 from lightning_fastft.demo.generator import DemoRows, Row
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

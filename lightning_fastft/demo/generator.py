@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_fastft.checks import check_int
+from lightning_fastft.core.checks import check_int
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ida", "Jon", "Kim", "Lea", "Max", "Nora", "Omar", "Pia")
 THINGS = (

@@ -1,1 +1,5 @@
-"""One folder per operation: plain reference, Triton kernel, public function."""
+"""Compute on tensors: one folder per operation, which knows no model.
+
+Tensors enter and leave. Each folder has ``reference`` (the formula in plain PyTorch), ``triton`` (the kernels) and ``op``
+(checks, choice of implementation, autograd). Read a ``reference`` first.
+"""

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from lightning_fastft.checks import check_choice
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.errors import OptionError
 
 BACKENDS = ("auto", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,7 +1,5 @@
-"""Mixture of experts from plain PyTorch: routed tokens through grouped products, without a loop over experts and without a host wait.
+"""Route tokens to experts by one stable sort and one count.
 
-``experts.run_experts`` is the whole layer behind the router, forward and backward. Its steps are kernels, in this order: ``kernels.expert_sort`` (the
-routing: one stable sort, one count), ``expert_rows`` (gather, weighted sum), ``grouped_mm`` (both products, biases and adapters) and ``expert_gate``.
-What knows transformers and PEFT is ``models.moe`` (which layers), ``models.experts`` (their weights), ``models.expert_adapters`` and
-``models.expert_nf4``; users add ``callbacks.bincount_router``.
+A model with mixture-of-experts layers enters and leaves with our experts function. ``routing`` is the mathematics,
+``interface`` the function that transformers calls, ``adapters`` LoRA on experts. Read ``routing``, then ``install``.
 """

@@ -17,8 +17,9 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from lightning_fastft.checks import check_int, check_share
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.checks import check_int, check_share
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.core.files import sync_file
 from lightning_fastft.packing import chat
 from lightning_fastft.packing.dataset import (
     DTYPES,
@@ -28,7 +29,6 @@ from lightning_fastft.packing.dataset import (
     digest_file,
     digest_meta,
     replace_file,
-    sync_file,
     write_beside,
     write_file,
 )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.deadline import template_deadline
 from lightning_fastft.packing.rows import TEMPLATE_REFUSED, TEMPLATE_UNCLEAR, WRONG_TYPE, RowRejectedError
 

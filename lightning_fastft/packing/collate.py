@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Document
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 
 T = TypeVar("T")
 

@@ -14,11 +14,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.core.files import sync_file
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
 from lightning_fastft.packing.report import IngestReport
 from lightning_fastft.packing.sources import REJECTED
@@ -268,9 +269,3 @@ def write_file(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)
         sync_file(file)
-
-
-def sync_file(file: IO[bytes]) -> None:
-    """Wait until what was written to a file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.errors import DataError
 
 # One conversation takes milliseconds.
 TEMPLATE_SECONDS = 2.0

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightning_fastft.checks import check_int
-from lightning_fastft.errors import DataError, MissingDependencyError, OptionError, printable
+from lightning_fastft.core.checks import check_int
+from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, printable
 from lightning_fastft.packing.context import IGNORED_LABEL, Document
 from lightning_fastft.packing.planner import Packs, split_to_multiple
 from lightning_fastft.packing.report import IngestReport

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_fastft.checks import check_bool, check_choice, check_int, check_string
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing import chat
 from lightning_fastft.packing.context import IGNORED_LABEL
 from lightning_fastft.packing.rows import LABELS_DIFFER, WRONG_TYPE, RowRejectedError, check_messages, check_text, read_conversation

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.formats import COLUMNS, Encoded, FormatOptions, Formatter, TokenIdError, detect_format, find_wrong_mapping
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.rows import (

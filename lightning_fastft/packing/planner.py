@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_fastft.checks import check_int
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.checks import check_int
+from lightning_fastft.core.errors import DataError
 
 # Ranks of one micro-batch get packs of like cost, out of this many micro-batches of the shuffled order. On log-normal lengths and 8 ranks the dearest
 # rank costs 1.05 of the mean with 32, 1.25 with 8 and 2.3 without (tests/packing/test_planner.py has the check).

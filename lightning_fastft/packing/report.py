@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_fastft.errors import printable
+from lightning_fastft.core.errors import printable
 
 
 @dataclass(kw_only=True)

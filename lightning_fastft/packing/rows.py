@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.errors import DataError
 
 NOT_UTF8 = "not UTF-8"
 NUL = "NUL character"

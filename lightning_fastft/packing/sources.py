@@ -20,7 +20,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lightning_fastft.errors import DataError, OptionError, printable
+from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.packing.arrow import read_arrow_rows
 from lightning_fastft.packing.rows import BOM, FIELD_COUNT, MALFORMED, NOT_UTF8, Raw, UnreadableRow
 

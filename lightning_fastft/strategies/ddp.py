@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
     from torch import nn
 
-    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+    from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
 
 class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
@@ -78,7 +78,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         """Wrap the model, whose experts in NF4 are equal on every rank and cannot be sent."""
-        from lightning_fastft.models.expert_nf4_tensor import ExpertsNF4
+        from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 
         frozen = [name for name, parameter in model.named_parameters() if isinstance(parameter, ExpertsNF4)]
         if frozen:

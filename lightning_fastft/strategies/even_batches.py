@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.errors import DataError
-from lightning_fastft.status import Status
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path, warn_of_options, warn_without_digest
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.checks import check_bool, check_choice, check_int, check_string
-from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
-from lightning_fastft.status import Status
+from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string
+from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError
+from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
 
-    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+    from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
 # What Lightning's ModelParallelStrategy serves; it checks this for an instance, not for a strategy given by name (2.6.6).
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
@@ -135,7 +135,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep gradients unreduced in the backwards of an accumulation window that are not its last."""
-        from lightning_fastft.models.sharding import sharded_roots
+        from lightning_fastft.hf.sharding import sharded_roots
 
         assert self.model is not None
         roots = sharded_roots(self.model) if self.gradient_sync == "window" else []
@@ -220,7 +220,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
 
     def _shard_module(self) -> None:
         """Shard a module that configure_model left whole, and refuse one that would train without an exchange between the ranks."""
-        from lightning_fastft.models.sharding import is_sharded, shard_model, unsharded_trained_names
+        from lightning_fastft.hf.sharding import is_sharded, shard_model, unsharded_trained_names
 
         module = self.lightning_module
         assert module is not None
@@ -247,7 +247,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             )
 
     def _reshard(self) -> None:
-        from lightning_fastft.models.sharding import reshard
+        from lightning_fastft.hf.sharding import reshard
 
         assert self.model is not None
         reshard(self.model)

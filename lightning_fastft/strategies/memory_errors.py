@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from lightning_fastft.errors import FastFTError
-from lightning_fastft.offload.budgets import peak_memory_bytes
+from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.core.errors import FastFTError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -13,16 +13,16 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.last import with_last
 from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume, check_settings
 from lightning_fastft.checkpoint.stops import RunStopped
-from lightning_fastft.checks import check_bool
-from lightning_fastft.errors import CheckpointNotSavedError, DeviceMemoryError, ResumeError
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.status import Status, render_status_table
+from lightning_fastft.core.checks import check_bool
+from lightning_fastft.core.errors import CheckpointNotSavedError, DeviceMemoryError, ResumeError
+from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
 from lightning_fastft.strategies.monitors import check_monitors

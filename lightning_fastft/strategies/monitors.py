@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -12,19 +12,19 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_fastft.checks import check_choice
-from lightning_fastft.errors import ContextError, OptionError
+from lightning_fastft.activations.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.errors import ContextError, OptionError
+from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
-from lightning_fastft.offload.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import PackedBatch
-from lightning_fastft.status import Status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch.optim import Optimizer
 
-    from lightning_fastft.models.swap import SwapLedger
+    from lightning_fastft.core.patcher import SwapLedger
 
 
 class PackedSteps:
@@ -69,8 +69,8 @@ class PackedSteps:
             self._statuses = [Status(name, "inactive", reason) for name in names]
             return
         # Imported on first use: the strategies must be importable without transformers.
-        from lightning_fastft.models.packed import install_packed_training
-        from lightning_fastft.models.swap import SwapLedger
+        from lightning_fastft.core.patcher import SwapLedger
+        from lightning_fastft.patches.packed import install_packed_training
 
         self._ledger = SwapLedger()
         self.backends_used.clear()
@@ -220,7 +220,7 @@ def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
 
 
 def _unread_message(module: nn.Module, *, where: str) -> str:
-    from lightning_fastft.models.packed import describe_models
+    from lightning_fastft.patches.packed import describe_models
 
     models = describe_models(module)
     held = "; ".join(models) if models else f"no transformers model ({type(module).__name__} holds modules of its own)"

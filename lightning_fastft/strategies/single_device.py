@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
-    from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+    from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
 
 class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):

@@ -16,7 +16,7 @@ from benchmarks.ruler.arms import ours, plain, sft
 from benchmarks.ruler.cases import FULL_LEARNING_RATE, LEARNING_RATE, Case, CaseLog, learning_rate_of
 from benchmarks.ruler.driver import parse_arm
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, lora_config, num_weights
-from lightning_fastft.module import FineTuner
+from lightning_fastft.training.fine_tuner import FineTuner
 
 FULL = WORKLOADS["tiny-full"]
 TIED = replace(FULL, name="tied-full", model_config={**FULL.model_config, "tie_word_embeddings": True}, weights_of=None)

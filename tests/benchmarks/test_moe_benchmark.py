@@ -15,8 +15,8 @@ from benchmarks.ruler import driver, judge, report
 from benchmarks.ruler.cases import Case, CaseLog
 from benchmarks.ruler.driver import parse_arm
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, busiest_share, make_packs, num_busy
-from lightning_fastft.models.swap import SwapLedger
-from tests.host_waits import count_host_waits
+from lightning_fastft.core.patcher import SwapLedger
+from tests.support.host_waits import count_host_waits
 
 TINY = ("tiny-moe", "tiny-moe-skewed", "tiny-gpt-oss", "tiny-gpt-oss-skewed")
 PYTHON = sys.executable
@@ -550,7 +550,7 @@ def test_experts_in_nf4_are_the_same_for_plain_and_ours(root, tmp_path):
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-gpt-oss"])
 @pytest.mark.parametrize("spoil", [drop_last, forget_weights])
 def test_ours_with_a_fault_in_its_experts_gets_no_row(root, tmp_path, monkeypatch, spoil, name):
-    from lightning_fastft.models import experts
+    from lightning_fastft.moe import interface as experts
 
     files = files_of(root, name)
     template = Case(name, "", "", num_warmup=2, num_steps=2)

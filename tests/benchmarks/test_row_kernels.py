@@ -13,14 +13,14 @@ import torch
 from benchmarks.results import COLUMNS
 from benchmarks.row_kernels import CANDIDATES, CONSTANTS, FORMS, TINY_SIZES, Form, all_cases, compare, constants_set, load_form, measure
 from lightning_fastft.kernels.block_diagonal import reference as block_diagonal
-from tests.kernels.children import ROOT
+from tests.support.children import ROOT
 
 CASES = all_cases(TINY_SIZES)
 SCRIPT = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
-import tests.kernels.bare_package
-from tests.kernels.interpreter import exchange_language_once_per_launch
+import tests.support.bare_package
+from tests.support.interpreter import exchange_language_once_per_launch
 from benchmarks.row_kernels import main
 exchange_language_once_per_launch()
 raise SystemExit(main(sys.argv[1:]))

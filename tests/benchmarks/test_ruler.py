@@ -14,7 +14,7 @@ from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, run_case
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.measure import HostWaits, StepClock, percentile, summarise_ms
 from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles, build, generate_lengths, make_packs, plan_packs, read_lengths
-from lightning_fastft.optim import FusedAdamW
+from lightning_fastft.training.optimizer import FusedAdamW
 
 TINY = WORKLOADS["tiny"]
 
@@ -450,7 +450,7 @@ def _plain_norm(x, weight, eps):
 def test_liger_layers_swap_instances_and_give_them_back(name, monkeypatch):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightning_fastft.models.swap import SwapLedger
+    from lightning_fastft.core.patcher import SwapLedger
 
     monkeypatch.setattr(liger_layers, "rms_norm", _plain_norm)
     monkeypatch.setattr(liger_layers, "silu_mul", lambda gate, up: torch.nn.functional.silu(gate) * up)

@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch import seed_everything
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.models.layer_graphs import LayerGraphs
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.graphs.layer_graphs import LayerGraphs
 from lightning_fastft.strategies.registry import register_strategies
-from tests.models.test_layer_graphs import CPU, Repeating
-from tests.rank_exit import leave
+from tests.graphs.test_layer_graphs import CPU, Repeating
 from tests.strategies.strategy_worker import STRATEGIES, fit, make_tuner, trained_state
+from tests.support.rank_exit import leave
 
 CASES = [("ddp", "lora", "keep"), ("ddp", "full", "recompute"), ("fsdp", "lora", "recompute"), ("fsdp", "full", "keep")]
 BFLOAT16 = [("ddp", "lora"), ("fsdp", "lora")]
@@ -51,7 +51,7 @@ def train_recorded(kind, policy, options, *, rank, folder):
     seed_everything(5, verbose=False)
     module, callback = make_tuner(kind), FusedKernels(cuda_graphs=True)
     strategy = STRATEGIES["ddp"](activations=OffloadCheckpointing(policy), **dict(options))
-    with mock.patch("lightning_fastft.models.decoder.LayerGraphs", functools.partial(LayerGraphs, recorder=Repeating(), backends=CPU)):
+    with mock.patch("lightning_fastft.graphs.install.LayerGraphs", functools.partial(LayerGraphs, recorder=Repeating(), backends=CPU)):
         fit(module, strategy=strategy, rank=rank, folder=folder, max_steps=NUM_RECORDED_STEPS, callbacks=[callback])
     return {"state": trained_state(module), "replays": callback._graphs[0].num_replays, "status": tuple(callback.status()[-1])}
 

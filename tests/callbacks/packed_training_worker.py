@@ -8,12 +8,12 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import collate
-from tests.rank_exit import leave
-from tests.training_parts import PlainModule, quiet_trainer, random_documents, tiny_llama
+from tests.support.rank_exit import leave
+from tests.support.training_parts import PlainModule, quiet_trainer, random_documents, tiny_llama
 
 NUM_WINDOWS, NUM_PARTS = 4, 2
 

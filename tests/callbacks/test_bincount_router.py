@@ -10,18 +10,18 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.errors import UnsupportedModelError
-from lightning_fastft.models.moe import find_experts
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.status import render_status_table
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.status import render_status_table
+from lightning_fastft.moe.install import find_experts
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.models.test_moe import CountedCore, distance
-from tests.models.tiny_models import TINY, build_tiny
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.moe.test_install import CountedCore, distance
+from tests.support.tiny_models import TINY, build_tiny
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 register_strategies()
 

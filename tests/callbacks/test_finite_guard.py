@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader
 
 from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.gradient_health import GradientHealth
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import NotTrainingError, OptionError
+from lightning_fastft.core.errors import NotTrainingError, OptionError
 from lightning_fastft.kernels.adamw_step.op import grad_norm
-from lightning_fastft.optim import FusedAdamW
 from lightning_fastft.strategies.registry import register_strategies
-from tests.host_waits import count_host_waits
-from tests.rank_exit import leave
-from tests.test_module import trainable, tuner
-from tests.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
-from tests.two_ranks import run_two_ranks
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.host_waits import count_host_waits
+from tests.support.rank_exit import leave
+from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.two_ranks import run_two_ranks
+from tests.training.test_fine_tuner import trainable, tuner
 
 WIDTH, ROWS, NUM_PARTS = 6, 4, 2
 NUM_RANKS = 2
@@ -259,7 +259,7 @@ def test_the_guard_adds_no_wait_and_waiting_is_one_per_step(tmp_path, optimizer)
 
 def test_gradients_are_read_once_where_the_step_clips(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr("lightning_fastft.optim.grad_norm", lambda table: calls.append(1) or grad_norm(table))
+    monkeypatch.setattr("lightning_fastft.training.optimizer.grad_norm", lambda table: calls.append(1) or grad_norm(table))
     for clipping, expected in (("norm", 3), ("none", 3), ("value", 6)):
         calls.clear()
         train(tmp_path, [window(number) for number in range(3)], clipping=clipping)

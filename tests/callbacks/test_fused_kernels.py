@@ -11,21 +11,21 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.models import decoder
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.status import render_status_table
+from lightning_fastft.core.status import render_status_table
+from lightning_fastft.fused import decoder
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
 from tests.callbacks.fused_kernels_worker import BFLOAT16, CASES, NUM_RECORDED_STEPS, RECORDED, train
-from tests.models.layer_pairs import layers_of
-from tests.models.tiny_models import TINY, build_tiny
 from tests.strategies.strategy_worker import BOUND, difference
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer
-from tests.two_ranks import run_two_ranks
+from tests.support.layer_pairs import layers_of
+from tests.support.tiny_models import TINY, build_tiny
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer
+from tests.support.two_ranks import run_two_ranks
 
 register_strategies()
 

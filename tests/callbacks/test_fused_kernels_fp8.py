@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.errors import OptionError
-from lightning_fastft.models.fp8_base import FP8_ATTRIBUTE
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.callbacks.test_fused_kernels import CONFIG, MODES, count_own, fit, is_plain, movement, tuner
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.errors import NotTrainingError
+from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.strategies.registry import register_strategies
-from tests.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 
 register_strategies()
 

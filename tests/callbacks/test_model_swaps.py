@@ -4,9 +4,9 @@ import pytest
 
 from lightning_fastft import BincountRouter, FusedKernels, PackedTraining
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.strategies.registry import register_strategies
-from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 register_strategies()
 

@@ -10,16 +10,16 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_fastft
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import ContextError, OptionError
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import ContextError, OptionError
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.datamodule import PackedDataModule
 from tests.callbacks.packed_training_worker import train_on_one_process
 from tests.strategies.test_single_device import ForeignModel
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
-from tests.two_ranks import run_two_ranks
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.two_ranks import run_two_ranks
 
 register_strategies()
 

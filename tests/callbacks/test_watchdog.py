@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fastft import Watchdog
-from lightning_fastft.callbacks import watch_process
-from lightning_fastft.callbacks.watch_process import Beat, Phase, descendants, find_blamed, read_beat, read_frames, write_beat
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.monitor import watch_process
+from lightning_fastft.monitor.watch_process import Beat, Phase, descendants, find_blamed, read_beat, read_frames, write_beat
 from lightning_fastft.strategies.even_batches import check_even_batches
 from tests.faults.saves import fork
-from tests.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 
 TIMEOUT_S = 1.0
 # Long enough to be found: more than the timeout and what other ranks are given to speak.

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.strategies.strategy_worker import Lazy
-from tests.training_parts import packed_loader, quiet_trainer
+from tests.support.training_parts import packed_loader, quiet_trainer
 
 
 def fit(folder, *, max_steps, ckpt_path=None):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fastft.checkpoint.files import check_file, load_file, save_file
-from lightning_fastft.errors import DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.errors import DamagedCheckpointError, UnsafeCheckpointError
 
 _MIB = 2**20
 

@@ -26,7 +26,7 @@ from lightning_fastft.checkpoint.files import (
     save_file,
     sweep,
 )  # fmt: skip
-from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.faults.saves import fork
 
 CONTENT = {"weight": torch.arange(3000.0), "step": 3, "names": ["a", None, 2.5, True]}

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from lightning_fastft.checkpoint.files import commit_folder, read_record
 from lightning_fastft.checkpoint.folders import _PlainPlanner, check_index, load_folder, save_folder
-from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, ResumeError, UnsafeCheckpointError
+from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, ResumeError, UnsafeCheckpointError
 from tests.checkpoint.test_files import Runs
 
 STATE = {"weight": torch.arange(6.0), "optimizer_0": {"lr": 0.1, "betas": (0.9, 0.99), "step": torch.tensor(3.0), "x": None}}

@@ -10,10 +10,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_fastft.checkpoint.files import check_file, commit_folder, part_beside
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
-from lightning_fastft.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError, UnsafeCheckpointError
+from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError, UnsafeCheckpointError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.checkpoint.test_files import Runs
-from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 URLS = ["http://example.com/a.ckpt", "s3://bucket/a.ckpt", Path("s3://bucket/a.ckpt"), "hf://a/b"]
 

@@ -7,9 +7,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_fastft.checkpoint.stops import RunStopped
-from lightning_fastft.errors import DamagedCheckpointError
-from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
-from tests.two_ranks import run_two_ranks
+from lightning_fastft.core.errors import DamagedCheckpointError
+from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.two_ranks import run_two_ranks
 
 # The resumed runs are longer, and folders are not empty.
 pytestmark = pytest.mark.filterwarnings("ignore:Resumed with another setting", "ignore::UserWarning:lightning.*")

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
-from lightning_fastft.errors import CheckpointNotSavedError
+from lightning_fastft.core.errors import CheckpointNotSavedError
 from tests.faults.saves import fork
 
 

@@ -7,11 +7,11 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_fastft.callbacks.run_report import RunReport
 from lightning_fastft.callbacks.watchdog import Watchdog
 from lightning_fastft.checkpoint.stops import RunStopped
-from lightning_fastft.errors import OptionError, UnsafeCheckpointError
-from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from lightning_fastft.core.errors import OptionError, UnsafeCheckpointError
+from lightning_fastft.monitor.run_report import RunReport
+from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
 

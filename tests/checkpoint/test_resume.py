@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
-from lightning_fastft.errors import ResumeError
-from lightning_fastft.module import FineTuner
+from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.token_weighting_worker import CONFIG
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.token_weighting_worker import CONFIG
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 
 def fit(folder, module=None, *, ckpt_path=None, num_batches=4, **options):

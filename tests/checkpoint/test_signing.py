@@ -7,7 +7,7 @@ import torch
 
 from lightning_fastft.checkpoint.files import RECORD, check_folder, commit_folder, load_file, newest_intact, save_file
 from lightning_fastft.checkpoint.signing import KEY_VARIABLE
-from lightning_fastft.errors import DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.errors import DamagedCheckpointError, UnsafeCheckpointError
 
 
 def write(place):

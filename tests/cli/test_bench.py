@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.ruler.workloads import WORKLOADS
 from lightning_fastft.cli import bench, main
-from lightning_fastft.errors import MissingDependencyError, OptionError
+from lightning_fastft.core.errors import MissingDependencyError, OptionError
 
 
 @pytest.fixture

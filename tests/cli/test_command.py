@@ -15,7 +15,7 @@ from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, FastFTCLI, config_names, find_configs, take_option
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from tests.cli.hostile_configs import BORING
 
 

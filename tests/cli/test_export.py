@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from lightning_fastft.cli import export as run_export
 from lightning_fastft.cli.command import main
-from lightning_fastft.errors import CheckpointNotSavedError, UnsupportedModelError
-from lightning_fastft.models import export
-from lightning_fastft.module import FineTuner
+from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError
+from lightning_fastft.hf import export
 from lightning_fastft.strategies.registry import register_strategies
-from tests.models.tiny_models import build_tiny
-from tests.training_parts import VOCAB_SIZE, packed_loader, quiet_trainer
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.tiny_models import build_tiny
+from tests.support.training_parts import VOCAB_SIZE, packed_loader, quiet_trainer
 
 register_strategies()
 

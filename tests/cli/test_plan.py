@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_fastft.cli.plan import run_plan
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 
 CONFIG = {
     "model_type": "llama",

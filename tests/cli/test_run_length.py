@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fastft.cli.run_length as run_length
 from lightning_fastft import FineTuner
 from lightning_fastft.cli.run_length import RunLength
-from lightning_fastft.errors import ResumeError
-from tests.datamodule_worker import TinyModel, make_data
+from lightning_fastft.core.errors import ResumeError
+from tests.support.datamodule_worker import TinyModel, make_data
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_fastft import FineTuner
 from lightning_fastft.cli.trainer import FastFTTrainer
-from tests.two_ranks import ROOT
+from tests.support.two_ranks import ROOT
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.demo.files import write_demo_files
 from lightning_fastft.demo.generator import final_answer, generate_rows
-from lightning_fastft.errors import OptionError
 
 SUM = re.compile(r"(\d+) ([-+x]) (\d+) = (\d+)")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_fastft
-from lightning_fastft.models.families import FAMILIES
+from lightning_fastft.hf.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 AGAIN = "the package has changed: python docs/generate.py"

@@ -13,7 +13,7 @@ from lightning_fastft.cli.command import USAGE, main
 from lightning_fastft.cli.lightning_cli import FastFTCLI, take_option
 from lightning_fastft.demo.files import write_demo_files
 from lightning_fastft.demo.generator import generate_rows
-from lightning_fastft.module import FineTuner
+from lightning_fastft.training.fine_tuner import FineTuner
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -17,7 +17,7 @@ from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from tests.faults.saves import fork
 from tests.strategies.strategy_worker import Lazy
-from tests.training_parts import packed_loader, quiet_trainer
+from tests.support.training_parts import packed_loader, quiet_trainer
 
 NUM_RANKS = 2
 # Micro-batch 7 of the run is the first of optimizer step 4, behind those that are given longer.

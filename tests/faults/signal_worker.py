@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning.pytorch.callbacks import Callback
 
 from tests.parity.resume_worker import train
-from tests.rank_exit import leave
+from tests.support.rank_exit import leave
 
 
 class SignalToSelf(Callback):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.checkpoint.files import RECORD, check_folder, commit_folder, load_file, save_file
-from lightning_fastft.errors import DamagedCheckpointError
+from lightning_fastft.core.errors import DamagedCheckpointError
 
 NUM_DAMAGES = [pytest.param(125, id="125 damages"), pytest.param(1250, id="1250 damages", marks=pytest.mark.fault)]
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.training.datamodule import PackedDataModule
 from tests.faults.data_forms import FORMS
 from tests.packing.conftest import UNMARKED, build_tokenizer
 

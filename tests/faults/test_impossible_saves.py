@@ -13,7 +13,7 @@ import torch
 
 from lightning_fastft.checkpoint.files import load_file, save_file
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
-from lightning_fastft.errors import CheckpointNotSavedError
+from lightning_fastft.core.errors import CheckpointNotSavedError
 from tests.faults.saves import fork
 
 OLD, NEW = {"number": 1}, {"number": 2, "weight": torch.zeros(200_000)}

@@ -12,14 +12,14 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.files import check_file
-from lightning_fastft.errors import DeviceMemoryError, FastFTError
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.optim import FusedAdamW
+from lightning_fastft.core.errors import DeviceMemoryError, FastFTError
 from lightning_fastft.strategies.memory_errors import StepWitness, is_out_of_memory
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.optimizer import FusedAdamW
 from tests.faults.saves import fork
-from tests.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 
 # More bytes than an address has bits for.
 TOO_MANY = 2**55

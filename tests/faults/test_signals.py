@@ -13,7 +13,7 @@ from lightning_fastft.checkpoint.files import check_file
 from tests.faults.saves import fork
 from tests.faults.signal_worker import SignalToSelf
 from tests.parity.resume_worker import ACCUMULATE, differences, train
-from tests.two_ranks import run_two_ranks
+from tests.support.two_ranks import run_two_ranks
 
 NUM_SIGNALS = [pytest.param(2, id="2 signals"), pytest.param(50, id="50 signals", marks=pytest.mark.fault)]
 # Long enough that no signal comes after the end.

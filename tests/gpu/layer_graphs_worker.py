@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
-from tests.models.packs import make_batch
-from tests.rank_exit import leave
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.packs import make_batch
+from tests.support.rank_exit import leave
 
 NUM_STEPS, NUM_LAYERS = 8, 3
 CONFIG = {

@@ -8,9 +8,7 @@ import torch
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
-from lightning_fastft.optim import FusedAdamW
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
+from lightning_fastft.training.optimizer import FusedAdamW
 from tests.kernels.test_adamw_step import (
     BF16,
     COMBINATIONS,
@@ -24,7 +22,9 @@ from tests.kernels.test_adamw_step import (
     make_rows,
     make_table,
 )
-from tests.kernels.truth import assert_within_bound
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
+from tests.support.truth import assert_within_bound
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

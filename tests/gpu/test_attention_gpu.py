@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fastft.errors import BackendError
+from lightning_fastft.core.errors import BackendError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.hf.families import FAMILIES, decoder_layers
 from lightning_fastft.kernels.attention.op import packed_attention
-from lightning_fastft.models.attention import install_attention
-from lightning_fastft.models.families import FAMILIES, decoder_layers
-from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.packing.context import BatchContext
-from tests.kernels.children import run_on_device
-from tests.models.packs import make_batch
-from tests.models.tiny_models import MOE, TINY, build_tiny
+from lightning_fastft.patches.attention import install_attention
+from tests.support.children import run_on_device
+from tests.support.packs import make_batch
+from tests.support.tiny_models import MOE, TINY, build_tiny
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 

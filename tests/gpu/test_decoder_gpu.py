@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from lightning_fastft.models.moe import install_bincount_router
-from lightning_fastft.models.packed import install_packed_training
-from lightning_fastft.models.swap import SwapLedger
-from tests.host_waits import waits_are_errors
-from tests.models.layer_pairs import add_lora, assert_as_near, build, fuse, is_served, step, use_exact_norms
-from tests.models.packs import make_batch, relative_error
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.patches.packed import install_packed_training
+from tests.support.host_waits import waits_are_errors
+from tests.support.layer_pairs import add_lora, assert_as_near, build, fuse, is_served, step, use_exact_norms
+from tests.support.packs import make_batch, relative_error
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (190, 1, 64, 257)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
 from tests.kernels.test_expert_gate import PublicEntries, check_against_truth, check_in_place, check_rows_of_nan_stay_alone, make_inputs
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

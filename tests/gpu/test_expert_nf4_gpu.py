@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.hf.expert_nf4 import quantise_experts, read_nf4
+from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4, quantise_stack
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
-from lightning_fastft.models.expert_nf4 import quantise_experts, read_nf4
-from lightning_fastft.models.expert_nf4_tensor import ExpertsNF4, quantise_stack
-from lightning_fastft.models.moe import install_bincount_router
-from lightning_fastft.models.swap import SwapLedger
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
-from tests.kernels.nf4_stacks import check, make_truth
-from tests.models.test_expert_nf4 import add_lora, stacks_of, with_dense_weights
-from tests.models.tiny_models import VOCABULARY, build_tiny
+from lightning_fastft.moe.install import install_bincount_router
+from tests.hf.test_expert_nf4 import add_lora, stacks_of, with_dense_weights
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
+from tests.support.nf4_stacks import check, make_truth
+from tests.support.tiny_models import VOCABULARY, build_tiny
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
-from tests.host_waits import waits_are_errors
+from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

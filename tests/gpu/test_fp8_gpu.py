@@ -6,18 +6,18 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.fused import fp8_base
+from lightning_fastft.fused.decoder import install_fp8_base
+from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
-from lightning_fastft.models import fp8_base
-from lightning_fastft.models.decoder import install_fp8_base
-from lightning_fastft.models.fp8_base import FP8_ATTRIBUTE
-from lightning_fastft.models.packed import install_packed_training
-from lightning_fastft.models.swap import SwapLedger
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
-from tests.models.layer_pairs import add_lora, build, fuse, is_served, layers_of, step
-from tests.models.packs import make_batch, relative_error
+from lightning_fastft.patches.packed import install_packed_training
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
+from tests.support.layer_pairs import add_lora, build, fuse, is_served, layers_of, step
+from tests.support.packs import make_batch, relative_error
 
 pytestmark = pytest.mark.gpu
 # Rows and columns of what a layer of Qwen3-14B quantises, cut in rows; the last is the gradient of gate and up.

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.grouped_mm import op
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
 from tests.kernels.test_grouped_mm import check_grad, check_product, make_case, public_grad, public_product
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -7,20 +7,20 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
-from lightning_fastft.models.adapters import install_adapter_shadows
-from lightning_fastft.models.attention import install_attention
-from lightning_fastft.models.head import LazyLogits, _is_untouched_view, install_head
-from lightning_fastft.models.swap import SwapLedger
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.context import Document
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
-from tests.kernels.truth import assert_within_bound
-from tests.models.tiny_models import VOCABULARY, build_tiny
+from lightning_fastft.patches.attention import install_attention
+from lightning_fastft.patches.head import LazyLogits, _is_untouched_view, install_head
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
+from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.truth import assert_within_bound
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -11,19 +11,19 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from lightning_fastft.models.adapters import install_adapter_shadows
-from lightning_fastft.models.cuda_recorder import CudaRecorder
-from lightning_fastft.models.decoder import install_layer_graphs
-from lightning_fastft.models.loading import ModelSource, build_model
-from lightning_fastft.models.moe import install_bincount_router
-from lightning_fastft.models.packed import install_packed_training
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.models.values import SEGMENT_ATTRIBUTE
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.graphs.cuda_recorder import CudaRecorder
+from lightning_fastft.graphs.install import install_layer_graphs
+from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.patches.packed import install_packed_training
 from tests.gpu.test_decoder_gpu import make_model
-from tests.host_waits import waits_are_errors
-from tests.models.layer_pairs import add_lora, assert_as_near, fuse, step, use_exact_norms
-from tests.models.packs import make_batch, relative_error
+from tests.support.host_waits import waits_are_errors
+from tests.support.layer_pairs import add_lora, assert_as_near, fuse, step, use_exact_norms
+from tests.support.packs import make_batch, relative_error
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -221,7 +221,7 @@ def test_without_the_memory_layers_run_as_ever():
 
 HELD_SCRIPT = """
 import torch
-from lightning_fastft.errors import SwapError
+from lightning_fastft.core.errors import SwapError
 from tests.gpu.test_layer_graphs_gpu import PACKS, make_batch, prepare, run, wide_lora
 model, _, _ = prepare(wide_lora("qwen3"), policy="keep", is_recorded=True)
 batches = [make_batch(lengths).to("cuda") for lengths in PACKS[:3]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.layer_graphs_worker import CASES, NUM_LAYERS, NUM_STEPS
-from tests.two_ranks import run_two_ranks
+from tests.support.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.multi_gpu
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.low_rank_add import reference
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
 from tests.kernels.test_low_rank_add import formula, make_inputs
-from tests.kernels.truth import one_unit
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
+from tests.support.truth import one_unit
 
 pytestmark = pytest.mark.gpu
 NUM_ROWS, NUM_COLUMNS = 32_768, 4_096

@@ -8,13 +8,13 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.errors import DataError, OptionError
-from lightning_fastft.models.loading import ModelSource, build_model
-from lightning_fastft.module import FineTuner
-from lightning_fastft.optim import FusedAdamW
+from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.hf.loading import ModelSource, build_model
 from lightning_fastft.strategies.registry import register_strategies
-from tests.test_module import CONFIG, LORA, trainable, word_tokenizer
-from tests.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
+from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimizer import FusedAdamW
+from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
+from tests.training.test_fine_tuner import CONFIG, LORA, trainable, word_tokenizer
 
 register_strategies()
 pytestmark = pytest.mark.gpu

@@ -6,15 +6,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from lightning_fastft.core.patcher import SwapLedger
 from lightning_fastft.kernels.expert_gate.reference import GateForm
-from lightning_fastft.models.moe import install_bincount_router
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.moe.experts import ExpertAdapter, ExpertLinear, run_experts
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
-from tests.models.packs import make_batch
-from tests.models.tiny_models import build_tiny
-from tests.moe.test_experts import plain_experts
+from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.moe.routing import ExpertAdapter, ExpertLinear, run_experts
+from tests.moe.test_routing import plain_experts
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
+from tests.support.packs import make_batch
+from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
 SILU, CLAMPED = GateForm(), GateForm(is_interleaved=True, activation="clamped")
@@ -140,7 +140,7 @@ def test_a_whole_model_is_as_exact_as_plain_bf16(name):
 
 def test_a_whole_step_never_waits():
     """Packed batch, router, adapters on the experts: forward and backward in training, forward in evaluation."""
-    from lightning_fastft.models.packed import install_packed_training
+    from lightning_fastft.patches.packed import install_packed_training
 
     torch.manual_seed(0)
     model = get_peft_model(build_tiny("qwen3_moe").bfloat16(), LoraConfig(r=8, target_modules=["o_proj"], target_parameters=STACKS)).cuda().train()
@@ -158,8 +158,8 @@ def test_a_whole_step_never_waits():
 
 def test_three_steps_with_shadows_are_those_without_and_never_wait():
     """fp32 masters on a bf16 base: the same weights to the bit, and the gradients lie in memory as their parameters."""
-    from lightning_fastft.models.adapters import install_adapter_shadows
-    from lightning_fastft.models.packed import install_packed_training
+    from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+    from lightning_fastft.patches.packed import install_packed_training
 
     batch = make_batch((40, 1, 25, 62)).to(torch.device("cuda"))
     arms = []

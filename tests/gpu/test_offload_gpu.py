@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from lightning_fastft.offload.engine import OffloadEngine, describe_use
-from lightning_fastft.offload.lanes import CudaLanes
-from lightning_fastft.offload.step import SegmentPlan
-from tests.host_waits import waits_are_errors
-from tests.models.packs import make_batch
-from tests.models.tiny_models import build_tiny
-from tests.offload.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan
+from lightning_fastft.activations.engine import OffloadEngine, describe_use
+from lightning_fastft.activations.streams import CudaLanes
+from lightning_fastft.planner.step import SegmentPlan
+from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan
+from tests.support.host_waits import waits_are_errors
+from tests.support.packs import make_batch
+from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from lightning_fastft.models.lora import add_adapters
-from lightning_fastft.models.packed import install_packed_training
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
-from lightning_fastft.offload.engine import describe_use
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.engine import describe_use
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.hf.lora import add_adapters
+from lightning_fastft.patches.packed import install_packed_training
 from tests.gpu.test_offload_gpu import DelayedLanes, all_on_host, deterministic  # noqa: F401 (a fixture)
-from tests.models.packs import make_batch
-from tests.models.tiny_models import build_tiny
-from tests.offload.late_lanes import LateLanes
-from tests.offload.plan_trials import PlannedModel
+from tests.planner.plan_trials import PlannedModel
+from tests.support.late_streams import LateLanes
+from tests.support.packs import make_batch
+from tests.support.tiny_models import build_tiny
 
 NUM_LAYERS, BUFFERS, HOST_GIB = 4, 2, 1.0
 # Packs of different lengths, the longest first: sizes of slots stay, contents of them do not fill them.

@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
 from tests.kernels.test_qk_rope import (
     PublicEntries,
     check_against_truth,
@@ -21,6 +19,8 @@ from tests.kernels.test_qk_rope import (
     make_inputs,
     run_ours,
 )
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
-from tests.host_waits import waits_are_errors
-from tests.kernels.children import run_on_device
 from tests.kernels.test_rms_norm import (
     GEMMA,
     GPT_OSS,
@@ -21,6 +19,8 @@ from tests.kernels.test_rms_norm import (
     check_without_the_weight,
     make_inputs,
 )
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -9,18 +9,18 @@ import torch
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fastft.errors import HostMemoryError, ShapeError
+from lightning_fastft.activations.slots import PinnedSlab
+from lightning_fastft.activations.streams import CudaLanes
+from lightning_fastft.activations.weights import WeightStreamer
+from lightning_fastft.core.errors import HostMemoryError, ShapeError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.hf.loading import ModelSource, build_model
+from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.kernels.host_gather.op import host_gather
-from lightning_fastft.models.attention import install_attention
-from lightning_fastft.models.loading import ModelSource, build_model
-from lightning_fastft.models.lora import add_adapters
-from lightning_fastft.models.streaming import install_host_embedding, install_weight_streaming
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.offload.lanes import CudaLanes
-from lightning_fastft.offload.slots import PinnedSlab
-from lightning_fastft.offload.weights import WeightStreamer
-from tests.kernels.children import run_on_device
-from tests.models.packs import make_batch
+from lightning_fastft.patches.attention import install_attention
+from lightning_fastft.patches.weight_streaming import install_host_embedding, install_weight_streaming
+from tests.support.children import run_on_device
+from tests.support.packs import make_batch
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -5,12 +5,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.adamw_step import codes, reference
 from lightning_fastft.kernels.adamw_step.codes import BLOCK
 from lightning_fastft.kernels.adamw_step.op import adamw_step
 from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
 from tests.kernels.test_adamw_step import (
     BF16,
     FP16,
@@ -22,7 +21,8 @@ from tests.kernels.test_adamw_step import (
     padded_state,
     rounded,
 )
-from tests.kernels.truth import Watch, load_with_fault
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch, load_with_fault
 
 COMBINATIONS = ((FP32, FP32, None), (FP32, BF16, BF16), (BF16, BF16, None), (FP32, FP16, FP16))
 SIZES = (1, 0, CHUNK + 37, 7, 1009, BLOCK + 1)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, assert_within_bound, load_with_fault
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch, assert_within_bound, load_with_fault
 
 ROOT = Path(__file__).parents[2]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

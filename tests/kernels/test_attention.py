@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from lightning_fastft.errors import BackendError, MissingDependencyError, OptionError, ShapeError
+from lightning_fastft.core.errors import BackendError, MissingDependencyError, OptionError, ShapeError
 from lightning_fastft.kernels.attention import flash
 from lightning_fastft.kernels.attention.op import BACKENDS, AttentionNeed, _check_forced, choose_backend, find_obstacle, packed_attention
 from lightning_fastft.kernels.attention.reference import masked_attention

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.backends import uses_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch
 
 COMPILE_SCRIPT = """
 import triton

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.kernels.children import ROOT, thinned
+from tests.support.children import ROOT, thinned
 
 # Two launches with Triton's interpreter as it is, two more with the plugin in force.
 SCRIPT = """
@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from tests.kernels import interpreter as plugin
+from tests.support import interpreter as plugin
 
 interpreter = plugin.interpreter
 from lightning_fastft.kernels.qk_rope import triton

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.kernels.children import compile_kernels
+from tests.support.children import compile_kernels
 
 pytest.importorskip("triton")
 

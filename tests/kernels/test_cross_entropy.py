@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from tests.kernels.children import in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
+from tests.support.children import in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS, WIDTH, VOCABULARY = 41, 12, 29

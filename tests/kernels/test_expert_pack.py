@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_pack import op, reference
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
-from tests.host_waits import HostWaits
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import load_with_fault
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.host_waits import HostWaits
+from tests.support.truth import load_with_fault
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Around a tile of 64: none, one, a prime, one under and one over, more than two.

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_rows import reference
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, assert_within_bound, load_with_fault, poisoned
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch, assert_within_bound, load_with_fault, poisoned
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

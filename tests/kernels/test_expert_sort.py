@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.op import ExpertOrder, sort_by_expert
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, load_with_fault
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch, load_with_fault
 
 ROOT = Path(__file__).parents[2]
 

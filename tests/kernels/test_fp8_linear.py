@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.fp8_linear import op, reference
 from lightning_fastft.kernels.fp8_linear.op import find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import dequantise, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.nf4_stacks import guarded
 from tests.kernels.test_nf4_linear import make_truth
-from tests.kernels.truth import Watch, load_with_fault, poisoned
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.nf4_stacks import guarded
+from tests.support.truth import Watch, load_with_fault, poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.grouped_mm import op, reference
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend
-from tests.host_waits import HostWaits
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import assert_within_bound, load_with_fault
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.host_waits import HostWaits
+from tests.support.truth import assert_within_bound, load_with_fault
 
 ROOT = Path(__file__).parents[2]
 # Rows per expert around a tile of 16: none, one, a prime, one under and over, all to one expert.

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.host_gather.op import host_gather
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.lora_linear import op
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
-from tests.kernels.truth import assert_within_bound, load_with_fault, poisoned
+from tests.support.truth import assert_within_bound, load_with_fault, poisoned
 
 NAMES = ("base", "x", "a_RD", "b_NR")
 SCALE = 0.75

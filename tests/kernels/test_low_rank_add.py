@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.low_rank_add import reference
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
 
 NAMES = ("base", "low", "factor", "residual")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lightning_fastft.kernels.low_rank_add import triton as low_rank_add
-from tests.kernels.truth import load_with_fault
+from tests.support.truth import load_with_fault
 
 lane, *without_barrier = sys.argv[1:]
 if without_barrier:

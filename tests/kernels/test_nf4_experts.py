@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.nf4_stacks import check, make_truth
-from tests.kernels.truth import Watch, load_with_fault
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.nf4_stacks import check, make_truth
+from tests.support.truth import Watch, load_with_fault
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from tests.kernels.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.kernels.nf4_stacks import guarded
-from tests.kernels.truth import Watch, load_with_fault
+from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.nf4_stacks import guarded
+from tests.support.truth import Watch, load_with_fault
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,9 +11,9 @@ import torch
 from lightning_fastft.kernels.adamw_step import triton
 from lightning_fastft.kernels.adamw_step.codes import BLOCK
 from lightning_fastft.kernels.adamw_step.reference import CHUNK
-from tests.kernels.children import thinned
 from tests.kernels.test_adamw_8bit import CHANGES, COMBINATIONS, OPTIONS, check_every_part, check_step, make_rows, make_table
-from tests.kernels.truth import load_with_fault
+from tests.support.children import thinned
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 

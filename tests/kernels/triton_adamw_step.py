@@ -26,7 +26,7 @@ from tests.kernels.test_adamw_step import (
     make_rows,
     make_table,
 )
-from tests.kernels.truth import load_with_fault
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # More chunks than partial sums.

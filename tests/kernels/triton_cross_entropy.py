@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.cross_entropy import reference, triton
-from tests.kernels.truth import load_with_fault, one_unit, poisoned
+from tests.support.truth import load_with_fault, one_unit, poisoned
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = triton.MAX_LANES * triton.MAX_DEPTH

@@ -22,7 +22,7 @@ from tests.kernels.test_expert_gate import (
     make_addend,
     make_inputs,
 )
-from tests.kernels.truth import load_with_fault
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = triton.MAX_BLOCK_COLUMNS

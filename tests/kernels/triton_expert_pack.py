@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.kernels.expert_pack import triton
 from tests.kernels.test_expert_pack import SHAPES, check_every_part, check_exchange
-from tests.kernels.truth import load_with_fault
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,8 @@ import torch
 
 from lightning_fastft.kernels.expert_rows import reference, triton
 from lightning_fastft.kernels.expert_sort.reference import sort_slots
-from tests.kernels.children import thinned
-from tests.kernels.truth import load_with_fault, poisoned
+from tests.support.children import thinned
+from tests.support.truth import load_with_fault, poisoned
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TOKENS = (0, 1, 7, 64, 257)

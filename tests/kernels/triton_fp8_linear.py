@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from lightning_fastft.kernels.fp8_linear import reference, triton
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from tests.kernels.test_fp8_linear import check_nf4, check_rows, check_rows_both_ways, make_cases, make_rows, write_nf4
-from tests.kernels.truth import load_with_fault
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

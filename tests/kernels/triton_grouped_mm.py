@@ -12,9 +12,9 @@ import torch
 from lightning_fastft.kernels.grouped_mm import triton
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.grouped_mm.triton import Tiles
-from tests.kernels.children import thinned
 from tests.kernels.test_grouped_mm import COUNTS, FULL, check_grad, check_product, formula, inside, make_case, make_row_weights
-from tests.kernels.truth import load_with_fault
+from tests.support.children import thinned
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.host_gather import reference, triton
-from tests.kernels.truth import load_with_fault, poisoned
+from tests.support.truth import load_with_fault, poisoned
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 COLUMNS = (1, 2, 13, 127, 128, 129, triton.MAX_BLOCK - 1, triton.MAX_BLOCK, triton.MAX_BLOCK + 1, 2 * triton.MAX_BLOCK + 37)

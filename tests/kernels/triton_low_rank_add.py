@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.low_rank_add import triton
-from tests.kernels.children import thinned
 from tests.kernels.test_low_rank_add import DTYPES, PLACES, check, check_rows_of_nan_stay_alone, fresh_memory_is_nan, make_inputs
-from tests.kernels.truth import load_with_fault
+from tests.support.children import thinned
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.

@@ -10,8 +10,8 @@ import torch
 
 from lightning_fastft.kernels.nf4_experts import reference, triton
 from lightning_fastft.kernels.nf4_experts.reference import GROUP_BLOCKS
-from tests.kernels.nf4_stacks import check, make_truth
-from tests.kernels.truth import load_with_fault
+from tests.support.nf4_stacks import check, make_truth
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

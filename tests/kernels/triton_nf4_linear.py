@@ -11,7 +11,7 @@ import torch
 from lightning_fastft.kernels.nf4_linear import reference, triton
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from tests.kernels.test_nf4_linear import check, make_cases, make_truth
-from tests.kernels.truth import load_with_fault
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

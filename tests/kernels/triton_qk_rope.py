@@ -11,7 +11,6 @@ import torch
 
 from lightning_fastft.kernels.qk_rope import triton
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
-from tests.kernels.children import thinned
 from tests.kernels.test_qk_rope import (
     DTYPES,
     FORMS,
@@ -32,7 +31,8 @@ from tests.kernels.test_qk_rope import (
     make_inputs,
     run_ours,
 )
-from tests.kernels.truth import load_with_fault
+from tests.support.children import thinned
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.repeat_heads import reference, triton
-from tests.kernels.truth import load_with_fault, poisoned
+from tests.support.truth import load_with_fault, poisoned
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 

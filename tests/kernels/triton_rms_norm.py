@@ -26,7 +26,7 @@ from tests.kernels.test_rms_norm import (
     fresh_memory_is_nan,
     make_inputs,
 )
-from tests.kernels.truth import load_with_fault
+from tests.support.truth import load_with_fault
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Rows of 130 columns share a program by so many.

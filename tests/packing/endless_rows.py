@@ -6,7 +6,7 @@ import os
 from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.pipeline import Chunk, Setup, run_chunks
 from lightning_fastft.packing.sources import RawRow
-from tests.processes import children_of
+from tests.support.processes import children_of
 
 
 def main():

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing import cache, pipeline, rows
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.dataset import digest_meta, write_beside
@@ -21,7 +21,7 @@ from lightning_fastft.packing.describe import render_example
 from lightning_fastft.packing.formats import FormatOptions
 from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VOCAB_SIZE, good_row, write_corpus
 from tests.packing.conftest import MARKED, build_tokenizer
-from tests.processes import children_of, is_there
+from tests.support.processes import children_of, is_there
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

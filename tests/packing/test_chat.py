@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing import rows
 from lightning_fastft.packing.chat import USED_CONTROL, ChatRenderer, read_template
 from lightning_fastft.packing.formats import FormatOptions, Formatter

@@ -6,7 +6,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.packing.context import BLOCK_SIZE, LABELLED_ROW_BUCKET, BatchContext
 
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from lightning_fastft.errors import DataError
+from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing import deadline
 from lightning_fastft.packing.cache import tokenize_sources
 from lightning_fastft.packing.deadline import template_deadline

@@ -3,10 +3,10 @@ import builtins
 import numpy as np
 import pytest
 
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.errors import DataError, MissingDependencyError
+from lightning_fastft.core.errors import DataError, MissingDependencyError
 from lightning_fastft.packing.context import Document
 from lightning_fastft.packing.describe import describe_data, render_example, render_length_histogram, save_length_histogram
+from lightning_fastft.training.datamodule import PackedDataModule
 
 
 class LetterTokenizer:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing import rows
 from lightning_fastft.packing.formats import Encoded, FormatOptions, Formatter, TokenIdError, detect_format, find_wrong_mapping
 from lightning_fastft.packing.rows import RowRejectedError

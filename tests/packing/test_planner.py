@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.planner import StepPlan, mix_bits, pack_best_fit_decreasing, split_to_multiple
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data"

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lightning_fastft.errors import DataError, OptionError
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing import rows
 from lightning_fastft.packing.cache import tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions

@@ -13,14 +13,14 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_fastft.datamodule import PackedDataModule
-from lightning_fastft.module import FineTuner
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.datamodule_worker import VOCABULARY, make_rows
-from tests.rank_exit import leave
-from tests.token_weighting_worker import CONFIG
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.datamodule_worker import VOCABULARY, make_rows
+from tests.support.rank_exit import leave
+from tests.support.token_weighting_worker import CONFIG
 
 NUM_STEPS, ACCUMULATE = 21, 2
 LORA = {"r": 4, "lora_alpha": 4, "lora_dropout": 0.1}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.datamodule_worker import SaveAt
 from tests.parity.resume_worker import ACCUMULATE, KINDS, NUM_STEPS, differences, resume_from, train
-from tests.two_ranks import run_two_ranks
+from tests.support.datamodule_worker import SaveAt
+from tests.support.two_ranks import run_two_ranks
 
 STOPS = range(1, NUM_STEPS)
 

@@ -12,14 +12,14 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.registry import register_strategies
-from tests.rank_exit import leave
 from tests.strategies.strategy_worker import CLIP_NORM, NUM_RANKS, STRATEGIES, make_tuner, trained_state
-from tests.token_weighting_worker import ragged_examples
-from tests.training_parts import quiet_trainer
-from tests.two_ranks import run_two_ranks
+from tests.support.rank_exit import leave
+from tests.support.token_weighting_worker import ragged_examples
+from tests.support.training_parts import quiet_trainer
+from tests.support.two_ranks import run_two_ranks
 
 ACCUMULATE, NUM_WINDOWS = 3, 4
 # GiB: room for everything; "held in part" lies between what recompute needs (1.2e-3 to 1.4e-3) and what keeping everything takes (2.2e-3).

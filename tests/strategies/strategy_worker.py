@@ -18,20 +18,20 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.resume import ExactResume
-from lightning_fastft.errors import OptionError
-from lightning_fastft.models import adapters
-from lightning_fastft.models.sharding import gather_state, is_sharded
-from lightning_fastft.module import FineTuner
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.fused import low_precision_adapters as adapters
+from lightning_fastft.hf.sharding import gather_state, is_sharded
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.rank_exit import leave
-from tests.token_weighting_worker import CONFIG, micro_batches
-from tests.training_parts import PlainModule, tiny_llama
-from tests.two_ranks import run_two_ranks
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.rank_exit import leave
+from tests.support.token_weighting_worker import CONFIG, micro_batches
+from tests.support.training_parts import PlainModule, tiny_llama
+from tests.support.two_ranks import run_two_ranks
 
 NUM_RANKS, NUM_WINDOWS, ACCUMULATE = 2, 2, 2
 LORA = {"r": 4, "lora_alpha": 4, "init_lora_weights": False}

@@ -7,12 +7,12 @@ import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_fastft.errors import OptionError
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.registry import register_strategies
 from tests.strategies.strategy_worker import ACCUMULATE, BOUND, DDP_EQUALITY, NUM_WINDOWS, difference, run_on_two_ranks, train
-from tests.training_parts import quiet_trainer
+from tests.support.training_parts import quiet_trainer
 
 register_strategies()
 

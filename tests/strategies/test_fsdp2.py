@@ -9,8 +9,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightning_fastft.errors import OptionError
-from lightning_fastft.status import Status
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.strategies.strategy_worker import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fastft.offload.budgets import peak_memory_bytes
+from lightning_fastft.activations.budgets import peak_memory_bytes
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import torch
 
 from lightning_fastft import BincountRouter, FineTuner, FusedKernels, OffloadCheckpointing, PackedTraining
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.token_weighting_worker import CONFIG
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.token_weighting_worker import CONFIG
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 HOOKS = (
     "setup",

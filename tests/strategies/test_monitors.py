@@ -8,9 +8,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_fastft import FineTuner
-from lightning_fastft.errors import OptionError
-from tests.token_weighting_worker import CONFIG
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
+from lightning_fastft.core.errors import OptionError
+from tests.support.token_weighting_worker import CONFIG
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 
 def fit(tmp_path, module, callback, **options):

@@ -11,8 +11,8 @@ import lightning_fastft
 from lightning_fastft import FineTuner, OffloadCheckpointing
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.token_weighting_worker import CONFIG
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, random_documents, tiny_llama
+from tests.support.token_weighting_worker import CONFIG
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, random_documents, tiny_llama
 
 CALLBACKS = ("Watchdog", "GradientHealth", "FusedKernels", "BincountRouter", "FiniteGuard", "TokenThroughput", "RunReport")
 

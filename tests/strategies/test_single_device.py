@@ -13,14 +13,14 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.errors import ContextError, OptionError, UnsupportedModelError
-from lightning_fastft.models.head import STATUS_NAME as HEAD_STATUS
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import ContextError, OptionError, UnsupportedModelError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 
 register_strategies()
 

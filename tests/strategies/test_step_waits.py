@@ -8,15 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.gradient_health import GradientHealth
-from lightning_fastft.callbacks.late_copy import LateCopies
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.callbacks.progress_bar import FastFTProgressBar
-from lightning_fastft.callbacks.token_throughput import TokenThroughput
-from lightning_fastft.offload.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.monitor.progress_bar import FastFTProgressBar
+from lightning_fastft.monitor.token_throughput import TokenThroughput
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.host_waits import count_host_waits
-from tests.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.host_waits import count_host_waits
+from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
 
 class FusedModule(PlainModule):

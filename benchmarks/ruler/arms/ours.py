@@ -37,13 +37,13 @@ from benchmarks.ruler.plans import (
 )
 from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.models.fp8_base import STATUS_NAME as FP8_STATUS
-from lightning_fastft.models.swap import SwapLedger
-from lightning_fastft.module import FineTuner
-from lightning_fastft.optim import FusedAdamW
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.status import render_status_table
+from lightning_fastft.fused.fp8_base import STATUS_NAME as FP8_STATUS
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
-from lightning_fastft.status import render_status_table
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimizer import FusedAdamW
 
 
 def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_float, check_int, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_float, check_int, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.reference import SkipFlag, StepOptions, TensorTable
 from lightning_fastft.kernels.backends import uses_triton

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.checks import check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import codes
 
 # 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once; whole blocks of averages in 8 bits. Not yet measured; candidates:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.errors import MissingDependencyError
+from lightning_fastft.core.errors import MissingDependencyError
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_int, check_tensor
-from lightning_fastft.errors import BackendError, MissingDependencyError, ShapeError
+from lightning_fastft.core.checks import check_choice, check_int, check_tensor
+from lightning_fastft.core.errors import BackendError, MissingDependencyError, ShapeError
 from lightning_fastft.kernels.attention.cudnn_backend import cudnn_attention, is_cudnn_installed
 from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Remember, Shares, varlen_attention
 from lightning_fastft.kernels.attention.flex import flex_attention

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_columns, check_rows_apart, check_tensor
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.checks import check_columns, check_rows_apart, check_tensor
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.block_diagonal import reference
 

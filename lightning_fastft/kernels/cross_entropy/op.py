@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from lightning_fastft.checks import check_int, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_int, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.reference import RowLosses
 

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients, LowRankRows

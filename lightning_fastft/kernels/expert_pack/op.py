@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_float, check_tensor, do_ranges_overlap
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.checks import check_float, check_tensor, do_ranges_overlap
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.expert_pack import reference
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_int, check_tensor
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.checks import check_int, check_tensor
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import uses_triton
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.reference import ExpertOrder

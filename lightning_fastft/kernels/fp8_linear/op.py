@@ -18,8 +18,8 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_bool, check_choice, check_columns, check_rows_apart, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_bool, check_choice, check_columns, check_rows_apart, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.fp8_linear import reference
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows

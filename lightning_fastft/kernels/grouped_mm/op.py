@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_float, check_int, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_choice, check_float, check_int, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import plain_numbers
 from lightning_fastft.kernels.expert_rows.op import gather_rows
 from lightning_fastft.kernels.grouped_mm import reference

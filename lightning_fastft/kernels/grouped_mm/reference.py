@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 
 # Products with no more output columns than this (the rows of an adapter's rank) do little arithmetic for each row they read: memory bounds them.
 THIN_COLUMNS = 64

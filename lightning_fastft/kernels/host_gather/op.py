@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_tensor
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.host_gather import reference
 
 _TABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.errors import ShapeError
 
 
 def lora_addmm(

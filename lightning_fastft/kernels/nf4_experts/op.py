@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fastft.checks import check_tensor
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS, NF4Stack
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.checks import check_choice, check_int, check_tensor
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_choice, check_int, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear import reference

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import (
+from lightning_fastft.core.checks import (
     check_choice,
     check_columns,
     check_float,
@@ -20,7 +20,7 @@ from lightning_fastft.checks import (
     do_ranges_overlap,
     is_same_memory,
 )
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_int, check_tensor
-from lightning_fastft.errors import ShapeError
+from lightning_fastft.core.checks import check_int, check_tensor
+from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.repeat_heads import reference
 

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor, do_ranges_overlap
-from lightning_fastft.errors import OptionError, ShapeError
+from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor, do_ranges_overlap
+from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_fastft.checks import is_same_memory
+from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 

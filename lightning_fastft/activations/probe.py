@@ -1,0 +1,348 @@
+"""Measure one step under checkpointing: times, bytes and peaks of every segment, which the planner turns into a plan."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from lightning_fastft.activations.segments import Segment, SegmentObserver, Tensors
+from lightning_fastft.activations.slots import align
+from lightning_fastft.planner.step import Machine, SegmentCost, StepCost, ValueCost
+
+# Large enough for full speed, small enough to pin in a tenth of a second.
+_BANDWIDTH_BYTES = 64 * 2**20
+_BANDWIDTH_COPIES = 6
+
+
+class Clock(Protocol):
+    """Times on the device, read later."""
+
+    def now(self) -> Any:  # noqa: ANN401 - an event or a number
+        """Note a moment."""
+
+    def ms_between(self, begin: Any, end: Any) -> float:  # noqa: ANN401
+        """Return the milliseconds from one moment to another; waits for the later one."""
+
+
+class HostClock:
+    """Moments of the host, for devices that compute at once."""
+
+    def now(self) -> float:
+        """Return the present in seconds."""
+        return time.perf_counter()
+
+    def ms_between(self, begin: float, end: float) -> float:
+        """Return the difference."""
+        return (end - begin) * 1e3
+
+
+class CudaClock:
+    """Events on the stream that is current when a moment is noted."""
+
+    def now(self) -> torch.cuda.Event:
+        """Record an event."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Wait for the later event and return the difference."""
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+class Memory:
+    """What the allocator of a device has handed out; zeros where no allocator counts (CPU).
+
+    Args:
+        device: Whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_counted = device.type == "cuda"
+
+    def allocated(self) -> int:
+        """Bytes handed out now."""
+        return torch.cuda.memory_allocated(self._device) if self.is_counted else 0
+
+    def start_peak(self) -> int:
+        """Begin a new peak; return the bytes handed out now."""
+        if self.is_counted:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self.allocated()
+
+    def peak(self) -> int:
+        """Most bytes handed out since the peak began."""
+        return torch.cuda.max_memory_allocated(self._device) if self.is_counted else 0
+
+
+class SavedBytesProbe(SegmentObserver):
+    """Find out what autograd holds of a kept segment: one segment of each kind runs kept for one forward.
+
+    Args:
+        memory: Of the device.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.saved_bytes: dict[int, int] = {}
+        self._memory = memory
+
+    def around_kept(self, segment: Segment) -> AbstractContextManager[None]:
+        """Count while the segment's forward runs."""
+        return self._count(segment)
+
+    @contextmanager
+    def _count(self, segment: Segment) -> Iterator[None]:
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            # An operator that holds its own output would never be freed if no backward came.
+            return tensor.detach()
+
+        before = self._memory.allocated()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        counted = sum(storages.values())
+        # The allocator also sees what functions hold by other means; the output belongs to the next segment.
+        self.saved_bytes[segment.index] = self._memory.allocated() - before if self._memory.is_counted else counted
+
+
+class StepProbe(SegmentObserver):
+    """Note moments and memory of one forward and backward in which every segment is recomputed.
+
+    Args:
+        clock: Of the device.
+        memory: Of the device.
+        previous: When the forward before this one began; None where nobody noted it.
+    """
+
+    def __init__(self, clock: Clock, memory: Memory, *, previous: Any = None) -> None:  # noqa: ANN401 - a moment of the clock
+        self._clock, self._memory = clock, memory
+        self._previous = previous
+        self._moments: dict[tuple[str, int], Any] = {}
+        self._values: dict[int, dict[str, list[Any]]] = defaultdict(dict)
+        self._forward_peak: dict[int, int] = {}
+        self._backward_peak: dict[int, int] = {}
+        self._entry_bytes = 0
+        self._backward_segment: int | None = None
+        self.base_bytes = 0
+        self._head_bytes = 0
+        self.head_peak_bytes = 0
+        self._awaited: set[int] = set()
+        self._reached: set[int] = set()
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backward has reached every segment that it goes through; false after an exception in the middle."""
+        return bool(self._awaited) and self._awaited == self._reached
+
+    def forward_begins(self, segment: Segment) -> None:
+        """Note the start of a forward."""
+        self._entry_bytes = self._memory.start_peak()
+        if segment.index == 0:
+            self.base_bytes = self._entry_bytes
+        self._note("forward", segment)
+
+    def forward_ends(self, segment: Segment) -> None:
+        """Note the end of a forward; what comes after the last one is the head."""
+        self._note("forward end", segment)
+        self._forward_peak[segment.index] = self._memory.peak() - self._entry_bytes
+        self._head_bytes = self._memory.start_peak()
+
+    def backward_awaited(self, segment: Segment) -> None:
+        """Note that the backward will go through a segment."""
+        self._awaited.add(segment.index)
+
+    def backward_begins(self, segment: Segment) -> None:
+        """Note that the backward has reached a segment, and what the one after it took."""
+        self._note("backward", segment)
+        if self._backward_segment is None:
+            self.head_peak_bytes = self._memory.peak() - self._head_bytes
+        else:
+            self._end_backward()
+        self._entry_bytes = self._memory.start_peak()
+        self._backward_segment = segment.index
+        self._reached.add(segment.index)
+
+    def replay_begins(self, segment: Segment) -> None:
+        """Note the start of a second run."""
+        self._note("replay", segment)
+
+    def replay_ends(self, segment: Segment) -> None:
+        """Note the end of a second run."""
+        self._note("replay end", segment)
+
+    def value_begins(self, segment: Segment, name: str) -> None:
+        """Note the start of a value's computation."""
+        self._values[segment.index].setdefault(name, [0, []])[1].append([self._clock.now(), None])
+
+    def value_ends(self, segment: Segment, name: str, tensors: Tensors) -> None:
+        """Note its end and its size."""
+        entry = self._values[segment.index][name]
+        entry[0] += sum(align(tensor.numel() * tensor.element_size()) for tensor in tensors)
+        entry[1][-1][1] = self._clock.now()
+
+    def step_ends(self) -> None:
+        """Note the start of the next forward: the end of this step."""
+        self._moments["step end", 0] = self._clock.now()
+        if self._backward_segment is not None:
+            self._end_backward()
+
+    def read(
+        self,
+        segments: Sequence[Segment],
+        *,
+        input_bytes: int,
+        saved_bytes: Callable[[int], int],
+        extra_bytes: int,
+        weight_bytes: Sequence[int],
+    ) -> StepCost:
+        """Return the costs of the step.
+
+        Args:
+            segments: All of them, in order.
+            input_bytes: Hidden states between two segments.
+            saved_bytes: Of a segment by index, when it is kept, its output included.
+            extra_bytes: What will be resident later and is not yet.
+            weight_bytes: Frozen weights of each segment.
+
+        Cost:
+            One wait for the device.
+        """
+        backward = self._backward_times(len(segments))
+        costs = [
+            self._segment_cost(segment, backward_ms=backward[segment.index], input_bytes=input_bytes, saved=saved_bytes)._replace(weight_bytes=weight)
+            for segment, weight in zip(segments, weight_bytes)
+        ]
+        last = segments[-1].index
+        head_ms = self._between(("forward end", last), ("backward", last))
+        total = self._between(("forward", 0), ("step end", 0))
+        if self._previous is not None:
+            # What others do between two steps (a validation, a save) is no part of a step: the shorter of two counts.
+            total = min(total, self._clock.ms_between(self._previous, self._moments["forward", 0]))
+        known = head_ms + sum(cost.forward_ms + cost.backward_ms + cost.recompute_ms for cost in costs)
+        return StepCost(
+            segments=tuple(costs),
+            base_bytes=max(0, self.base_bytes - input_bytes) + extra_bytes,
+            head_peak_bytes=self.head_peak_bytes,
+            head_ms=head_ms,
+            other_ms=max(0.0, total - known),
+        )
+
+    def _segment_cost(self, segment: Segment, *, backward_ms: float, input_bytes: int, saved: Callable[[int], int]) -> SegmentCost:
+        index = segment.index
+        saved_bytes = max(0, saved(index) - input_bytes)
+        values = []
+        for name, (num_bytes, moments) in self._values[index].items():
+            # What the last point computes is never rebuilt, so nothing is gained by holding it.
+            if segment.last_point is None or not name.startswith(segment.last_point):
+                values.append(ValueCost(name, num_bytes, sum(self._clock.ms_between(begin, end) for begin, end in moments)))
+        return SegmentCost(
+            input_bytes=input_bytes,
+            saved_bytes=saved_bytes,
+            forward_ms=self._between(("forward", index), ("forward end", index)),
+            backward_ms=backward_ms,
+            recompute_ms=self._between(("replay", index), ("replay end", index)),
+            values=tuple(values),
+            forward_peak_bytes=self._forward_peak.get(index, 0),
+            backward_peak_bytes=max(0, self._backward_peak.get(index, 0) - saved_bytes),
+            weight_bytes=0,
+        )
+
+    def _backward_times(self, num_segments: int) -> list[float]:
+        """Backward without replay, per segment; the first segments, whose end nobody sees, take the mean of the others."""
+        found: dict[int, float] = {}
+        for index in range(1, num_segments):
+            if ("backward", index) in self._moments and ("backward", index - 1) in self._moments:
+                whole = self._between(("backward", index), ("backward", index - 1))
+                found[index] = max(0.0, whole - self._between(("replay", index), ("replay end", index)))
+        mean = sum(found.values()) / len(found) if found else 0.0
+        return [found.get(index, mean) for index in range(num_segments)]
+
+    def _between(self, begin: tuple[str, int], end: tuple[str, int]) -> float:
+        if begin not in self._moments or end not in self._moments:
+            return 0.0
+        return max(0.0, self._clock.ms_between(self._moments[begin], self._moments[end]))
+
+    def _end_backward(self) -> None:
+        assert self._backward_segment is not None
+        self._backward_peak[self._backward_segment] = self._memory.peak() - self._entry_bytes
+        self._backward_segment = None
+
+    def _note(self, what: str, segment: Segment) -> None:
+        self._moments[what, segment.index] = self._clock.now()
+
+
+def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
+    """Return what the step costs for packs of another length: times, activations and transients grow with it, weights and the rest do not.
+
+    Args:
+        cost: What was measured.
+        factor: The other length over the length that was measured.
+        input_bytes: Hidden states of the other length.
+    """
+    if factor == 1:
+        return cost
+    segments = tuple(
+        SegmentCost(
+            input_bytes=input_bytes,
+            saved_bytes=round(segment.saved_bytes * factor),
+            forward_ms=segment.forward_ms * factor,
+            backward_ms=segment.backward_ms * factor,
+            recompute_ms=segment.recompute_ms * factor,
+            values=tuple(ValueCost(value.name, align(math.ceil(value.num_bytes * factor)), value.rebuild_ms * factor) for value in segment.values),
+            forward_peak_bytes=round(segment.forward_peak_bytes * factor),
+            backward_peak_bytes=round(segment.backward_peak_bytes * factor),
+            weight_bytes=segment.weight_bytes,
+        )
+        for segment in cost.segments
+    )
+    return cost._replace(segments=segments, head_peak_bytes=round(cost.head_peak_bytes * factor), head_ms=cost.head_ms * factor)
+
+
+def make_clock(device: torch.device) -> Clock:
+    """Return the clock of a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """Return the copy rates of a device while both directions are busy.
+
+    Cost:
+        On CUDA two pinned buffers of 64 MiB and some 20 ms, with waits for the device; for set-up only.
+    """
+    if device.type != "cuda":
+        return Machine(device.type, 1e10, 1e10)
+    properties = torch.cuda.get_device_properties(device)
+    host_out, host_in = (torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    on_device = [torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    seconds = []
+    torch.cuda.synchronize(device)
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for stream in streams:
+        events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        with torch.cuda.stream(stream):
+            # The first copy is not timed: it wakes the engine.
+            for number in range(_BANDWIDTH_COPIES + 1):
+                if number == 1:
+                    events[-1][0].record()
+                if stream is streams[0]:
+                    host_out.copy_(on_device[0], non_blocking=True)
+                else:
+                    on_device[1].copy_(host_in, non_blocking=True)
+            events[-1][1].record()
+    torch.cuda.synchronize(device)
+    seconds = [begin.elapsed_time(end) / 1e3 for begin, end in events]
+    d2h, h2d = (_BANDWIDTH_COPIES * _BANDWIDTH_BYTES / second for second in seconds)
+    return Machine(properties.name, d2h, h2d, is_unified=bool(getattr(properties, "is_integrated", False)))

@@ -1,0 +1,222 @@
+"""Memory that offload owns: one pinned slab on the host, handed out in regions, and fixed staging slots on the device."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_fastft.activations.streams import Lanes, Mark
+from lightning_fastft.core.errors import HostMemoryError
+
+# Copies begin at multiples of this: full speed of the copy engines, and room for any dtype.
+ALIGNMENT_BYTES = 512
+# Pinning is worth a line in the log from here on; it takes about a second per GiB.
+SLOW_PINNING_BYTES = 2**30
+_CUDA_HOST_REGISTER_PORTABLE = 1
+
+logger = logging.getLogger(__name__)
+
+
+def align(num_bytes: int) -> int:
+    """Return num_bytes rounded up to whole alignment units.
+
+    Example:
+        >>> align(1), align(512), align(513)
+        (512, 512, 1024)
+    """
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class HostRegion:
+    """A part of the slab.
+
+    Args:
+        start: First byte in the slab.
+        num_bytes: Length, a multiple of the alignment.
+        tensor: The bytes.
+    """
+
+    __slots__ = ("marks", "num_bytes", "start", "tensor")
+
+    def __init__(self, start: int, num_bytes: int, tensor: torch.Tensor) -> None:
+        self.start, self.num_bytes, self.tensor = start, num_bytes, tensor
+        # Copies that still read or write the bytes of this region's last use.
+        self.marks: list[Mark] = []
+
+
+class PinnedSlab:
+    """One block of page-locked host memory of exact size, registered once and handed out in regions.
+
+    PyTorch's own pinned allocator rounds every block up to a power of two; this one rounds each region up to 512 bytes.
+
+    Args:
+        num_bytes: Size.
+        device: The device that copies from and to it; pinned only for CUDA.
+
+    Raises:
+        HostMemoryError: The host refuses the memory or the pinning.
+
+    Cost:
+        About one second per GiB for CUDA, once; the device is not waited for.
+    """
+
+    def __init__(self, num_bytes: int, *, device: torch.device) -> None:
+        self.num_bytes = align(num_bytes)
+        self._unregister: weakref.finalize[..., Any] | None = None
+        # Free stretches as (start, length), by start.
+        self._free: list[tuple[int, int]] = [(0, self.num_bytes)] if num_bytes else []
+        # Marks of the last use, by start of the region that was given back.
+        self._pending: dict[int, tuple[int, list[Mark]]] = {}
+        try:
+            self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise HostMemoryError(f"The host has no {self.num_bytes / 2**30:.1f} GiB for offloaded tensors: lower host_budget. ({error})") from error
+        if device.type == "cuda" and num_bytes:
+            self._register(device)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out now."""
+        return self.num_bytes - sum(length for _, length in self._free)
+
+    def reserve(self, num_bytes: int) -> HostRegion | None:
+        """Return a region of at least num_bytes, first fit; None when there is none."""
+        wanted = align(max(1, num_bytes))
+        for index, (start, length) in enumerate(self._free):
+            if length >= wanted:
+                if length == wanted:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + wanted, length - wanted)
+                region = HostRegion(start, wanted, self._bytes[start : start + wanted])
+                region.marks = self._take_pending(start, start + wanted)
+                return region
+        return None
+
+    def release(self, region: HostRegion, *, marks: Sequence[Mark]) -> None:
+        """Take a region back; whoever gets its bytes next waits for the marks."""
+        kept = [mark for mark in marks if mark is not None]
+        if kept:
+            self._pending[region.start] = (region.start + region.num_bytes, kept)
+        start, end = region.start, region.start + region.num_bytes
+        index = bisect.bisect(self._free, (start, 0))
+        if index < len(self._free) and self._free[index][0] == end:
+            end += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end - start))
+
+    def close(self) -> None:
+        """Unpin and free the memory; a second call does nothing. Copies must be over."""
+        if self._unregister is not None:
+            self._unregister()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._free, self.num_bytes = [], 0
+
+    def _take_pending(self, start: int, end: int) -> list[Mark]:
+        """Remove and return the marks of every earlier region that shares bytes with this stretch."""
+        # Step after step the same tensors come in the same order and find the regions of the step before.
+        if start in self._pending and self._pending[start][0] == end:
+            return self._pending.pop(start)[1]
+        marks: list[Mark] = []
+        for other, (other_end, other_marks) in list(self._pending.items()):
+            if other < end and start < other_end:
+                marks += other_marks
+                del self._pending[other]
+                # What sticks out on either side keeps its marks.
+                if other < start:
+                    self._pending[other] = (start, other_marks)
+                if end < other_end:
+                    self._pending[end] = (other_end, other_marks)
+        return marks
+
+    def _register(self, device: torch.device) -> None:
+        is_slow = self.num_bytes >= SLOW_PINNING_BYTES
+        gib = self.num_bytes / 2**30
+        if is_slow:
+            logger.info("pinning %.1f GiB of host memory, about %.0f s", gib, gib)
+        begin = time.perf_counter()
+        status = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, _CUDA_HOST_REGISTER_PORTABLE))
+        if status:
+            # The next launch would report the failed call once more, in the name of something innocent.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
+            raise HostMemoryError(
+                f"The host refuses to pin {gib:.1f} GiB (CUDA error {status}): lower host_budget, or raise the limit on locked memory. Under WSL "
+                "pinned memory is limited to a share of the host's memory."
+            )
+        # Also where nobody closes the slab: memory that is freed while it is pinned cannot be pinned again.
+        self._unregister = weakref.finalize(self, _unregister, self._bytes)
+        if is_slow:
+            logger.info("pinned %.1f GiB in %.1f s", gib, time.perf_counter() - begin)
+
+
+def _unregister(pinned: torch.Tensor) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr())))
+
+
+class StagingSlot:
+    """A fixed piece of device memory that holds what came back from the host for one segment.
+
+    Args:
+        num_bytes: Size.
+        lanes: Who copies into it.
+    """
+
+    def __init__(self, num_bytes: int, *, lanes: Lanes) -> None:
+        self.num_bytes = num_bytes
+        self.num_replaced = 0
+        self._lanes = lanes
+        self._owner: weakref.ref[Any] | None = None
+        self._marks: list[Mark] = []
+        self._allocate()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no segment that still lives has it."""
+        return self._owner is None or self._owner() is None
+
+    def take(self, owner: object) -> list[Mark]:
+        """Give the slot to a segment; return what its first copy must wait for.
+
+        A tensor that someone kept beyond its segment keeps its memory: the slot then gets another piece.
+        """
+        if _num_holders(self.bytes) > 1:
+            self.num_replaced += 1
+            if self.num_replaced == 1:
+                logger.warning(
+                    "a staged tensor outlived the backward of its decoder layer: its %d bytes are left to whoever holds it", self.num_bytes
+                )
+            self._allocate()
+        marks, self._marks = self._marks, []
+        self._owner = weakref.ref(owner)
+        return marks
+
+    def note_copy(self, mark: Mark) -> None:
+        """Remember a copy into the slot, should its owner go before the slot is left."""
+        self._marks = [mark]
+
+    def leave(self, mark: Mark) -> None:
+        """Take the slot from its segment; its next copy waits for the mark."""
+        self._owner = None
+        self._marks = [mark]
+
+    def _allocate(self) -> None:
+        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
+        # The allocator may hand out memory that earlier work of the compute stream still uses.
+        self._marks = [self._lanes.mark_compute()]
+
+
+def _num_holders(tensor: torch.Tensor) -> int:
+    """Tensors that share this storage."""
+    storage = tensor.untyped_storage()
+    # The storage object made for this question is one of the holders.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -1,0 +1,490 @@
+"""The decoder layers of one model under one policy: probe, plan, and the engine that follows the plan."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fastft.activations.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified, is_unified
+from lightning_fastft.activations.engine import OffloadEngine
+from lightning_fastft.activations.probe import Memory, SavedBytesProbe, StepProbe, make_clock, measure_machine, scale_cost
+from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
+from lightning_fastft.activations.slots import align
+from lightning_fastft.activations.streams import Lanes, make_lanes
+from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
+from lightning_fastft.core.status import Status
+from lightning_fastft.planner.picture import render_plan
+from lightning_fastft.planner.plan import make_plan
+from lightning_fastft.planner.step import Machine, Plan, SegmentPlan, StepCost
+
+logger = logging.getLogger(__name__)
+
+# Forwards before the plan: one that counts saved bytes, one that warms up (and finds the last value points), one that is timed.
+_FRESH, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _PLANNED = range(5)
+# What is left of a budget that turned out not to be there.
+NOTCH = 0.9
+_MAX_NOTCHES = 5
+
+
+class StackOptions(NamedTuple):
+    """How the activations of a stack are treated; the arguments of OffloadCheckpointing."""
+
+    policy: str
+    vram_budget_bytes: int | None
+    host_budget_bytes: int | None
+    buffers: int
+    weights: str = "auto"
+    is_serial: bool = False
+    is_poisoned: bool = False
+
+
+class StreamedWeights(NamedTuple):
+    """What became of frozen weights that were moved to the host.
+
+    Args:
+        num_host_bytes: Their bytes there.
+        num_slot_bytes: Bytes of the device slots for them.
+        num_embedding_bytes: Bytes of an input embedding that went with them.
+        statuses: What to tell the user.
+        enter_backward: Brings the first layer in for its backward; None where nothing has to.
+    """
+
+    num_host_bytes: int
+    num_slot_bytes: int
+    num_embedding_bytes: int = 0
+    statuses: tuple[Status, ...] = ()
+    enter_backward: Callable[[], None] | None = None
+
+
+class SegmentStack:
+    """Own the segments of one model, decide their plan, and keep the engine that it needs.
+
+    Args:
+        layers: Decoder layers, in order.
+        options: What was asked for.
+        report: Takes what the user should read.
+        extra_bytes: Returns the bytes that will be resident later and are not yet (optimizer state before the first step).
+        agree: Returns the plan that all ranks follow, from this rank's.
+        most_tokens: Returns the tokens of the longest pack to come, 0 where nobody knows.
+        num_local_ranks: Returns how many ranks share the host's memory.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        options: StackOptions,
+        *,
+        report: Callable[[str], None],
+        extra_bytes: Callable[[], int],
+        agree: Callable[[Plan], Plan],
+        most_tokens: Callable[[], int] = lambda: 0,
+        num_local_ranks: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.options = options
+        self.segments = [
+            Segment(index, is_random=any(map(is_random, layer.modules())), has_router=_has_router(layer)) for index, layer in enumerate(layers)
+        ]
+        self.engine: OffloadEngine | None = None
+        self.plan: Plan | None = None
+        self.cost: StepCost | None = None
+        self.note = ""
+        # Moves the frozen weights of the layers to the host, and says how many bytes of embedding would go with them; set by who knows the model.
+        self.stream_weights: Callable[[Lanes], StreamedWeights] | None = None
+        self.embedding_bytes: Callable[[], int] = lambda: 0
+        self.streamed: StreamedWeights | None = None
+        self.make_lanes: Callable[[torch.device], Lanes] = lambda device: make_lanes(device, is_serial=options.is_serial)
+        self._lanes: Lanes | None = None
+        self._weight_bytes = [_frozen_bytes(layer) for layer in layers]
+        self.segments[0].on_forward = self.begin_forward
+        for segment in self.segments:
+            segment.awaits_plan = self._awaits_plan
+            segment.vram_budget_bytes = options.vram_budget_bytes
+        self._kinds = _kinds(layers)
+        self._report, self._extra_bytes, self._agree, self._most_tokens = report, extra_bytes, agree, most_tokens
+        self._num_local_ranks = num_local_ranks
+        # Known once the model stands on its device.
+        self._is_always_kept = False
+        # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the others for ever.
+        self._has_agreed = False
+        self._phase = _FRESH
+        self._device = torch.device("cpu")
+        self._input_bytes = 0
+        # Hidden states of the longest pack, and of the packs whose bytes were counted and whose times were taken.
+        self._most_bytes = self._counted_bytes = self._timed_bytes = 0
+        self._saved: SavedBytesProbe | None = None
+        self._step: StepProbe | None = None
+        self._previous: Any = None
+
+    def begin_forward(self, hidden: torch.Tensor) -> None:
+        """Do what is due before a forward: grow the engine, take the next step of the probe, or make the plan."""
+        num_bytes = hidden.numel() * hidden.element_size()
+        self.place(hidden.device)
+        # The longest pack that is announced counts from the start, so that nothing is planned and pinned again for a few tokens more.
+        most_tokens = self._most_tokens()
+        announced = most_tokens * hidden.shape[-1] * hidden.element_size() if most_tokens else 0
+        is_larger = max(num_bytes, announced) > self._most_bytes
+        self._most_bytes = max(num_bytes, announced, self._most_bytes)
+        self._input_bytes = align(self._most_bytes)
+        if self.options.policy == "offload" and is_larger:
+            self._offload_inputs(hidden.device)
+        if self.options.policy == "auto" and not self._is_always_kept:
+            self._advance(hidden.device, num_bytes=num_bytes, is_larger=is_larger)
+
+    def place(self, device: torch.device) -> None:
+        """Take note of the device the model stands on, and move frozen weights to the host if that was asked for and not done.
+
+        Raises:
+            OptionError: Nobody knows how to stream the weights of these layers, or none is frozen.
+            HostMemoryError: The host has no room for them.
+        """
+        is_always_kept = self.options.policy == "auto" and self.options.vram_budget_bytes is None and device.type == "cpu"
+        if is_always_kept != self._is_always_kept:
+            self._is_always_kept = is_always_kept
+            for segment in self.segments:
+                segment.plan = KEEP if is_always_kept else RECOMPUTE
+        if self.options.weights == "stream" and self.streamed is None:
+            self._stream(device)
+
+    def follow(self, plan: Sequence[SegmentPlan], *, device: torch.device, cost: StepCost | None = None) -> None:
+        """Put a plan into effect from the next forward on; the engine is made anew for its sizes.
+
+        Args:
+            plan: One entry per segment.
+            device: Where the segments compute.
+            cost: Sizes of the values in the plan; None where only inputs go to the host.
+
+        Raises:
+            HostMemoryError: The pinned memory cannot be had; every segment is recomputed then.
+        """
+        if len(plan) != len(self.segments):
+            raise OptionError(f"The plan has {len(plan)} segments, the model has {len(self.segments)} decoder layers.")
+        sizes = [_host_bytes(entry, index, cost=cost, input_bytes=self._input_bytes) for index, entry in enumerate(plan)]
+        self.close_engine()
+        engine = None
+        if any(sizes):
+            engine = OffloadEngine(
+                self._lanes_of(device),
+                host_bytes=sum(sizes),
+                slot_bytes=max(sizes),
+                buffers=self.options.buffers,
+                is_poisoned=self.options.is_poisoned,
+            )
+        self.engine = engine
+        for segment, entry in zip(self.segments, plan):
+            segment.follow(entry, engine)
+
+    def close_engine(self) -> None:
+        """Give back pinned and staging memory; a second call does nothing."""
+        engine, self.engine = self.engine, None
+        for segment in self.segments:
+            segment.follow(RECOMPUTE, None)
+        if engine is not None:
+            engine.close()
+
+    def step_down(self) -> bool:
+        """Get along with less after the device ran out of memory; return whether that is possible.
+
+        A plan is made again for a tenth less; before there is one, frozen weights are streamed and the first steps measured anew.
+        """
+        if self.can_stream:
+            gc.collect()
+            self._observe(None)
+            try:
+                self._stream(self._device)
+            except (HostMemoryError, OptionError, UnsupportedModelError) as error:
+                self.stream_weights = None
+                self._report(f"activations: the first steps do not fit, and frozen weights cannot be streamed: {error}")
+                return False
+            self._phase = _FRESH
+            self._report("activations: the first steps do not fit with all weights on the device, so frozen weights are streamed from the host")
+            return True
+        if self.plan is None or self.cost is None or self.options.policy != "auto":
+            return False
+        lowered = int(self.plan.prediction.peak_bytes * NOTCH)
+        device = self._device
+        self.close_engine()
+        gc.collect()
+        try:
+            self._make_plan(device, vram_budget=lowered)
+        except OptionError:
+            self.plan = None
+            return False
+        self._report(f"The device ran out of memory: planned again for {lowered / 2**30:.1f} GiB.")
+        return True
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether the first steps are being measured, and frozen weights that are on the device could be streamed."""
+        is_measuring = self.options.policy == "auto" and _FRESH < self._phase < _PLANNED
+        is_allowed = self.options.weights == "auto" and self.stream_weights is not None and self.streamed is None
+        return is_measuring and is_allowed and sum(self._weight_bytes) > 0 and not is_unified(self._device)
+
+    def _awaits_plan(self) -> bool:
+        return self.options.policy == "auto" and not self._is_always_kept and self._phase < _PLANNED
+
+    def describe(self) -> str:
+        """Return in one line what is in effect."""
+        num_layers = len(self.segments)
+        kept = sum(segment.plan.is_kept for segment in self.segments)
+        inputs = sum(segment.plan.input_place == "host" for segment in self.segments)
+        on_device = sum(place == "device" for segment in self.segments for place in segment.places.values())
+        on_host = sum(place == "host" for segment in self.segments for place in segment.places.values())
+        if self._is_always_kept:
+            return f"on a CPU every activation is kept; {num_layers} layers"
+        if self._awaits_plan():
+            return f"the first steps recompute and are measured; {num_layers} layers"
+        parts = [f"{kept} of {num_layers} layers kept"]
+        if inputs or on_host:
+            parts.append(f"{inputs} layer inputs and {on_host} values on the host")
+        if on_device:
+            parts.append(f"{on_device} values held")
+        if self.plan is not None:
+            found = self.plan.prediction
+            parts.append(f"predicted {found.step_ms:.0f} ms, {found.peak_bytes / 2**30:.1f} GiB")
+        return "; ".join(parts) + (f" ({self.note})" if self.note else "")
+
+    def _offload_inputs(self, device: torch.device) -> None:
+        """Every input but the last segment's goes to the host, as far as the host has memory."""
+        check_not_unified(device)
+        budget = max(0, self._host_budget() - self._held_bytes())
+        most = len(self.segments) - 1
+        num_hosted = min(most, budget // self._input_bytes)
+        while True:
+            plan = [RECOMPUTE._replace(input_place="host" if index < num_hosted else "device") for index in range(len(self.segments))]
+            try:
+                self.follow(plan, device=device)
+                break
+            except HostMemoryError as error:
+                if num_hosted == 0:
+                    raise
+                self._report(f"{error} Fewer layer inputs go to the host: {num_hosted // 2} instead of {num_hosted}.")
+                num_hosted //= 2
+        if num_hosted < most:
+            self.note = f"host_budget has room for {num_hosted} of {most} inputs"
+            self._report(f"activations: {self.note}; the others stay on the device")
+
+    def _advance(self, device: torch.device, *, num_bytes: int, is_larger: bool) -> None:
+        """Take the next step of the probe, or plan.
+
+        A pack that grows while the probe runs changes no phase, so that all ranks plan at the same forward: what was measured is scaled.
+        """
+        self._device = device
+        if is_larger and self._phase == _PLANNED:
+            self._report(f"activations: packs grew to {self._input_bytes / 2**20:.1f} MiB of hidden states; measuring and planning again")
+            self.close_engine()
+            self._observe(None)
+            self.plan, self._phase = None, _FRESH
+        if self._phase == _FRESH or (self._phase == _COUNT_SAVED and not self._is_counted()):
+            # Again where a forward that was left in the middle counted nothing.
+            self._phase = _COUNT_SAVED
+            self._begin_count(device, num_bytes=num_bytes)
+        elif self._phase == _COUNT_SAVED:
+            # What is timed next has then run once as it is timed: kernels are built, and the allocator has its blocks.
+            self._phase = _WARM_UP
+            self._begin_warm_up(device)
+        elif self._phase == _WARM_UP:
+            self._phase = _TIME_STEP
+            self._begin_timing(device, num_bytes=num_bytes)
+        elif self._phase == _TIME_STEP:
+            self._end_timing(device, num_bytes=num_bytes)
+
+    def _begin_warm_up(self, device: torch.device) -> None:
+        self._observe(None)
+        for segment in self.segments:
+            segment.plan = RECOMPUTE
+        self._previous = make_clock(device).now()
+
+    def _begin_timing(self, device: torch.device, *, num_bytes: int) -> None:
+        self._timed_bytes = num_bytes
+        self._step = StepProbe(make_clock(device), Memory(device), previous=self._previous)
+        self._observe(self._step)
+
+    def _end_timing(self, device: torch.device, *, num_bytes: int) -> None:
+        assert self._step is not None
+        self._step.step_ends()
+        if not self._step.has_backward:
+            # A forward without a whole backward tells nothing: measure this one.
+            self._begin_timing(device, num_bytes=num_bytes)
+            return
+        self._observe(None)
+        self._finish_probe(device)
+
+    def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
+        """Run one segment of each kind kept for one forward: the last of its kind, whose backward comes first."""
+        self._counted_bytes = num_bytes
+        self._saved = SavedBytesProbe(Memory(device))
+        last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}
+        for index in last_of_kind.values():
+            self.segments[index].plan = KEEP
+            self.segments[index].observer = self._saved
+
+    def _is_counted(self) -> bool:
+        assert self._saved is not None
+        return len(self._saved.saved_bytes) == len(set(self._kinds))
+
+    def _finish_probe(self, device: torch.device) -> None:
+        assert self._step is not None
+        assert self._saved is not None
+        counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
+        embedding_bytes, extra_bytes = self.embedding_bytes(), self._extra_bytes()
+        if self.streamed is not None:
+            # Streamed weights are counted as if resident: the plan takes them off again.
+            embedding_bytes = self.streamed.num_embedding_bytes
+            extra_bytes += sum(self._weight_bytes) - self.streamed.num_slot_bytes + embedding_bytes
+        cost = self._step.read(
+            self.segments,
+            input_bytes=align(self._timed_bytes),
+            saved_bytes=lambda index: counted[self._kinds[index]] * self._timed_bytes // self._counted_bytes,
+            extra_bytes=extra_bytes,
+            weight_bytes=self._weight_bytes,
+        )
+        cost = cost._replace(embedding_bytes=embedding_bytes)
+        self.cost = scale_cost(cost, self._most_bytes / self._timed_bytes, input_bytes=self._input_bytes)
+        self._step = None
+        self._phase = _PLANNED
+        self._make_plan(device, vram_budget=self._vram_budget(device))
+        assert self.plan is not None
+        self._report("\n" + render_plan(self.cost, self.plan))
+
+    def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:
+        """Plan and follow; a budget that turns out not to be there is lowered, with a word."""
+        host_budget, machine = self._host_budget(), measure_machine(device)
+        for attempt in range(_MAX_NOTCHES):
+            plan = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
+            if not self._has_agreed:
+                self._has_agreed, plan = True, self._agree(plan)
+            # What this rank would have done alone does not count.
+            if self.streamed is None and any(segment.is_streamed for segment in plan.segments):
+                plan = self._stream_for(plan, device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
+            try:
+                self.follow(plan.segments, device=device, cost=self.cost)
+            except HostMemoryError as error:
+                # The last attempt is made without a host that refuses again and again; weights that are there stay there.
+                held = self._held_bytes()
+                host_budget = held + (max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0)
+                self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
+                self._report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
+            except torch.OutOfMemoryError:
+                vram_budget = int(vram_budget * NOTCH)
+                self._report(f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB.")
+            else:
+                self.plan = plan
+                return
+        self.close_engine()
+        raise OptionError("No plan for the activations could be put into effect; give vram_budget and host_budget in GiB, or policy 'recompute'.")
+
+    def _best_plan(self, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
+        """The fastest plan that fits, with weights that are streamed where they are already."""
+        assert self.cost is not None
+        plan = functools.partial(
+            make_plan, vram_budget_bytes=vram_budget, host_budget_bytes=host_budget, machine=machine, buffers=self.options.buffers
+        )
+        if self.streamed is not None:
+            return plan(self.cost, weights="stream")
+        if self.options.weights == "resident" or self.stream_weights is None or machine.is_unified:
+            return plan(self.cost, weights="resident")
+        return plan(self.cost, weights="auto")
+
+    def _stream_for(self, plan: Plan, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
+        """Move the frozen weights to the host, as a plan wants it.
+
+        Returns:
+            The plan; made again where the embedding turned out to be one that stays, or where the weights cannot go and a plan without that fits.
+        """
+        assert self.cost is not None
+        try:
+            self._stream(device)
+        except (HostMemoryError, OptionError, UnsupportedModelError) as error:
+            self.stream_weights = None
+            try:
+                found = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
+            except OptionError:
+                raise error from None
+            self._report(f"activations: frozen weights stay on the device, where a plan fits too: {error}")
+            return found
+        assert self.streamed is not None
+        self._report(f"activations: {' '.join(plan.notes)}")
+        if self.streamed.num_embedding_bytes == self.cost.embedding_bytes:
+            return plan
+        self.cost = self.cost._replace(embedding_bytes=self.streamed.num_embedding_bytes)
+        return self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
+
+    def _stream(self, device: torch.device) -> None:
+        if self.stream_weights is None:
+            raise OptionError(
+                "weights='stream' is for models of transformers; for other layers use lightning_fastft.activations.weights.WeightStreamer."
+            )
+        self.streamed = self.stream_weights(self._lanes_of(device))
+        # Where this is decided inside the first layer's own call, the hooks that were just added to it pass that call by.
+        self.segments[0].on_backward = self.streamed.enter_backward
+
+    def _lanes_of(self, device: torch.device) -> Lanes:
+        """The copy lanes of the stack, shared by activations and weights."""
+        if self._lanes is None or self._lanes.device != device:
+            self._lanes = self.make_lanes(device)
+        return self._lanes
+
+    def _observe(self, observer: Any) -> None:  # noqa: ANN401 - a probe or None
+        for segment in self.segments:
+            segment.observer = observer
+
+    def _vram_budget(self, device: torch.device) -> int:
+        """The budget for everything on the device, in bytes."""
+        assert self.cost is not None
+        if self.options.vram_budget_bytes is not None:
+            return self.options.vram_budget_bytes
+        return auto_vram_bytes(device)
+
+    def _host_budget(self) -> int:
+        """The budget of this rank for pinned memory, in bytes, with what its streamed weights have of it."""
+        if self.options.host_budget_bytes is not None:
+            return self.options.host_budget_bytes
+        return auto_host_bytes() // self._num_local_ranks() + self._held_bytes()
+
+    def _held_bytes(self) -> int:
+        """Bytes of pinned memory that streamed weights have, which no plan can do without."""
+        if self.streamed is None:
+            return 0
+        # A plan counts whole layers, a few small tensors of which stay on the device.
+        return max(self.streamed.num_host_bytes, sum(self._weight_bytes)) + self.streamed.num_embedding_bytes
+
+
+def _host_bytes(entry: SegmentPlan, index: int, *, cost: StepCost | None, input_bytes: int) -> int:
+    """Bytes of a segment that go to the host under its plan."""
+    num_bytes = input_bytes if entry.input_place == "host" else 0
+    if cost is not None:
+        sizes = {value.name: value.num_bytes for value in cost.segments[index].values}
+        num_bytes += sum(sizes[name] for name, place in entry.values if place == "host")
+    return num_bytes
+
+
+def _kinds(layers: Sequence[nn.Module]) -> list[int]:
+    """Number the layers by what they are made of: equal modules with equal parameters are one kind."""
+    seen: dict[tuple[Any, ...], int] = {}
+    found = []
+    for layer in layers:
+        structure = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        found.append(seen.setdefault((structure, shapes), len(seen)))
+    return found
+
+
+def _frozen_bytes(layer: nn.Module) -> int:
+    """Weights that could be streamed: frozen ones that are whole on this device."""
+    return sum(
+        # Packed weights look as large as they are when dense, and say what they take.
+        getattr(parameter, "held_bytes", parameter.numel() * parameter.element_size())
+        for parameter in layer.parameters()
+        if not parameter.requires_grad and not hasattr(parameter, "device_mesh")
+    )
+
+
+def _has_router(layer: nn.Module) -> bool:
+    """Whether a layer chooses experts: it has a module of experts, or one named a router."""
+    return any("experts" in name.rpartition(".")[2].lower() or "router" in type(module).__name__.lower() for name, module in layer.named_modules())

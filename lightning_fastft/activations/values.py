@@ -1,0 +1,33 @@
+"""How a module inside a decoder layer finds the segment that may hold its output."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_fastft.activations.segments import Segment, Session
+
+# Plain attributes of instances: the segment a module belongs to, and its name inside the decoder layer.
+SEGMENT_ATTRIBUTE = "fastft_segment"
+NAME_ATTRIBUTE = "fastft_value_name"
+ATTENTION_VALUE = "attention"
+
+
+def find_session(module: nn.Module) -> Session | None:
+    """Return the open session of the segment that a module belongs to; None outside one and while torch.compile traces."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    segment: Segment | None = vars(module).get(SEGMENT_ATTRIBUTE)
+    if segment is None or segment.session is not None or not module.training:
+        return None if segment is None else segment.session
+    return segment.inner_session()
+
+
+def value_name(module: nn.Module) -> str:
+    """Return the name of a point inside its decoder layer."""
+    return str(vars(module)[NAME_ATTRIBUTE])
+
+
+def unneeded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return what stands for an output that nobody will read: NaN of shape (..., width) in the memory of one element."""
+    return x.new_full((1,), float("nan")).expand(*x.shape[:-1], width)

@@ -1,0 +1,115 @@
+"""Published rates of GPUs by name, for plans of machines that are not here."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from lightning_fastft.core.device_peaks import peak_bf16_flops
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.planner.step import Machine
+
+# What of a published rate a training step gets, as measured on an H200 (989.5 TFLOP/s, 4.8 TB/s and 64 GB/s published): 665 TFLOP/s of bf16 matrix
+# products sustained for 8 s, 4.3 TB/s, and 45.6 GB/s each way while both directions copy. Taken over for all other GPUs.
+SUSTAINED_SHARE = 665 / 989.5
+MEMORY_SHARE = 4.3 / 4.8
+COPY_SHARE = 45.6 / 64
+_GIB = 2**30
+# Sixteen lanes of PCI Express, each way.
+_PCIE_4, _PCIE_5 = 32e9, 64e9
+
+
+class Gpu(NamedTuple):
+    """A GPU by its data sheet.
+
+    Args:
+        name: As the driver has it, shortened.
+        memory_bytes_per_s: Device memory, as published.
+        memory_bytes: Device memory.
+        link_bytes_per_s: To the host, each way, as published.
+        is_unified: Host and device share their memory.
+        source: Where the figures are published.
+        is_measured: The shares above were measured on this GPU itself.
+    """
+
+    name: str
+    memory_bytes_per_s: float
+    memory_bytes: int
+    link_bytes_per_s: float
+    is_unified: bool
+    source: str
+    is_measured: bool = False
+
+    @property
+    def bf16_flops_per_s(self) -> float:
+        """Dense bf16 matrix products with fp32 sums, as published."""
+        peak = peak_bf16_flops(self.name)
+        assert peak is not None, self.name
+        return peak
+
+    @property
+    def sustained_flops_per_s(self) -> float:
+        """Dense bf16 matrix products over a whole step, where power is the limit."""
+        return self.bf16_flops_per_s * SUSTAINED_SHARE
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        """What a good kernel reads and writes."""
+        return self.memory_bytes_per_s * MEMORY_SHARE
+
+    @property
+    def machine(self) -> Machine:
+        """The copy rates, for the planner."""
+        rate = 0.0 if self.is_unified else self.link_bytes_per_s * COPY_SHARE
+        return Machine(self.name, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, is_unified=self.is_unified)
+
+
+GPUS = (
+    Gpu("RTX 4090", 1008e9, 24 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, appendix A (white paper)"),
+    Gpu("RTX 5090", 1792e9, 32 * _GIB, _PCIE_5, False, "NVIDIA RTX Blackwell GPU Architecture, appendix A (white paper)"),
+    Gpu("DGX Spark (GB10)", 273e9, 119 * _GIB, 0.0, True, "docs.nvidia.com/dgx/dgx-spark/hardware.html"),
+    Gpu("A100 40GB", 1555e9, 40 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
+    Gpu("A100 80GB", 2039e9, 80 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
+    Gpu("L40S", 864e9, 45 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/l40s"),
+    Gpu("H100", 3350e9, 79 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h100 (SXM)"),
+    Gpu("H200", 4800e9, 139 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h200 (SXM); shares measured", is_measured=True),
+    Gpu("B200", 8000e9, 179 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/dgx-b200"),
+)
+# Words of a name that say nothing about which GPU it is.
+_NOISE = ("nvidia", "geforce", "tensor", "core", "gpu", "graphics", "sxm4", "sxm5", "sxm6", "sxm", "pcie", "hbm3e", "hbm3", "founders", "edition")
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU that a name means, in any case and with or without maker, series and punctuation.
+
+    Args:
+        name: "4090", "rtx-4090" or "NVIDIA GeForce RTX 4090".
+
+    Raises:
+        OptionError: The name means none or several; the message lists all names.
+
+    Example:
+        >>> find_gpu("nvidia h200").name
+        'H200'
+    """
+    wanted = _words(name)
+    found = [gpu for gpu in GPUS if wanted and all(word in _words(gpu.name) for word in wanted)]
+    # A driver says more than the list: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
+    found = found or [gpu for gpu in GPUS if wanted and all(word in wanted for word in _words(gpu.name))]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(gpu.name for gpu in found or GPUS)
+    reason = f"means {len(found)} GPUs" if found else "is no GPU whose rates are known"
+    raise OptionError(f"{name!r} {reason}; name one of: {known}.")
+
+
+def find_machine(name: str) -> Machine:
+    """Return the copy rates of the GPU that a name means; see find_gpu."""
+    return find_gpu(name).machine
+
+
+def _words(name: str) -> list[str]:
+    words = re.findall(r"[a-z]+\d+[a-z]*|\d+[a-z]*|[a-z]+", re.sub(r"(\d) +gi?b\b", r"\1gb", name.lower()))
+    # "rtx4090" is "rtx 4090".
+    split = [part for word in words for part in (("rtx", word[3:]) if re.fullmatch(r"rtx\d+", word) else (word,))]
+    return [word for word in split if word not in _NOISE]

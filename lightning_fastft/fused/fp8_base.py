@@ -1,0 +1,290 @@
+"""The frozen base products of fused decoder layers in fp8: weights as handles with a forward and a backward product, adapters and all else as ever.
+
+Axes: T rows, I input columns, O output columns of all layers that read the same rows, together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.status import Status
+from lightning_fastft.fused.linear_parts import LinearPart
+from lightning_fastft.fused.linears import Joint
+from lightning_fastft.kernels.backends import TRITON_DTYPES
+from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS, find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
+from lightning_fastft.kernels.fp8_linear.reference import FP8
+from lightning_fastft.kernels.nf4_linear.op import read_params4bit
+
+STATUS_NAME = "fp8 base"
+# A plain attribute of instances, so no state_dict has it.
+FP8_ATTRIBUTE = "fastft_fp8_base"
+# q, k and v; output; gate and up; down.
+NUM_JOINTS = 4
+
+
+class _Scales(NamedTuple):
+    """The scale of each output column, a power of 2: in fp32, and in bf16, which holds it exactly and is read for every number of a gradient."""
+
+    scale_O: torch.Tensor
+    factor_O: torch.Tensor
+
+
+def in_fp8(joint: Joint, modules: Sequence[nn.Module], *, layer: nn.Module, place: int, dtype: torch.dtype) -> Joint:
+    """Return a product with fp8 weights where the layer was given them and they can serve it, else the product as it is.
+
+    Args:
+        joint: The product.
+        modules: Its layers as they stand in the model, PEFT's around them.
+        layer: The decoder layer that they belong to.
+        place: Which of the layer's products it is.
+        dtype: Of the rows.
+
+    Cost:
+        Host work of some microseconds.
+    """
+    weights: tuple[Fp8Weight, ...] | None = vars(layer).get(FP8_ATTRIBUTE)
+    if weights is None:
+        return joint
+    weight = weights[place]
+    weight.reason = weight.obstacle(modules, joint.parts, layer=layer, dtype=dtype)
+    return joint if weight.reason else joint._replace(base=weight)
+
+
+class Fp8Base:
+    """The fp8 weights of one model.
+
+    Args:
+        layers: Fused decoder layers.
+        read: Reads the products of a layer as a call would.
+        is_emulated: Compute with the reference, in plain PyTorch on any device.
+
+    Cost:
+        Packed weights share one buffer, a byte for each weight of the largest product. Dense weights are quantised once, at their first product: a
+        byte for each weight forward and a byte more when the first backward needs them transposed, beside the weights themselves, which files,
+        merging and generation read. Scales are found once too, six bytes for each output column. Nothing is held where a product does not compute in
+        fp8.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], *, read: Callable[[nn.Module], object], is_emulated: bool) -> None:
+        self.is_emulated = is_emulated
+        self._layers = list(layers)
+        self._read = read
+        self._buffers: dict[torch.device, torch.Tensor] = {}
+        self._obstacles: dict[torch.device, str] = {}
+        self._seen: Status | None = None
+
+    @property
+    def backend(self) -> str:
+        """Of the kernels."""
+        return "reference" if self.is_emulated else "auto"
+
+    def install(self, ledger: SwapLedger) -> None:
+        """Have the layers compute in fp8, until the ledger is undone."""
+        for layer in self._layers:
+            ledger.set_attribute(layer, FP8_ATTRIBUTE, tuple(Fp8Weight(self) for _ in range(NUM_JOINTS)))
+        ledger.add_undo(self.close)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._seen = self.status()
+        self._buffers.clear()
+        for layer in self._layers:
+            for weight in vars(layer).get(FP8_ATTRIBUTE, ()):
+                weight.release()
+
+    def begin(self) -> None:
+        """Note, at the first product, what computes in fp8: when a run has ended the model may be elsewhere."""
+        if self._seen is None:
+            self._seen = self.status()
+
+    def status(self) -> Status:
+        """Return how many products compute in fp8, and why others do not: as the layers stand until the first product, then what was found there."""
+        if self._seen is not None:
+            return self._seen
+        reasons: Counter[str] = Counter()
+        for layer in self._layers:
+            found = self._read(layer)
+            weights = vars(layer)[FP8_ATTRIBUTE]
+            reasons.update([found] if isinstance(found, str) else [weight.reason for weight in weights if weight.reason is not None])
+        num_served = reasons.pop("", 0)
+        (reason, _), *_ = reasons.most_common(1) or [("", 0)]
+        if not num_served:
+            return Status(STATUS_NAME, "inactive", f"{reason}; products run in the dtype of the model")
+        others = f", {reasons.total()} not: {reason}" if reasons else ""
+        where = ", in plain PyTorch" if self.is_emulated else ""
+        return Status(STATUS_NAME, "active", f"{num_served} products of {len(self._layers)} layers in e4m3{where}{others}")
+
+    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return why products for rows of this dtype cannot compute in fp8 on a device; empty where they can."""
+        if self.is_emulated:
+            return "" if dtype in TRITON_DTYPES else f"rows are in {dtype}"
+        if device not in self._obstacles:
+            self._obstacles[device] = find_obstacle(device)
+        return self._obstacles[device] or ("" if dtype is torch.bfloat16 else f"fp8 products give bf16, and rows are in {dtype}")
+
+    def buffer(self, num_values: int, device: torch.device) -> torch.Tensor:
+        """Return the memory in which packed weights stand in e4m3 while a product reads them; valid until the next call."""
+        found = self._buffers.get(device)
+        if found is None or found.numel() < num_values:
+            # A tensor of inference mode could not be written outside of it.
+            with torch.inference_mode(mode=False):
+                found = self._buffers[device] = torch.empty(num_values, dtype=FP8, device=device)
+        return found[:num_values]
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now; one that turns out too small is exchanged for a larger one."""
+        return list(self._buffers.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled model makes its own buffers."""
+        return {**vars(self), "_buffers": {}}
+
+
+class Fp8Weight:
+    """The weights of layers that read the same rows, in e4m3; a ``BaseWeight`` of ``fused/linears.py``.
+
+    Args:
+        owner: Of the model.
+    """
+
+    def __init__(self, owner: Fp8Base) -> None:
+        self.owner = owner
+        # Why the weights do not compute in fp8, empty where they do; None until they were read.
+        self.reason: str | None = None
+        # What the weights were when they were last read, and when each copy was made.
+        self._key: tuple[Any, ...] = ()
+        self._forward_key: tuple[Any, ...] | None = None
+        self._backward_key: tuple[Any, ...] | None = None
+        self._scales: _Scales | None = None
+        self._forward: torch.Tensor | None = None
+        self._backward: torch.Tensor | None = None
+
+    def obstacle(self, modules: Sequence[nn.Module], parts: Sequence[LinearPart], *, layer: nn.Module, dtype: torch.dtype) -> str:
+        """Return why these layers compute in the dtype of the rows; empty where they compute in fp8.
+
+        Args:
+            modules: The layers as they stand in the model, PEFT's around them.
+            parts: What was read of them.
+            layer: The decoder layer that they belong to.
+            dtype: Of the rows.
+
+        Cost:
+            Host work of some microseconds.
+        """
+        if isinstance(layer, FSDPModule):
+            # They are gathered for a moment, and copies of all of them would be held on every device.
+            return "the weights are sharded (FSDP2)"
+        reason = self.owner.obstacle(parts[0].weight.device, dtype)
+        if reason:
+            return reason
+        if any(part.weight.requires_grad for part in parts):
+            return "the weights are trained"
+        if any(isinstance(module, BaseTunerLayer) and module.merged for module in modules):
+            return "adapters are merged into the weights"
+        sizes = [(part.num_outputs, int(part.base.in_features)) for part in parts]  # type: ignore[arg-type]
+        odd = next((size for size in sizes if size[0] % ALIGNED_COLUMNS or size[1] % ALIGNED_COLUMNS), None)
+        if odd is not None:
+            return f"fp8 products take multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
+        # What PEFT merges goes past version counters; it takes its layers away when it merges for good.
+        wraps = tuple(isinstance(module, BaseTunerLayer) for module in modules)
+        self._key = (*((part.weight.data_ptr(), part.weight._version, part.weight.device) for part in parts), wraps)
+        return ""
+
+    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ W^T``.
+
+        Cost:
+            Reads the rows and writes them in e4m3; for packed weights as quantise_nf4. No host synchronisation.
+        """
+        self.owner.begin()
+        weight_OI, scales = self._read(parts, is_transposed=False)
+        rows = quantise_rows(_in_rows(x_TI), backend=self.owner.backend)
+        return multiply(rows, weight_OI, scales.scale_O, dtype=x_TI.dtype, backend=self.owner.backend)
+
+    def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
+        """Return ``d @ W``.
+
+        Cost:
+            As forward_product.
+        """
+        weight_IO, scales = self._read(parts, is_transposed=True)
+        rows = quantise_rows(_in_rows(d_TO), factor_I=scales.factor_O, backend=self.owner.backend)
+        return multiply(rows, weight_IO, None, dtype=d_TO.dtype, backend=self.owner.backend)
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return what is held, which stays where it is until release."""
+        return [*(self._scales or ()), *(each for each in (self._forward, self._backward) if each is not None)]
+
+    def release(self) -> None:
+        """Give the memory back; it is made anew when it is needed."""
+        self._scales = self._forward = self._backward = self._forward_key = self._backward_key = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled model makes its own copies of weights."""
+        return vars(Fp8Weight(self.owner))
+
+    def _read(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
+        """Return the weights as a product reads them, shape (O, I) or (I, O), valid until the next call, and their scales."""
+        # Memory made in inference mode could not be written to by a training step.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if parts[0].is_packed:
+                return self._read_packed(parts, is_transposed=is_transposed)
+            forward_OI, scales = self._forward, self._scales
+            if forward_OI is None or scales is None or self._forward_key != self._key:
+                found = [quantise_rows(_in_rows(part.weight), round_scales_to_power_of_2=True, backend=self.owner.backend) for part in parts]
+                forward_OI = self._forward = _put(self._forward, torch.cat([rows.values_TI for rows in found]))
+                scales = self._set_scales(torch.cat([rows.scale_T for rows in found]))
+            if not is_transposed:
+                return forward_OI, scales
+            backward_IO = self._backward
+            if backward_IO is None or self._backward_key != self._forward_key:
+                backward_IO = self._backward = _put(self._backward, forward_OI.T.contiguous())
+                self._backward_key = self._forward_key
+            return backward_IO, scales
+
+    def _read_packed(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
+        """Convert NF4 into the buffer that all layers share."""
+        num_inputs = int(parts[0].base.in_features)  # type: ignore[arg-type]
+        sizes = [part.num_outputs for part in parts]
+        device, num_outputs = parts[0].weight.device, sum(sizes)
+        weights = [weight for weight in (read_params4bit(part.weight) for part in parts) if weight is not None]
+        scales = self._scales
+        if scales is None or self._forward_key != self._key:
+            scale_O = torch.empty(num_outputs, dtype=torch.float32, device=device)
+            nf4_row_scales(weights, scales=scale_O.split(sizes), backend=self.owner.backend)
+            scales = self._set_scales(scale_O)
+        shape = (num_inputs, num_outputs) if is_transposed else (num_outputs, num_inputs)
+        values = self.owner.buffer(num_inputs * num_outputs, device).view(shape)
+        quantise_nf4(
+            weights,
+            values=values.split(sizes, dim=1 if is_transposed else 0),
+            scales=scales.scale_O.split(sizes),
+            is_transposed=is_transposed,
+            backend=self.owner.backend,
+        )
+        return values, scales
+
+    def _set_scales(self, scale_O: torch.Tensor) -> _Scales:
+        """Note the scales of the weights as they are now."""
+        held = self._scales or (None, None)
+        self._scales = _Scales(_put(held[0], scale_O), _put(held[1], scale_O.to(torch.bfloat16)))
+        self._forward_key = self._key
+        return self._scales
+
+
+def _put(held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    """Return new in the memory of what is held, which recorded graphs may read; new itself where nothing fits."""
+    return new if held is None or held.shape != new.shape or held.device != new.device else held.copy_(new)
+
+
+def _in_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that are contiguous in themselves."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

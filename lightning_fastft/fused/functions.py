@@ -1,0 +1,587 @@
+"""The autograd Functions of a fused decoder layer: between them stand only attention and, in mixture models, the block of experts.
+
+What is elementwise (norms, the activation) is built again in the backward. Large products are values that a plan can hold (``Session.value``).
+Residuals pass through the Function that norms them, so that both gradients meet in one kernel.
+
+Axes: T tokens, D model width, C columns of q, k and v side by side, P columns of gate and up, F width of the feed-forward block, W head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.activations.segments import Session
+from lightning_fastft.activations.values import unneeded
+from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
+from lightning_fastft.fused.linears import (
+    Joint,
+    gradients_for,
+    narrow_rows,
+    parameter_gradients,
+    product,
+    rows_for,
+    rows_gradients,
+    rows_gradients_apart,
+)
+from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
+from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
+from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
+from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight, wide_dtype
+
+QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
+GATE_UP_VALUE, DOWN_VALUE = "mlp.gate_up", "mlp.down"
+# Where a norm behind the block is the last that saves: what it reads is a value itself.
+POST_NORM_POINT = "mlp.post_norm"
+
+_Grads = tuple[torch.Tensor | None, ...]
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: its weight, shape (D,), and its form."""
+
+    weight_D: torch.Tensor
+    form: NormForm
+
+
+class Rope(NamedTuple):
+    """What turns raw projections into queries and keys: angles of shape (T, W), the norms' weights where there are norms, and the form."""
+
+    cos_TW: torch.Tensor
+    sin_TW: torch.Tensor
+    q_weight_W: torch.Tensor | None
+    k_weight_W: torch.Tensor | None
+    form: RopeForm
+
+
+class HeadShares:
+    """Brings gradients of keys and values from the backward of attention to that of ``split_heads`` before they are summed over query heads."""
+
+    def __init__(self) -> None:
+        self._shares: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def put(self, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> None:
+        """Hand over; what ``packed_attention`` calls as ``collect``."""
+        self._shares = d_k_THW, d_v_THW
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what was handed over, once; None where attention gave its gradients to autograd."""
+        shares, self._shares = self._shares, None
+        return shares
+
+
+def norm_rows(x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normed rows, and the rows themselves for the residual stream.
+
+    Cost:
+        As rms_norm_forward; saves x_TD.
+    """
+    out = _NormRows.apply(x_TD, norm.weight_D, norm.form)
+    return out if isinstance(out, tuple) else (out, x_TD)
+
+
+def norm_project(x_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the projection of the normed rows, shape (T, C), and the rows themselves for the residual stream.
+
+    Args:
+        x_TD: Residual stream.
+        norm: In front of the projections.
+        joint: The projections.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As rms_norm_forward and product; saves x_TD, the adapters' narrow rows and factors, and trained weights.
+    """
+    out = _NormProject.apply(joint, norm.form, session, x_TD, norm.weight_D, *joint.tensors())
+    return out if isinstance(out, tuple) else (out, x_TD)
+
+
+def split_heads(qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries (T, H, W), keys and values (T, G, W): normed where the family does so, and rotated.
+
+    Args:
+        qkv_TC: Raw projection.
+        rope: What turns it into heads.
+        shares: Asked in the backward for the gradients of keys and values, before those that autograd brings.
+
+    Cost:
+        As qk_rope_heads; saves the raw projection where it is normed.
+    """
+    return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares)
+
+
+def project_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, joint: Joint, *, session: Session | None) -> torch.Tensor:
+    """Return ``residual + projection of x``.
+
+    Args:
+        x_TI: Output of attention.
+        residual_TD: Residual stream.
+        joint: The one projection.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As product; saves x_TI where something is trained, the adapter's narrow rows and factors, and a trained weight.
+    """
+    return _ProjectAdd.apply(joint, session, x_TI, residual_TD, *joint.tensors())
+
+
+def norm_feed_forward(x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, *, form: GateForm, session: Session | None) -> torch.Tensor:
+    """Return ``x + down(gate(gate_up(norm(x))))``.
+
+    Args:
+        x_TD: Residual stream.
+        norm: In front of the block.
+        gate_up: The two first projections.
+        down: The last one.
+        form: What joins gate and up.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As the products; saves x_TD, gate and up, the adapters' narrow rows and factors, and trained weights.
+    """
+    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
+
+    def run(call: _FeedForwardCall) -> torch.Tensor:
+        return _NormFeedForward.apply(call, x_TD, norm.weight_D, *gate_up.tensors(), *down.tensors())
+
+    return _run_block(run, call, point=DOWN_VALUE)
+
+
+def project_norm_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> torch.Tensor:
+    """Return ``residual + norm(projection of x)``: families that norm what a block gives, not only what it is given.
+
+    Args:
+        x_TI: Output of attention.
+        residual_TD: Residual stream.
+        norm: Behind the projection.
+        joint: The one projection.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As product and rms_norm_forward, and one addition; saves the projection, x_TI where something of it is trained, the adapter's narrow rows and
+        factors, and a trained weight.
+    """
+    return _ProjectNormAdd.apply(joint, norm.form, session, x_TI, residual_TD, norm.weight_D, *joint.tensors())
+
+
+def feed_forward_between_norms(
+    x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, post_norm: Norm, *, form: GateForm, session: Session | None
+) -> torch.Tensor:
+    """Return ``x + post_norm(down(gate(gate_up(norm(x)))))``.
+
+    Args:
+        x_TD: Residual stream.
+        norm: In front of the block.
+        gate_up: The first projections.
+        down: The last one.
+        post_norm: Behind the block.
+        form: What joins gate and up.
+        session: Of the open segment; None outside a plan.
+
+    Cost:
+        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' narrow rows and factors, and trained
+        weights.
+    """
+    call = _FeedForwardCall(gate_up, down, norm.form, form, session)
+
+    def run(call: _FeedForwardCall) -> torch.Tensor:
+        return _FeedForwardBetweenNorms.apply(
+            call, post_norm.form, x_TD, norm.weight_D, post_norm.weight_D, *gate_up.tensors(), *down.tensors()
+        )  # fmt: skip
+
+    return _run_block(run, call, point=POST_NORM_POINT)
+
+
+class _NormRows(torch.autograd.Function):
+    """Saves x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, form: NormForm) -> Any:  # noqa: ANN401
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x_TD, weight_D)
+        ctx.form = form
+        y_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
+        return (y_TD, x_TD) if ctx.needs_input_grad[0] else y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:  # noqa: ANN401
+        x_TD, weight_D = ctx.saved_tensors
+        return (*_norm_gradients(d_y_TD, d_x_TD, x_TD, weight_D, form=ctx.form, needs=ctx.needs_input_grad[:2]), None)
+
+
+class _NormProject(torch.autograd.Function):
+    """Saves x, the narrow rows, the adapters' narrow factors and trained weights; the normed rows are built again where their weights are trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        joint: Joint,
+        form: NormForm,
+        session: Session | None,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> Any:  # noqa: ANN401 - one tensor or two
+        ctx.set_materialize_grads(False)
+
+        y_TC, *low = _project_normed(session, QKV_VALUE, joint, x_TD, weight_D, form=form)
+        ctx.joint, ctx.form, ctx.num_low = joint, form, len(low)
+        ctx.save_for_backward(x_TD, weight_D, *low, *joint.watched_tensors())
+        return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TC: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:  # noqa: ANN401
+        x_TD, weight_D, *others = ctx.saved_tensors
+        needs_x, needs_weight, *needs = ctx.needs_input_grad[3:]
+        if d_y_TC is None:
+            return None, None, None, d_x_TD, None, *(None for _ in needs)
+        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        return None, None, None, *_normed_gradients(
+            joint, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs)
+        )  # fmt: skip
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Saves angles, and the raw projection where it is normed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        qkv_TC: torch.Tensor,
+        cos_TW: torch.Tensor,
+        sin_TW: torch.Tensor,
+        q_weight_W: torch.Tensor | None,
+        k_weight_W: torch.Tensor | None,
+        form: RopeForm,
+        shares: HeadShares,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.form, ctx.shares = form, shares
+        # Keys and values have none where attention hands over shares.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
+        heads = qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+        return heads.q_THW, heads.k_TGW, heads.v_TGW
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_q_THW: torch.Tensor | None, d_k_TGW: torch.Tensor | None, d_v_TGW: torch.Tensor | None) -> _Grads:  # noqa: ANN401
+        cos_TW, sin_TW, *others = ctx.saved_tensors
+        qkv_TC, q_weight_W, k_weight_W = others if others else (None, None, None)
+        needs_weight = any(ctx.needs_input_grad[3:5])
+        d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
+        found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=len(cos_TW), form=ctx.form)
+        gradients = qk_rope_backward(
+            found, qkv_TC, cos_TW, sin_TW, form=ctx.form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, needs_weight=needs_weight
+        )
+        d_weights = (
+            None if d is None or weight is None or not needs else d.to(weight.dtype)
+            for d, weight, needs in zip((gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5])
+        )
+        return gradients.d_raw_TC, None, None, *d_weights, None, None
+
+
+def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:
+    """Return the gradients of queries, keys and values as the kernel reads them, zeros where there is none."""
+    like = next(d for d in found if d is not None)
+    counts = form.head_counts
+    return HeadGradients(
+        *(like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous() for d, count in zip(found, counts, strict=True))
+    )
+
+
+class _ProjectAdd(torch.autograd.Function):
+    """Saves x where something is trained, the narrow rows, the adapter's narrow factors and a trained weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        joint: Joint,
+        session: Session | None,
+        x_TI: torch.Tensor,
+        residual_TD: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(joint, x_TI, addend_TO=residual_TD)))
+        ctx.joint, ctx.num_low = joint, len(low)
+        saved_x = (x_TI,) if any(ctx.needs_input_grad[4:]) else ()
+        ctx.save_for_backward(*low, *joint.watched_tensors(), *saved_x)
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        needs_x, needs_residual, *needs = ctx.needs_input_grad[2:]
+        others = list(ctx.saved_tensors)
+        x_TI = others.pop() if any(needs) else None
+        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        d_y_TD = _read_rows(d_y_TD)
+        d_x_TI, d_low_TR = rows_gradients(joint, d_y_TD, needs_x=needs_x)
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        if x_TI is not None:
+            gradients = parameter_gradients(joint, x_TI, d_y_TD, low[0] if low else None, d_low_TR, needs=needs)
+        return None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
+
+
+class _FeedForwardCall(NamedTuple):
+    """What is not differentiated."""
+
+    gate_up: Joint
+    down: Joint
+    norm_form: NormForm
+    gate_form: GateForm
+    session: Session | None
+
+
+class _NormFeedForward(torch.autograd.Function):
+    """Saves x, gate and up, narrow rows and factors and trained weights; the activation is built again, the norm for trained weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        call: _FeedForwardCall,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        session = call.session
+        gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
+        # Without the session: a backward belongs to no run.
+        ctx.call, ctx.num_low = call._replace(session=None), len(low)
+        saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        if session is not None:
+            # Every run of a layer saves as many, also one that ends here.
+            ctx.save_for_backward(*saved)
+            if session.is_last(DOWN_VALUE):
+                return unneeded(x_TD, x_TD.shape[-1])
+        out = product(call.down, gate_forward(gate_up_TP, form=call.gate_form), addend_TO=x_TD)
+        if session is None:
+            ctx.save_for_backward(*saved, *(() if out.low_TR is None else (out.low_TR,)))
+        return out.y_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
+        d_y_TD = _read_rows(d_y_TD)
+        return None, *_block_gradients(
+            ctx.call, others, ctx.num_low, d_y_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=ctx.needs_input_grad[1:]
+        )  # fmt: skip
+
+
+class _ProjectNormAdd(torch.autograd.Function):
+    """Saves the projection, x where something is trained, the narrow rows, the adapter's narrow factors and a trained weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        joint: Joint,
+        form: NormForm,
+        session: Session | None,
+        x_TI: torch.Tensor,
+        residual_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(joint, x_TI)))
+        ctx.joint, ctx.form, ctx.num_low = joint, form, len(low)
+        saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
+        ctx.save_for_backward(out_TD, weight_D, *low, *joint.watched_tensors(), *saved_x)
+        # Rounded before it is added, as a model does that norms and then adds.
+        return rms_norm_forward(out_TD, weight_D, form=form).y_TD.add_(residual_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        out_TD, weight_D, *others = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight, *needs = ctx.needs_input_grad[3:]
+        x_TI = others.pop() if any(needs) else None
+        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        d_out_TD, d_weight_D = _norm_gradients(
+            d_y_TD, None, out_TD, weight_D, form=ctx.form, needs=(needs_x or any(needs), needs_weight), reader=joint
+        )  # fmt: skip
+        d_x_TI: torch.Tensor | None = None
+        gradients: list[torch.Tensor | None] = [None] * len(needs)
+        if d_out_TD is not None:
+            d_x_TI, d_low_TR = rows_gradients(joint, d_out_TD, needs_x=needs_x)
+            if x_TI is not None:
+                gradients = parameter_gradients(joint, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs)
+        return None, None, None, d_x_TI, d_y_TD if needs_residual else None, d_weight_D, *gradients
+
+
+class _FeedForwardBetweenNorms(torch.autograd.Function):
+    """Saves x, gate and up, what the norm behind the block reads, narrow rows and factors and trained weights; the rest is built again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        call: _FeedForwardCall,
+        post_form: NormForm,
+        x_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        post_weight_D: torch.Tensor,
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        session = call.session
+        gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
+        (out_TD,) = _value(session, DOWN_VALUE, lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form)).y_TO,))
+        # Without the session: a backward belongs to no run.
+        ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
+        watched = (*call.gate_up.watched_tensors(), *call.down.watched_tensors())
+        ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
+        if session is not None and session.is_last(POST_NORM_POINT):
+            return unneeded(x_TD, x_TD.shape[-1])
+        return rms_norm_forward(out_TD, post_weight_D, form=post_form).y_TD.add_(x_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+        x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *others = ctx.saved_tensors
+        needs_x, needs_weight, needs_post_weight, *needs = ctx.needs_input_grad[2:]
+        is_needed = needs_x or needs_weight or any(needs)
+        d_out_TD, d_post_weight_D = _norm_gradients(
+            d_y_TD, None, out_TD, post_weight_D, form=ctx.post_form, needs=(is_needed, needs_post_weight), reader=ctx.call.down
+        )  # fmt: skip
+        if d_out_TD is None:
+            return None, None, None, None, d_post_weight_D, *(None for _ in needs)
+        d_x_TD, d_weight_D, *gradients = _block_gradients(
+            ctx.call, others, ctx.num_low, d_out_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=(needs_x, needs_weight, *needs)
+        )  # fmt: skip
+        return None, None, d_x_TD, d_weight_D, d_post_weight_D, *gradients
+
+
+def _held(result: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - a Product
+    """A product as a value that a plan can hold."""
+    return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
+
+
+def _value(session: Session | None, name: str, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return compute() if session is None else session.value(name, compute)
+
+
+def _project_normed(
+    session: Session | None, name: str, joint: Joint, x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm
+) -> tuple[torch.Tensor, ...]:
+    """Return the projection of normed rows, and the adapters' narrow rows where there are any, as a value that a plan can hold."""
+    return _value(session, name, lambda: _held(product(joint, rms_norm_forward(x_TD, weight_D, form=form, out=rows_for(joint, x_TD)).y_TD)))
+
+
+def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:
+    """Run the last Function of a layer, whose output a second run may not need."""
+    if call.session is None:
+        return run(call)
+    return call.session.run_last(point, lambda: run(call), anew=lambda: run(call._replace(session=None)))
+
+
+def _normed_gradients(
+    joint: Joint,
+    low: Sequence[torch.Tensor],
+    d_y_TC: torch.Tensor,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    needs: Sequence[bool],
+) -> _Grads:
+    """Return the gradients of _project_normed: of the rows, with what came along the residual stream, of the norm's weight, and of Joint.tensors."""
+    needs_x, needs_weight, *needs_tensors = needs
+    d_h_TD, d_low_TR = rows_gradients(joint, d_y_TC, needs_x=needs_x or needs_weight)
+    rstd_T = None
+    if d_h_TD is not None and _adapters_read_raw_rows(x_TD, needs_tensors):
+        rstd_T = x_TD.new_empty(x_TD.shape[0], dtype=wide_dtype(x_TD.dtype))
+    # A layer of as many ranks reads this gradient next.
+    norm_gradients = _norm_gradients(d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight), reader=joint, rstd_out=rstd_T)
+    del d_h_TD, d_x_TD
+    gradients: list[torch.Tensor | None] = [None] * len(needs_tensors)
+    low_TR = low[0] if low else None
+    if rstd_T is not None and d_low_TR is not None:
+        # A row of the norm is the raw row times a number of its own, and its columns times the weight: neither need be written to memory again.
+        d_low_TR = torch.mul(d_low_TR, rstd_T[:, None], out=torch.empty_like(d_low_TR))
+        factor_D = shifted_weight(weight_D, rstd_T.dtype, form)
+        gradients = parameter_gradients(joint, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D)
+    elif any(needs_tensors):
+        h_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
+        gradients = parameter_gradients(joint, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
+    return (*norm_gradients, *gradients)
+
+
+def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
+    """Whether only adapters are trained, in a dtype in which the root of a row times a gradient has no narrower range than either."""
+    return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
+
+
+def _block_gradients(
+    call: _FeedForwardCall,
+    others: Sequence[torch.Tensor],
+    num_low: int,
+    d_out_TD: torch.Tensor,
+    d_x_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    gate_up_TP: torch.Tensor,
+    *,
+    needs: Sequence[bool],
+) -> _Grads:
+    """Return the gradients of a feed-forward block from that of down's output: of x, the norm's weight, and the tensors of gate_up and down.
+
+    ``others`` are the narrow rows of gate_up, num_low of them, the watched tensors of both as autograd gave them back, and where they were held the
+    narrow rows of down; d_x_TD is what came along the residual stream.
+    """
+    num_first = num_low + len(call.gate_up.watched_tensors())
+    num_watched = num_first + len(call.down.watched_tensors())
+    gate_up, down = call.gate_up.with_watched(others[num_low:num_first]), call.down.with_watched(others[num_first:num_watched])
+    num_needs = 2 + len(gate_up.tensors())
+    d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
+    # The gate's backward is the one that reads these rows: it adds what the adapter gives them.
+    addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, _read_rows(a_RF))
+    gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]))
+    del d_act_TF, addend
+    d_gate_up_TP = gate.d_gate_up_NP
+    d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
+    if gate.act_NF is not None:
+        # Where the layer ran without a session they are there; else they cost one thin product.
+        low_TR = others[num_watched] if len(others) > num_watched else narrow_rows(down, gate.act_NF)
+        d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
+    del gate, d_out_TD
+    return (
+        *_normed_gradients(gate_up, others[:num_low], d_gate_up_TP, d_x_TD, x_TD, weight_D, form=call.norm_form, needs=needs[:num_needs]),
+        *d_down,
+    )
+
+
+def _read_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that are contiguous in themselves."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _norm_gradients(
+    d_y_TD: torch.Tensor | None,
+    d_x_TD: torch.Tensor | None,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    needs: tuple[bool, bool],
+    reader: Joint | None = None,
+    rstd_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight.
+
+    The first is laid where layers like ``reader`` read it; rstd_out as in rms_norm_backward.
+    """
+    needs_x, needs_weight = needs
+    if d_y_TD is None or not (needs_x or needs_weight):
+        return d_x_TD if needs_x else None, None
+    gradients = rms_norm_backward(
+        _read_rows(d_y_TD), x_TD, weight_D, None, form=form, d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD), needs_weight=needs_weight,
+        out=None if reader is None else gradients_for(reader, x_TD), rstd_out=rstd_out,
+    )  # fmt: skip
+    d_weight_D = gradients.d_weight_D
+    return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)

@@ -1,0 +1,112 @@
+"""One linear layer as a product can read it: its base weight, dense or in NF4, and the LoRA that PEFT hangs around it.
+
+Axes: T rows, I input columns, O output columns, R adapter ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from lightning_fastft.fused.low_precision_adapters import ActiveAdapter, read_adapter
+from lightning_fastft.kernels.nf4_linear.op import read_params4bit
+from lightning_fastft.patches.value_points import is_linear_point
+
+# What autograd watches of one layer, in this order: weight, bias, A, B.
+TENSORS_PER_LAYER = 4
+
+
+class LinearPart(NamedTuple):
+    """One linear layer as it stands in this pass.
+
+    Args:
+        base: The layer that holds weight and bias.
+        weight: (O, I), or bitsandbytes' packed weight.
+        bias: (O,); None for none.
+        a_RI: Master of A; None without an adapter.
+        b_OR: Master of B.
+        narrow_a_RI: A in the dtype of the rows.
+        narrow_b_OR: B in the dtype of the rows.
+        scale: Factor on the low-rank product.
+        num_outputs: O.
+        is_packed: The weight is NF4, and frozen.
+    """
+
+    base: nn.Module
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a_RI: torch.Tensor | None
+    b_OR: torch.Tensor | None
+    narrow_a_RI: torch.Tensor | None
+    narrow_b_OR: torch.Tensor | None
+    scale: float
+    num_outputs: int
+    is_packed: bool
+
+    @property
+    def num_inputs(self) -> int:
+        """I."""
+        return int(self.base.in_features)  # type: ignore[arg-type]
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter; 0 without one."""
+        return 0 if self.narrow_a_RI is None else self.narrow_a_RI.shape[0]
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what autograd watches; a packed weight is never trained."""
+        return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR)
+
+
+def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
+    """Return a linear layer, with the adapter that PEFT hangs around it, as a product can read it now; or why it cannot.
+
+    Served: ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA without dropout, also merged or disabled.
+
+    Args:
+        module: A linear layer, or PEFT's layer around one.
+        dtype: Of the rows.
+        awaits_copies: An adapter in fp32 is no obstacle: it will have narrow copies before the first call.
+
+    Cost:
+        Host work of some microseconds; where an adapter's narrow copy is stale, that copy.
+    """
+    base: nn.Module = module
+    adapter: ActiveAdapter | None = None
+    if isinstance(module, LoraLayer):
+        found = read_adapter(module, dtype=dtype)
+        if isinstance(found, str) and awaits_copies:
+            found = read_adapter(module, dtype=torch.float32)
+        if isinstance(found, str):
+            return found
+        base, adapter = module.get_base_layer(), found
+    obstacle = _base_obstacle(base, dtype=dtype)
+    if obstacle:
+        return obstacle
+    linear: Any = base
+    num_outputs, is_packed = int(linear.out_features), type(linear.weight) is not nn.Parameter
+    if adapter is None:
+        return LinearPart(linear, linear.weight, linear.bias, None, None, None, None, 0.0, num_outputs, is_packed)
+    return LinearPart(linear, linear.weight, linear.bias, *adapter, num_outputs, is_packed)
+
+
+def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
+    """Return why a base layer cannot be read; empty where it can."""
+    weight, name = getattr(base, "weight", None), type(base).__name__
+    if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
+        return f"{name} has hooks"
+    if "forward" in vars(base):
+        return f"{name} has a forward of its own"
+    if isinstance(base, nn.Linear) and (type(base).forward is nn.Linear.forward or is_linear_point(base)) and type(weight) is nn.Parameter:
+        return "" if weight.dtype is dtype else f"{name} holds {weight.dtype} for rows in {dtype}"
+    if type(weight).__name__ != "Params4bit":
+        return f"{name} is no plain linear layer"
+    if weight is None or read_params4bit(weight) is None:
+        return f"{name} holds no NF4 in blocks of 64"
+    compute_dtype = getattr(base, "compute_dtype", None)
+    is_dtype = compute_dtype in (None, dtype) and weight.quant_state.dtype is dtype  # type: ignore[union-attr]
+    is_wide = base.in_features % 64 == 0  # type: ignore[operator]
+    return "" if is_dtype and is_wide else f"{name} computes in {compute_dtype or weight.quant_state.dtype} on {base.in_features} columns"  # type: ignore[union-attr]

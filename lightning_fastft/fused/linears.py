@@ -1,0 +1,380 @@
+"""Linear layers that read the same rows, computed side by side: base weights, dense or in NF4, and their LoRA; forward and gradients without a graph.
+
+Axes: T rows, I input columns, O output columns of all layers together, R adapter ranks of all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
+from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
+from lightning_fastft.kernels.lora_linear.op import wide_product
+from lightning_fastft.kernels.low_rank_add.op import add_low_rank
+
+# Dense weights are copied next to their adapters from so many rows per input column on. What is saved, writing and reading the output once more in
+# the forward and reading its gradient once more in the backward, is 6 bytes per row and output; the copies, one each way, are 8 per input and output.
+_COPIED_FROM_ROWS_PER_INPUT = 2
+
+
+class BaseWeight(Protocol):
+    """The frozen weights of layers that read the same rows, in a format that computes by itself; what stays outside are biases and adapters."""
+
+    def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ W^T`` of all layers side by side, in the dtype of the rows and in memory of its own."""
+
+    def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
+        """Return ``d @ W``, in the dtype of the rows and in memory of its own."""
+
+
+class Product(NamedTuple):
+    """Output of a product, and the narrow rows of its adapters with their scales, ``scale * x @ A^T``; None without adapters."""
+
+    y_TO: torch.Tensor
+    low_TR: torch.Tensor | None
+
+
+class Joint(NamedTuple):
+    """Linear layers that read the same rows.
+
+    Args:
+        parts: The layers, in the order of their columns.
+        dense: Where packed weights become dense, and dense ones lie or are copied next to their adapters.
+        base: What computes the products with the weights; None to compute them in the dtype of the rows.
+    """
+
+    parts: tuple[LinearPart, ...]
+    dense: DenseWeights
+    base: BaseWeight | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the rows that the layers read."""
+        return self.parts[0].num_inputs
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Return what autograd watches, TENSORS_PER_LAYER for each layer."""
+        return [tensor for part in self.parts for tensor in part.tensors()]
+
+    def watched_tensors(self) -> list[torch.Tensor]:
+        """Return what the gradients read and a step or a refresh writes; saved through autograd, so that writing before the backward is an error.
+
+        Frozen weights are not among them: they may be streamed through slots that are written anew.
+        """
+        return [getattr(part, name) for part in self.parts for name in _watched_names(part)]
+
+    def with_watched(self, tensors: Sequence[torch.Tensor]) -> Joint:
+        """Return the same layers with the tensors of watched_tensors as autograd gave them back."""
+        rest = iter(tensors)
+        parts = []
+        for part in self.parts:
+            found: dict[str, Any] = {name: next(rest) for name in _watched_names(part)}
+            parts.append(part._replace(**found))
+        return self._replace(parts=tuple(parts))
+
+
+def rows_for(joint: Joint, like_TI: torch.Tensor) -> torch.Tensor:
+    """Return memory for rows, shape (T, I), that product reads where it lies: with room for the narrow rows behind each, where it wants that."""
+    if not _has_augmented(joint, like_TI.shape[0]):
+        return torch.empty_like(like_TI, memory_format=torch.contiguous_format)
+    return joint.dense.rows.give(like_TI, num_ranks=sum(part.rank for part in joint.parts))
+
+
+def gradients_for(joint: Joint, like_TO: torch.Tensor) -> torch.Tensor:
+    """Return memory for gradients of an output, shape (T, O), that rows_gradients reads where it lies, with room for narrow rows behind each.
+
+    The room is for one layer with as many ranks as the largest of these; weights that compute in a format of their own read none. Only what was asked
+    for last has it: other gradients, and those of a layer with other ranks, are copied where they need it.
+    """
+    num_ranks = 0 if joint.base is not None else max(part.rank for part in joint.parts)
+    return joint.dense.gradients.give(like_TO, num_ranks=num_ranks)
+
+
+def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
+    """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of every layer side by side.
+
+    Args:
+        joint: The layers.
+        x_TI: Rows, 2-D; in memory of rows_for they are not copied, and what lies behind them is written.
+        addend_TO: Added to the product of a single layer, with its adapter where there is one; None for nothing.
+
+    Cost:
+        2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones that are settled, for dense ones where there
+        are many rows, which are copied next to their adapters, and where joint.base computes; else one per layer; no host synchronisation. A product
+        of all layers without addend_TO adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside of the
+        product, addend_TO included.
+    """
+    if addend_TO is None and _has_augmented(joint, x_TI.shape[0]):
+        return _augmented_product(joint, x_TI)
+    low_TR = narrow_rows(joint, x_TI)
+    if low_TR is None:
+        return Product(_base_product(joint, x_TI, addend_TO=addend_TO), None)
+    y_TO = _base_product(joint, x_TI, addend_TO=None)
+    for part, columns, ranks in zip(joint.parts, _columns(joint.parts), _ranks(joint.parts)):
+        if part.narrow_b_OR is not None:
+            piece_TO = y_TO[:, columns]
+            add_low_rank(piece_TO, low_TR[:, ranks], part.narrow_b_OR.T, residual_TN=addend_TO, out=piece_TO)
+    return Product(y_TO, low_TR)
+
+
+def narrow_rows(joint: Joint, x_TI: torch.Tensor) -> torch.Tensor | None:
+    """Return the narrow rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
+    a_RI = _joint_a(joint.parts)
+    if a_RI is None:
+        return None
+    low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
+    groups = [(ranks, part.scale) for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank]
+    if len({scale for _, scale in groups}) == 1:
+        # The usual case, in one product.
+        groups = [(slice(None), groups[0][1])]
+    for ranks, scale in groups:
+        out = low_TR[:, ranks]
+        torch.addmm(out, x_TI, a_RI[ranks].T, beta=0.0, alpha=scale, out=out)
+    return low_TR
+
+
+def rows_gradients(joint: Joint, d_TO: torch.Tensor, *, needs_x: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradient of the rows, None where not needed, and low_rows_gradient's; rows of the first may be any distance apart.
+
+    Cost:
+        2 T I O FLOP and those of the adapters; where adapters ride in the base's product, one product gives both.
+    """
+    if not needs_x:
+        return None, low_rows_gradient(joint, d_TO)
+    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(joint, d_TO)
+    if d_low_TR is not None and a_RI is not None:
+        add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI)
+    return d_x_TI, d_low_TR
+
+
+def rows_gradients_apart(joint: Joint, d_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradient of the rows, perhaps without that of their adapters, low_rows_gradient's, and A of all layers.
+
+    ``first + second @ third`` is whole: for a caller that adds the product where it reads the rows next, because in memory it costs another pass over
+    them. The third is None where the first is whole.
+
+    Cost:
+        As rows_gradients without that product. For a single layer that narrows its rows by far, a copy of d_TO, where there is no room behind its
+        rows, and of a dense weight that is not settled: less than that pass.
+    """
+    num_rows, num_inputs = d_TO.shape[0], joint.num_inputs
+    if _has_appended(joint, d_TO):
+        d_low_TR = low_rows_gradient(joint, d_TO)
+        assert d_low_TR is not None
+        return _appended_gradient(joint, d_TO, d_low_TR), d_low_TR, None
+    a_RI = _joint_a(joint.parts)
+    if not _has_augmented(joint, num_rows):
+        d_low_TR = low_rows_gradient(joint, d_TO)
+        return _base_gradient(joint, d_TO), d_low_TR, a_RI
+    d_rows = d_TO @ joint.dense.with_adapters(joint.parts, dtype=d_TO.dtype)
+    d_low_TR = torch.cat([d_rows[:, num_inputs:][:, ranks] * part.scale for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank], dim=1)
+    return d_rows[:, :num_inputs], d_low_TR, a_RI
+
+
+def low_rows_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of the adapters' narrow rows, with their scales; None without adapters."""
+    parts = joint.parts
+    num_ranks = sum(part.rank for part in parts)
+    if not num_ranks:
+        return None
+    d_low_TR = d_TO.new_empty(d_TO.shape[0], num_ranks)
+    for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
+        if part.narrow_b_OR is not None:
+            out = d_low_TR[:, ranks]
+            torch.addmm(out, d_TO[:, columns], part.narrow_b_OR, beta=0.0, alpha=part.scale, out=out)
+    return d_low_TR
+
+
+def parameter_gradients(
+    joint: Joint,
+    x_TI: torch.Tensor,
+    d_TO: torch.Tensor,
+    low_TR: torch.Tensor | None,
+    d_low_TR: torch.Tensor | None,
+    *,
+    needs: Sequence[bool],
+    factor_I: torch.Tensor | None = None,
+) -> list[torch.Tensor | None]:
+    """Return the gradients of Joint.tensors in the dtypes of the parameters; None where not needed.
+
+    Args:
+        joint: The layers.
+        x_TI: Rows that the product read.
+        d_TO: Gradient of its output.
+        low_TR: Narrow rows that the product returned.
+        d_low_TR: Of low_rows_gradient.
+        needs: Which are needed, in the order of Joint.tensors.
+        factor_I: What the columns of x_TI are multiplied with in the rows that the product read; None for 1. Not where a weight is needed.
+
+    Cost:
+        2 T I FLOP per rank and trained column; no host synchronisation.
+    """
+    parts, found = joint.parts, []
+    d_a = None
+    if any(needs[2::TENSORS_PER_LAYER]):
+        assert d_low_TR is not None
+        # One product for all layers: each gradient is a piece of rows of it.
+        d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
+        if factor_I is not None:
+            d_a.mul_(factor_I)
+    for place, (part, columns, ranks) in enumerate(zip(parts, _columns(parts), _ranks(parts))):
+        needs_weight, needs_bias, needs_a, needs_b = needs[place * TENSORS_PER_LAYER : (place + 1) * TENSORS_PER_LAYER]
+        d_piece = d_TO[:, columns]
+        found.append(d_piece.T @ x_TI if needs_weight else None)
+        found.append(d_piece.sum(0) if needs_bias else None)
+        found.append(d_a[ranks] if needs_a and d_a is not None else None)
+        if needs_b and low_TR is not None and part.b_OR is not None:
+            found.append(wide_product(d_piece.T, low_TR[:, ranks], dtype=part.b_OR.dtype))
+        else:
+            found.append(None)
+    return found
+
+
+def _has_augmented(joint: Joint, num_rows: int) -> bool:
+    """Whether adapters ride in the base's product: where outputs are wider than the rows, and weights are made dense anyway, settled, or rows many.
+
+    A second product for B alone would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200. Weights that compute in a
+    format of their own leave adapters in theirs.
+    """
+    parts = joint.parts
+    if joint.base is not None or not rides_along(parts):
+        return False
+    if parts[0].is_packed or joint.dense.has_room_beside(parts):
+        return True
+    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * joint.num_inputs and not any(part.weight.requires_grad for part in parts)
+
+
+def _has_appended(joint: Joint, d_TO: torch.Tensor) -> bool:
+    """Whether the gradient of the rows is one product with the adapter below the weight.
+
+    What is saved is the addition where those rows are read next: 0.6 ms for 32,768 x 14,336 on an H200 (python -m benchmarks.row_kernels --only
+    "expert_gate backward" --rows 32768 --expert-width 14336). The copies, where they are needed, move 4 bytes per row and output, and per input and
+    output where weights are neither packed nor settled.
+    """
+    part = joint.parts[0]
+    if joint.base is not None or len(joint.parts) > 1 or not part.rank:
+        return False
+    has_place = part.is_packed or joint.dense.has_room_below(part)
+    if part.num_inputs < 2 * part.num_outputs:
+        return has_place and joint.dense.gradients.has_room(d_TO, num_ranks=part.rank)
+    return has_place or (d_TO.shape[0] >= _COPIED_FROM_ROWS_PER_INPUT * part.num_outputs and not part.weight.requires_grad)
+
+
+def _appended_gradient(joint: Joint, d_TO: torch.Tensor, d_low_TR: torch.Tensor) -> torch.Tensor:
+    """Return ``[d | d_low] @ [W; A]``."""
+    (part,) = joint.parts
+    assert part.narrow_a_RI is not None
+    return joint.dense.gradients.with_low(d_TO, d_low_TR) @ joint.dense.above_adapter(part, part.narrow_a_RI)
+
+
+def _base_product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x @ W^T + bias`` of every layer side by side, and what is added to that of a single layer."""
+    pieces = [] if joint.base is not None else _dense_pieces(joint, x_TI)
+    if len(pieces) == 1 and addend_TO is None:
+        return _biased_product(x_TI, pieces[0][1], joint.parts)
+    if joint.base is not None:
+        y_TO = joint.base.forward_product(joint.parts, x_TI)
+        if addend_TO is not None:
+            y_TO.add_(addend_TO)
+    elif addend_TO is not None:
+        ((_, weight_OI),) = pieces
+        y_TO = torch.addmm(addend_TO, x_TI, weight_OI.T)
+    else:
+        y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in joint.parts))
+        for columns, weight_OI in pieces:
+            torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
+    _add_bias(y_TO, joint.parts)
+    return y_TO
+
+
+def _base_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor:
+    """Return ``d @ W`` of every layer, summed."""
+    if joint.base is not None:
+        return joint.base.backward_product(joint.parts, d_TO)
+    d_x_TI: torch.Tensor | None = None
+    for columns, weight_OI in _dense_pieces(joint, d_TO):
+        d_piece = d_TO[:, columns]
+        d_x_TI = d_piece @ weight_OI if d_x_TI is None else d_x_TI.addmm_(d_piece, weight_OI)
+    assert d_x_TI is not None
+    return d_x_TI
+
+
+def _augmented_product(joint: Joint, x_TI: torch.Tensor) -> Product:
+    """Return ``[x | low] @ [W | B]^T``."""
+    low_TR = narrow_rows(joint, x_TI)
+    assert low_TR is not None
+    rows = joint.dense.rows.with_low(x_TI, low_TR)
+    return Product(_biased_product(rows, joint.dense.with_adapters(joint.parts, dtype=x_TI.dtype), joint.parts), low_TR)
+
+
+def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:
+    """Return ``x @ W^T + bias`` of all layers in one product; on CUDA it adds the bias to its fp32 sums, in place of another pass over the output."""
+    if all(part.bias is None for part in parts):
+        return x_TI @ weight_OI.T
+    # As bitsandbytes does, a bias takes the dtype of the rows.
+    biases = [x_TI.new_zeros(part.num_outputs) if part.bias is None else part.bias.to(x_TI.dtype) for part in parts]
+    return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.T)
+
+
+def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart]) -> None:
+    for part, columns in zip(parts, _columns(parts)):
+        if part.bias is not None:
+            y_TO[:, columns] += part.bias
+
+
+def _dense_pieces(joint: Joint, x: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+    """Return weights as they lie: their columns of the output, and the weight as (O, I)."""
+    parts = joint.parts
+    if parts[0].is_packed:
+        return [(slice(None), joint.dense.gather(parts, num_inputs=joint.num_inputs, dtype=x.dtype))]
+    return [(columns, part.weight) for columns, part in zip(_columns(parts), parts)]
+
+
+def join(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Joint | str:
+    """Return layers that read the same rows as one product, or why they cannot be one."""
+    found = []
+    for part in parts:
+        if isinstance(part, str):
+            return part
+        found.append(part)
+    if len({part.is_packed for part in found}) > 1:
+        return "dense and packed layers side by side"
+    if len({part.a_RI.dtype for part in found if part.a_RI is not None}) > 1:
+        return "adapters in several dtypes side by side"
+    return Joint(tuple(found), dense)
+
+
+def _watched_names(part: LinearPart) -> list[str]:
+    trained = ["weight"] if part.weight.requires_grad else []
+    return trained if part.narrow_a_RI is None else [*trained, "narrow_a_RI", "narrow_b_OR"]
+
+
+def _columns(parts: Sequence[LinearPart]) -> list[slice]:
+    return _slices([part.num_outputs for part in parts])
+
+
+def _ranks(parts: Sequence[LinearPart]) -> list[slice]:
+    return _slices([part.rank for part in parts])
+
+
+def _slices(sizes: Sequence[int]) -> list[slice]:
+    ends, start = [], 0
+    for size in sizes:
+        ends.append(slice(start, start + size))
+        start += size
+    return ends
+
+
+def _joint_a(parts: Sequence[LinearPart]) -> torch.Tensor | None:
+    """Return A of all layers below each other."""
+    factors = [part.narrow_a_RI for part in parts if part.narrow_a_RI is not None]
+    if not factors:
+        return None
+    return factors[0] if len(factors) == 1 else torch.cat(factors)
+
+
+def _master_dtype(parts: Sequence[LinearPart]) -> torch.dtype:
+    return next(part.a_RI.dtype for part in parts if part.a_RI is not None)

@@ -1,0 +1,508 @@
+"""CUDA graphs of decoder layers: forward and backward of a layer are recorded once and launched as one, so that no model waits for the host.
+
+A recorded layer reads and writes memory that stays where it is: hidden states, their gradient, angles, document offsets and the gradients of what is
+trained. Its graph is as good for any pack of as many tokens whose documents fit what it was recorded for. That memory is written through ``.data``:
+what autograd saved of it in a recording is meant to change.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastft.activations.segments import is_random
+from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
+from lightning_fastft.core.errors import SwapError
+from lightning_fastft.core.status import Status
+from lightning_fastft.fused.decoder import GRAPH_ATTRIBUTE
+from lightning_fastft.graphs.cuda_recorder import CudaRecorder, Recorder
+from lightning_fastft.graphs.launch_bound import HostPace
+from lightning_fastft.graphs.recordings import Kind, Recording
+from lightning_fastft.kernels.sizes import next_power_of_2
+from lightning_fastft.packing.context import BatchContext
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lightning_fastft.core.patcher import SwapLedger
+
+logger = logging.getLogger(__name__)
+
+STATUS_NAME = "layer graphs"
+# What a report says of a micro-batch in which layers are recorded.
+_SET_UP = "layers were recorded as CUDA graphs"
+# Backends whose kernels read nothing of a batch but offsets on the device and a bound on the length of a document.
+_BACKENDS = frozenset({"varlen"})
+# Documents of a pack are rounded up to a multiple of this.
+_DOCUMENT_BUCKET = 16
+# Micro-batches of as many tokens before the first recording: kernels are compiled, buffers and narrow copies are made.
+_NUM_WARMUP = 2
+# Tokens, documents and longest document, rounded up: packs of one length come in a few kinds.
+_MOST_KINDS = 16
+# Packs of each length need memory for the hidden states of every layer.
+_MOST_LENGTHS = 2
+# From here on packs are said to be of many lengths.
+_MANY_LENGTHS = 5
+# A layer whose weights moved as often has them moved all the time.
+_MOST_RECORDINGS = 4
+# What recordings take where everything is kept, and where everything is recomputed, as a share of what a step takes beside what stays; what was
+# measured (results.csv: keep+graphs, recompute+graphs) is 1.1 and 1.6 to 2, hidden states of all layers not counted.
+_ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
+_OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_RECORDING = "transformers.utils.output_capturing"
+
+
+class LayerGraphs:
+    """Run the fused decoder layers of one model from recorded graphs where that is exact, else layer by layer as ever.
+
+    A micro-batch runs as ever when it is one of the first two of as many tokens, or when the backward of an earlier one is still to come; when its
+    layers are under a plan that copies to the host or is still being measured; and for the reasons that ``status`` names. It needs memory of its own
+    then, beside that of the graphs. Gradients of what is trained are written to buffers. Alone, ``Parameter.grad`` refers to them; in a process group
+    autograd accumulates what they hold, so that DistributedDataParallel finds every gradient when its layer is done, and sends it beside the layers
+    that follow. A layer whose parameters have hooks of somebody else is not recorded.
+
+    Args:
+        layers: Fused decoder layers, in order.
+        memory_of: Returns memory that layers share and that may be exchanged for more later, such as that of dense copies of packed weights; graphs
+            go on with what they were recorded with, so it is held for them.
+        recorder: Makes work repeatable; None for CUDA graphs.
+        backends: Attention backends that may be recorded.
+        pace: Asked first, in micro-batches that could be recorded: layers are recorded only where the device waits for the host and has the memory,
+            and run as ever from then on where that fails. None to record without asking, and to say so when it fails.
+
+    Cost:
+        Memory: one tensor of hidden states per layer beside what the plan holds, the gradients of what is trained, and the pool, which stays
+        reserved between steps. Host: two launches per layer and micro-batch. No host synchronisation.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        memory_of: Callable[[nn.Module], list[torch.Tensor]],
+        recorder: Recorder | None = None,
+        backends: frozenset[str] = _BACKENDS,
+        pace: HostPace | None = None,
+    ) -> None:
+        self._layers = list(layers)
+        uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
+        # Weights of several layers: autograd adds what each of them hands over only when the last one has.
+        self.shared = {parameter for parameter, num_layers in uses.items() if num_layers > 1}
+        self._memory_of = memory_of
+        self._recorder = recorder
+        self.backends = backends
+        self._pace = pace
+        self._is_watched = False
+        self._refusal = ""
+        self._graphs = [_LayerGraph(self, layer, index) for index, layer in enumerate(self._layers)]
+        self._kinds: dict[Hashable, Kind] = {}
+        self._shapes: Counter[torch.Size] = Counter()
+        self._context: BatchContext | None = None
+        self._kind: Kind | None = None
+        # Runs whose backward is still to come; one that nobody holds any more has none.
+        self.open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._grads: dict[torch.Tensor, torch.Tensor] = {}
+        self.reasons: Counter[str] = Counter()
+        self.num_replays = 0
+        self._last_status: Status | None = None
+
+    def install(self, ledger: SwapLedger) -> None:
+        """Have the layers ask for their graphs, until the ledger is undone."""
+        for graph in self._graphs:
+            ledger.set_attribute(graph.layer, GRAPH_ATTRIBUTE, graph)
+        ledger.add_undo(self.close)
+
+    def close(self) -> None:
+        """Drop the graphs and their memory; gradients stay where parameters refer to them."""
+        self._last_status = self.status()
+        self._context = None
+        self._drop()
+        self.open_runs.clear()
+
+    def _drop(self) -> None:
+        """Let go of recordings and their memory; a run whose backward is still to come has its own."""
+        self._kind = None
+        for kept in (self._kinds, self._buffers, self._grads):
+            kept.clear()
+
+    def status(self) -> Status:
+        """Return what is recorded, and why layers run otherwise."""
+        num_recorded = sum(len(kind.recordings) for kind in self._kinds.values())
+        if self._refusal:
+            return Status(STATUS_NAME, "inactive", self._refusal)
+        if num_recorded:
+            noun = "kind of pack" if len(self._kinds) == 1 else "kinds of pack"
+            seen = "" if self._pace is None else f"; before, {self._pace.describe()}"
+            return Status(STATUS_NAME, "active", f"{num_recorded} recordings of {len(self._layers)} layers, {len(self._kinds)} {noun}{seen}")
+        if self._last_status is not None:
+            return self._last_status
+        if self.reasons:
+            return Status(STATUS_NAME, "inactive", self.reasons.most_common(1)[0][0])
+        device = next(self._layers[0].parameters()).device.type
+        if self._recorder is None and device != "cuda":
+            return Status(STATUS_NAME, "inactive", f"CUDA graphs do not exist on {device}")
+        condition = "" if self._pace is None else " if the device waits for the host"
+        return Status(STATUS_NAME, "active", f"{len(self._layers)} layers, recorded after the first steps{condition}")
+
+    def has_recordings(self, index: int) -> bool:
+        """Whether a layer was recorded for some kind of pack."""
+        return any(index in kind.recordings for kind in self._kinds.values())
+
+    def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> Kind | None:
+        """Return the recordings that fit a micro-batch, with its offsets in place; None where it runs as ever."""
+        if context is self._context:
+            return self._kind
+        self._context, self._kind, self._is_watched = context, None, False
+        self._shapes[hidden.shape] += 1
+        num_documents = -(-context.num_documents // _DOCUMENT_BUCKET) * _DOCUMENT_BUCKET
+        max_length = min(next_power_of_2(context.max_length), context.num_tokens)
+        key = (hidden.shape, hidden.dtype, hidden.device, num_documents, max_length, context.attention_backend)
+        if self._shapes[hidden.shape] <= _NUM_WARMUP or self.open_runs:
+            if len(self._shapes) >= _MANY_LENGTHS:
+                self.reasons["packs of many lengths; PackedDataModule(pad_to_max=True) gives them one"] += 1
+            return None
+        if self._pace is not None and self._pace.begin_batch():
+            self._is_watched = True
+            return None
+        kind = self._kinds.get(key)
+        if kind is None:
+            reason = self._obstacle_of_kind(hidden.shape) or self._obstacle_of_pace(hidden)
+            if reason:
+                self.reasons[reason] += 1
+                return None
+            kind = self._kinds[key] = Kind(context.recordable(num_documents=num_documents, max_length=max_length), hidden.shape)
+        else:
+            kind.context.load(context)
+        self._kind = kind
+        return kind
+
+    def _obstacle_of_kind(self, shape: torch.Size) -> str:
+        """Return why no further kind of pack is recorded; empty where one is."""
+        if len(self._kinds) == _MOST_KINDS:
+            return f"more than {_MOST_KINDS} kinds of pack"
+        shapes = {kind.shape for kind in self._kinds.values()}
+        return f"packs of more than {_MOST_LENGTHS} lengths" if shape not in shapes and len(shapes) == _MOST_LENGTHS else ""
+
+    def _obstacle_of_pace(self, hidden: torch.Tensor) -> str:
+        """Return why layers that need not be recorded are not, the first time for good; empty where they are."""
+        if self._pace is None or self._kinds:
+            return ""
+        self._refusal = self._pace.describe() if not self._pace.is_late else self._missing_memory(hidden)
+        return self._refusal
+
+    def _missing_memory(self, hidden: torch.Tensor) -> str:
+        """Return how much memory recordings may take and is not there; empty where it is, and where nothing is on a GPU."""
+        if not hidden.is_cuda:
+            return ""
+        segments = [vars(layer.self_attn).get(SEGMENT_ATTRIBUTE) for layer in self._layers]
+        kept_share = sum(segment is None or segment.plan.is_kept for segment in segments) / len(segments)
+        allocated = torch.cuda.memory_allocated(hidden.device)
+        work = torch.cuda.max_memory_allocated(hidden.device) - allocated
+        hidden_states = len(self._layers) * hidden.numel() * hidden.element_size()
+        needed = work * (_ROOM_KEPT * kept_share + _ROOM_RECOMPUTED * (1 - kept_share)) + hidden_states
+        free = torch.cuda.mem_get_info(hidden.device)[0] + torch.cuda.memory_reserved(hidden.device) - allocated
+        budgets = [segment.vram_budget_bytes for segment in segments if segment is not None and segment.vram_budget_bytes is not None]
+        free = min([free, *(budget - allocated for budget in budgets)])
+        return "" if needed <= free else f"recordings may take {needed / 2**30:.1f} GiB, and {max(0, free) / 2**30:.1f} GiB are free"
+
+    def layer_ran(self, context: object) -> None:
+        """Call when a layer has run as ever."""
+        if self._is_watched and context is self._context:
+            assert self._pace is not None
+            self._pace.layer_queued()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether nothing more is recorded."""
+        return bool(self._refusal)
+
+    def give_up(self, error: SwapError) -> None:
+        """Run as ever from now on, where recording was not asked for in any case.
+
+        Raises:
+            SwapError: It was.
+        """
+        if self._pace is None:
+            raise error
+        logger.warning("layer graphs: %s Layers run as ever.", error)
+        self._refusal = str(error)
+        self._drop()
+
+    def buffer(self, name: Hashable, like: torch.Tensor) -> torch.Tensor:
+        """Return memory that stays where it is, one for each name, shape and dtype."""
+        key = (name, like.shape, like.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+        return self._buffers[key]
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the memory that recorded backwards write the gradient of a parameter to."""
+        if parameter not in self._grads:
+            self._grads[parameter] = torch.empty_like(parameter, requires_grad=False)
+        return self._grads[parameter]
+
+    def record(self, work: Callable[[], None], *, recording: Recording, what: str) -> Callable[[], None]:
+        """Record work of a layer on the device.
+
+        Raises:
+            SwapError: It cannot be recorded.
+        """
+        if self._recorder is None:
+            self._recorder = CudaRecorder(torch.device("cuda", torch.cuda.current_device()))
+        try:
+            again = self._recorder.record(work)
+            recording.held += self._memory_of(recording.layer)
+            return again
+        except RuntimeError as error:
+            # The gradients of an earlier step's graph end in nodes that belong to the stream that is never recorded.
+            is_held = "legacy stream" in str(error)
+            advice = (
+                "Something holds the loss of an earlier step with its graph: keep loss.detach()" if is_held else "Give FusedKernels cuda_graphs=False"
+            )
+            raise SwapError(f"{what} could not be recorded as a CUDA graph. {advice}. ({error})") from error
+
+    def obstacle(self, layer: Any, hidden: torch.Tensor, context: object) -> str:  # noqa: ANN401 - a decoder layer
+        """Return why a call has to run as ever, as far as a look at it shows; empty where it need not."""
+        if not isinstance(context, BatchContext):
+            return "batches are not packed"
+        if self._refusal:
+            return self._refusal
+        if self._recorder is None and not hidden.is_cuda:
+            return f"CUDA graphs do not exist on {hidden.device.type}"
+        if torch.is_autocast_enabled(hidden.device.type):
+            return "autocast"
+        segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
+        if segment is not None and segment.engine is not None:
+            return "the plan copies activations to the host"
+        if segment is not None and (segment.awaits_plan() or segment.observer is not None or segment.on_backward is not None):
+            return "the plan is still being made"
+        return ""
+
+    def lasting_obstacle(self, layer: Any, kwargs: dict[str, Any]) -> str:  # noqa: ANN401 - a decoder layer
+        """Return what keeps a layer from being recorded; empty where nothing does."""
+        config = layer.self_attn.config
+        asked = [flag for flag in _OUTPUT_FLAGS if kwargs.get(flag) or getattr(config, flag, False)]
+        if asked:
+            return f"{asked[0]} is asked for"
+        if any(is_random(module) for module in layer.modules()):
+            return "layers drop out in training"
+        hooked = next((type(module).__name__ for module in layer.modules() if _has_hooks(module)), "")
+        if hooked:
+            return f"{hooked} has hooks"
+        for module in layer.modules():
+            # Under FullyShardedDataParallel (the first one) weights are parts of one, given to the modules anew in each forward.
+            if any(torch.is_tensor(value) and value.requires_grad for value in vars(module).values()):
+                return "weights are held in pieces"
+        for parameter in layer.parameters():
+            if parameter.requires_grad and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                return "a parameter has hooks"
+            if hasattr(parameter, "device_mesh"):
+                return "weights are held in pieces"
+        return ""
+
+
+class _LayerGraph:
+    """One layer and its recordings; what the layer asks when it is called."""
+
+    def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int) -> None:
+        self.layer, self._graphs, self._index = layer, graphs, index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied or pickled layer has no graphs."""
+        return type(None), ()
+
+    @property
+    def has_recordings(self) -> bool:
+        """Whether the layer was recorded for some kind of pack."""
+        return self._graphs.has_recordings(self._index)
+
+    def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the layer's own
+        """Run the layer, from its graph where there is one for this call."""
+        if not torch.is_grad_enabled() or not self.layer.training or not args or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        recording = self._find(run, args, kwargs)
+        if recording is None:
+            out = run(*args, **kwargs)
+            self._graphs.layer_ran(kwargs.get("context"))
+            return out
+        hidden, context = args[0], kwargs["context"]
+        for backend, count in recording.backends.items():
+            for _ in range(count):
+                context.note_read(backend)
+        self._graphs.num_replays += 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return _RankReplay.apply(hidden, Run(self._graphs, recording), *recording.trained)
+        anchor = None if hidden.requires_grad else recording.trained[0]
+        return _Replay.apply(hidden, anchor, Run(self._graphs, recording))
+
+    def _find(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+        """Return the recording that serves a call, its inputs in place; None where the layer runs as ever."""
+        graphs, hidden, context = self._graphs, args[0], kwargs.get("context")
+        reason = graphs.obstacle(self.layer, hidden, context)
+        if reason:
+            graphs.reasons[reason] += 1
+            return None
+        kind = graphs.kind_of(context, hidden)  # type: ignore[arg-type]
+        if kind is None:
+            return None
+        recording = kind.recordings.get(self._index)
+        if recording is None or not recording.is_current(self.layer):
+            return self._record(kind, run, args, kwargs)
+        if recording.is_in_use:
+            # The same batch once more before its backward.
+            return None
+        changed = recording.load(kwargs)
+        if changed:
+            graphs.reasons[f"{changed} changes from call to call"] += 1
+        return None if changed else recording
+
+    def _record(self, kind: Kind, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+        graphs, index = self._graphs, self._index
+        recording = Recording(graphs, self.layer, index, args[0])
+        kwargs["context"].set_up = _SET_UP
+        kind.num_recordings[index] += 1
+        reason = graphs.lasting_obstacle(self.layer, kwargs)
+        if not reason and kind.num_recordings[index] > _MOST_RECORDINGS:
+            reason = "weights, adapters or plans change from step to step"
+        if not reason and not recording.hidden.requires_grad and not recording.trained:
+            reason = "nothing is trained up to a layer"
+        if not reason:
+            try:
+                foreign = recording.record_forward(graphs, functools.partial(run, **recording.own_inputs(kind, kwargs)), kind, args[1:])
+            except SwapError as error:
+                graphs.give_up(error)
+                return None
+            reason = f"attention by {', '.join(foreign)}, which is not recorded" if foreign else ""
+        if reason:
+            graphs.reasons[reason] += 1
+            return None
+        kind.recordings[index] = recording
+        return recording
+
+
+class Run:
+    """One forward of a recorded layer, and its backward."""
+
+    def __init__(self, graphs: LayerGraphs, recording: Recording) -> None:
+        self._graphs, self._recording = graphs, recording
+        self.is_over = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the layer makes of hidden states."""
+        recording = self._recording
+        self._graphs.open_runs.add(self)
+        recording.open_run = weakref.ref(self)
+        if hidden.data_ptr() != recording.hidden.data_ptr():
+            recording.hidden.data.copy_(hidden)
+        assert recording.forward is not None
+        recording.forward()
+        return recording.out.detach()
+
+    def backward(self, d_out: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of the hidden states; those of what is trained lie in the memory of the recording."""
+        if self.is_over:
+            raise SwapError("A second backward through recorded layers: what the first one needed is gone. Give FusedKernels cuda_graphs=False.")
+        self.is_over = True
+        recording = self._recording
+        self._graphs.open_runs.discard(self)
+        if d_out.data_ptr() != recording.d_hidden.data_ptr():
+            recording.d_hidden.copy_(d_out)
+        # A gradient of an earlier micro-batch may lie where this one will be written.
+        for parameter, gradient in recording.gradients:
+            if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
+                parameter.grad = parameter.grad.clone()
+        if recording.backward is None:
+            self._first_backward()
+        else:
+            recording.backward()
+        return recording.d_hidden.detach() if recording.hidden.requires_grad else None
+
+    def accumulate(self) -> None:
+        """Let parameters refer to their gradients, added to what they have."""
+        held, added = [], []
+        for parameter, gradient in self._recording.gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                held.append(parameter.grad)
+                added.append(gradient)
+        if held:
+            torch._foreach_add_(held, added)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of what is trained, in its order; None where the layer has none."""
+        shared = self._graphs.shared
+        found = {parameter: gradient.clone() if parameter in shared else gradient.detach() for parameter, gradient in self._recording.gradients}
+        return [found.get(parameter) for parameter in self._recording.trained]
+
+    def _first_backward(self) -> None:
+        """Record the backward and run it; where that fails and layers may run as ever, run forward and backward once more as ever."""
+        recording = self._recording
+        assert recording.run_forward is not None
+        # What has a gradient shows in the first run of the work, which is the recording.
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def backward() -> None:
+            assert recording.graph_out is not None
+            own = [(recording.hidden, recording.d_hidden)] if recording.hidden.requires_grad else []
+            wanted = [*own, *recording.gradients]
+            computed = torch.autograd.grad(recording.graph_out, [tensor for tensor, _ in wanted], grad_outputs=recording.d_hidden, allow_unused=True)
+            recording.graph_out = None
+            pairs = [(tensor, memory, gradient) for (tensor, memory), gradient in zip(wanted, computed) if gradient is not None]
+            found[:] = [(tensor, memory) for tensor, memory, _ in pairs if tensor is not recording.hidden]
+            with torch.no_grad():
+                torch._foreach_copy_([memory for _, memory, _ in pairs], [gradient for _, _, gradient in pairs])
+
+        try:
+            if not self._graphs.has_given_up:
+                recording.backward = self._graphs.record(backward, recording=recording, what="The backward of a layer")
+                recording.backward()
+        except SwapError as error:
+            self._graphs.give_up(error)
+        if recording.backward is None:
+            recording.run_forward()
+            backward()
+        recording.gradients, recording.run_forward = found, None
+
+
+class _Replay(torch.autograd.Function):
+    """A recorded layer; saves nothing, because what its backward needs lies in the memory of the graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, run: Run) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+        ctx.run = run
+        return run.forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        d_hidden = ctx.run.backward(grads[0])
+        ctx.run.accumulate()
+        return d_hidden, None, None
+
+
+class _RankReplay(torch.autograd.Function):
+    """A recorded layer whose gradients autograd accumulates, so that whoever waits for them is told."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, run: Run, *trained: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+        ctx.run = run
+        return run.forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        d_hidden = ctx.run.backward(grads[0])
+        return d_hidden, None, *ctx.run.gradients()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody's code runs around a module; transformers' own watch of outputs does nothing unless they are asked for."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    is_watched = any(getattr(hook, "__module__", "") != _RECORDING for hook in hooks)
+    return bool(is_watched or module._backward_hooks or module._backward_pre_hooks)

@@ -1,0 +1,160 @@
+"""What is recorded of decoder layers: the memory that recorded work reads and writes, and what has to be as it was for it to be right."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
+from lightning_fastft.hf.lora import tuner_layers
+from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.patches.attention import DeferredMask
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lightning_fastft.graphs.layer_graphs import LayerGraphs, Run
+    from lightning_fastft.planner.step import SegmentPlan
+
+# Keywords that hold what belongs to the loss and not to a layer.
+_FOREIGN_KEYWORDS = frozenset({"num_items_in_batch"})
+
+
+class Kind:
+    """What is recorded for packs of one kind."""
+
+    def __init__(self, context: BatchContext, shape: torch.Size) -> None:
+        self.context = context
+        self.shape = shape
+        self.recordings: dict[int, Recording] = {}
+        self.num_recordings: Counter[int] = Counter()
+        # What layers were given beside hidden states and the context: memory of ours, and whose content it holds.
+        self.inputs: list[_Input] = []
+
+    def input_for(self, tensor: torch.Tensor) -> _Input:
+        """Return memory that holds this tensor for every layer that is given it."""
+        for found in self.inputs:
+            if found.source is tensor:
+                return found
+        self.inputs.append(_Input(tensor))
+        return self.inputs[-1]
+
+
+class _Input:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.memory = tensor.detach().clone()
+        self.source, self._version = tensor, tensor._version
+
+    def load(self, tensor: torch.Tensor) -> None:
+        # The layers of a micro-batch are given the same tensors: the first one copies.
+        if self.source is not tensor or self._version != tensor._version:
+            self.memory.data.copy_(tensor)
+            self.source, self._version = tensor, tensor._version
+
+
+class Recording:
+    """One layer under one kind of pack."""
+
+    def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int, hidden: torch.Tensor) -> None:
+        self.layer = layer
+        self.held: list[torch.Tensor] = []
+        self._places = [(owner._parameters, name) for owner in layer.modules() for name in owner._parameters]
+        self.parameters = list(layer.parameters())
+        self._found = [held[name] for held, name in self._places]
+        self.trained: list[torch.Tensor] = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.adapters = tuner_layers(layer)
+        self.out = graphs.buffer(("out", index), hidden)
+        self.d_hidden = graphs.buffer("gradient", hidden)
+        before = graphs.buffer(("out", index - 1), hidden) if index else None
+        # What the layer before leaves behind is read where it lies.
+        memory = before if before is not None and before.data_ptr() == hidden.data_ptr() else graphs.buffer(("in", index), hidden)
+        if memory is not before:
+            memory.copy_(hidden.detach())
+        self.hidden = memory.detach().requires_grad_(hidden.requires_grad)
+        self.inputs: list[tuple[str, tuple[_Input, ...]]] = []
+        self.constants: dict[str, Any] = {}
+        self.plan: SegmentPlan | None = plan_of(layer)
+        self.state = self._read_state()
+        self.backends: dict[str, int] = {}
+        self.graph_out: torch.Tensor | None = None
+        self.open_run: weakref.ref[Run] | None = None
+        self.forward: Callable[[], None] | None = None
+        self.backward: Callable[[], None] | None = None
+        # The forward as ever, in the memory of the recording; until the backward is recorded.
+        self.run_forward: Callable[[], None] | None = None
+        # Trained parameters with the memory of their gradients; when the backward is recorded, those that the layer has no gradient for are left out.
+        self.gradients = [(parameter, graphs.gradient_of(parameter)) for parameter in self.trained]
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the backward of a forward is still to come."""
+        run = None if self.open_run is None else self.open_run()
+        return run is not None and not run.is_over
+
+    def own_inputs(self, kind: Kind, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords of a call with tensors of ours in the place of those that were given."""
+        options: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name == "context":
+                options[name] = kind.context
+            elif torch.is_tensor(value) or (isinstance(value, tuple) and value and all(map(torch.is_tensor, value))):
+                pieces = tuple(kind.input_for(piece) for piece in (value if isinstance(value, tuple) else (value,)))
+                self.inputs.append((name, pieces))
+                memory = tuple(piece.memory for piece in pieces)
+                options[name] = memory if isinstance(value, tuple) else memory[0]
+            else:
+                options[name] = value
+                if name not in _FOREIGN_KEYWORDS:
+                    self.constants[name] = value
+        return options
+
+    def load(self, kwargs: dict[str, Any]) -> str:
+        """Put what a call is given in its place; return the name of what is not as it was when the layer was recorded."""
+        for name, value in self.constants.items():
+            given = kwargs.get(name)
+            if given is not value and given != value and not isinstance(value, DeferredMask):
+                return name
+        for name, pieces in self.inputs:
+            given = kwargs[name]
+            for piece, tensor in zip(pieces, given if isinstance(given, tuple) else (given,)):
+                piece.load(tensor)
+        return ""
+
+    def record_forward(self, graphs: LayerGraphs, run: Callable[..., Any], kind: Kind, rest: tuple[Any, ...]) -> list[str]:
+        """Record the layer's forward; return the attention backends that cannot be recorded, after which the recording is of no use."""
+        context = kind.context
+        before = dict(context.backends_used)
+
+        def forward() -> None:
+            with torch.enable_grad():
+                self.graph_out = run(self.hidden, *rest)
+            with torch.no_grad():
+                self.out.data.copy_(self.graph_out)
+
+        self.run_forward = forward
+        self.forward = graphs.record(forward, recording=self, what="The forward of a layer")
+        counts = {name: count - before.get(name, 0) for name, count in context.backends_used.items()}
+        self.backends = {name: count for name, count in counts.items() if count}
+        return sorted(self.backends.keys() - graphs.backends)
+
+    def is_current(self, layer: nn.Module) -> bool:
+        """Whether weights are those that were recorded and lie where they lay, adapters are as they were and the plan is the same."""
+        are_same = all(held.get(name) is parameter for (held, name), parameter in zip(self._places, self._found))
+        return are_same and self.plan is plan_of(layer) and self.state == self._read_state()
+
+    def _read_state(self) -> list[Any]:
+        state: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.parameters]
+        for adapter in self.adapters:
+            scaling = getattr(adapter, "scaling", {})
+            state.append((adapter.disable_adapters, tuple(adapter.active_adapters), tuple(adapter.merged_adapters), tuple(scaling.values())))
+        return state
+
+
+def plan_of(layer: Any) -> SegmentPlan | None:  # noqa: ANN401 - a decoder layer
+    """Return the plan that a layer runs under; None where it has none."""
+    segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
+    return None if segment is None else segment.plan

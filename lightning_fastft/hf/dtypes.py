@@ -1,0 +1,71 @@
+"""Dtypes and seeds of a model that is being built: what a name means on a device, and which Trainer precision leaves it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.errors import OptionError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and arithmetic: "auto" is bf16 where the device computes in it, else fp32.
+
+    Raises:
+        OptionError: dtype is not one of auto, bfloat16, float16, float32.
+    """
+    check_choice("dtype", dtype, ("auto", *DTYPES))
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float32
+
+
+def check_precision(precision: str, *, dtype: str, adapter_dtype: torch.dtype, has_adapters: bool, is_fit: bool) -> None:
+    """Refuse a Trainer precision that would change a dtype behind the user's back.
+
+    Args:
+        precision: What ``trainer.precision`` says.
+        dtype: FineTuner's dtype, "auto" already replaced where the precision decides it.
+        adapter_dtype: Dtype of the adapter Parameters.
+        has_adapters: Whether adapters are trained.
+        is_fit: Whether the run trains.
+
+    Raises:
+        OptionError: Names the precision, what it would do, and the line to change.
+    """
+    keep = "Set Trainer(precision='32-true'), where Lightning changes no dtype"
+    if precision == "32-true":
+        if dtype == "float16" and is_fit:
+            raise OptionError("dtype='float16' needs loss scaling to train. Set Trainer(precision='16-mixed'), or dtype='auto'.")
+        return
+    if precision == "bf16-true":
+        if dtype != "bfloat16":
+            raise OptionError(f"precision='bf16-true' would cast a model with dtype={dtype!r} to bf16. {keep}.")
+        if has_adapters and adapter_dtype != torch.bfloat16:
+            raise OptionError(f"precision='bf16-true' would cast the fp32 adapters to bf16. {keep}, or FineTuner(adapter_dtype='bfloat16').")
+        return
+    if precision == "16-mixed":
+        if dtype != "float16":
+            raise OptionError(f"precision='16-mixed' would compute in fp16 a model with dtype={dtype!r}. {keep}, or FineTuner(dtype='float16').")
+        if not has_adapters or adapter_dtype != torch.float32:
+            raise OptionError(
+                f"precision='16-mixed' needs fp32 adapters (lora=..., adapter_dtype='float32') for its loss scaler. Give them, or: {keep}."
+            )
+        return
+    raise OptionError(f"precision={precision!r} is not served. {keep}, and choose FineTuner(dtype=...).")
+
+
+@contextmanager
+def seeded(seed: int, *, device: torch.device) -> Iterator[None]:
+    """Draw from generators with this seed and leave the global ones as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,255 @@
+"""Experts held in NF4: the stacks of a model quantised one expert at a time, and dense only while a product reads them.
+
+Axes: E experts, I input columns, O output columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4, check_weight, quantise_stack
+from lightning_fastft.hf.families import is_on_interface
+from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
+
+STATUS_NAME = "NF4 experts"
+# A plain attribute of instances, so no state_dict has it: where the stacks of a model become dense.
+BUFFER_ATTRIBUTE = "fastft_dense_buffer"
+
+_LLAMA4 = "Llama4TextExperts"
+# Experts that come quantised in a format of their own.
+_FOREIGN = ("Mxfp4", "FP8", "Fp8")
+# In a state dict the packed weights bear the name of the weight; these stand behind it, three of them as bitsandbytes calls them.
+_PARTS = ("absmax", "nested_absmax", "offset", "quant_map", "nested_quant_map")
+
+
+def quantise_experts(model: nn.Module) -> Status:
+    """Turn every stack of expert weights inside model into NF4; what is quantised already stays, and all share one dense buffer from then on.
+
+    Format and numbers are those of ``bitsandbytes.functional.quantize_4bit`` with ``quant_type="nf4"`` and ``compress_statistics=True`` on each
+    expert. Names, shapes and dtypes of the parameters stay; they are frozen.
+
+    Args:
+        model: Any module: a transformers model, before or after PEFT's adapters are put on it.
+
+    Returns:
+        Active with what is held, or inactive where there are no stacks of experts.
+
+    Raises:
+        UnsupportedModelError: The weights of an expert are no multiple of 64, or held in fp8, MXFP4 or another format. Nothing has been changed.
+        MissingDependencyError: bitsandbytes is not installed.
+
+    Cost:
+        One read of the weights and the host waits of bitsandbytes, a few per expert; peak memory is one stack in NF4 above the model as it comes.
+
+    Source:
+        NF4 and double quantisation: QLoRA, arXiv 2305.14314.
+
+    Example:
+        >>> quantise_experts(nn.Linear(2, 2)).state
+        'inactive'
+    """
+    stacks = check_experts(model)
+    buffer = DenseBuffer()
+    for module, name in stacks:
+        _quantise_parameter(module, name, buffer)
+    return describe_experts(model)
+
+
+def describe_experts(model: nn.Module) -> Status:
+    """Return how the experts inside model are held."""
+    stacks = [module._parameters[name] for module, name in _find_stacks(model)]
+    held = [cast(Any, weight) for weight in stacks if isinstance(weight, ExpertsNF4)]
+    if not held:
+        return Status(STATUS_NAME, "inactive", f"no stacks of experts in {type(model).__name__}")
+    num_bytes = sum(weight.held_bytes for weight in held)
+    num_dense_bytes = sum(weight.numel() * weight.element_size() for weight in held)
+    sizes = f"{num_bytes / 2**30:.2f} GiB instead of {num_dense_bytes / 2**30:.2f} GiB"
+    return Status(STATUS_NAME, "active", f"{len(held)} stacks, double quantisation, {sizes}")
+
+
+def quantise_block(block: nn.Module) -> int:
+    """Turn the stacks of experts of one finished block into NF4 and return how many there were; ``quantise_experts`` later joins their buffers.
+
+    Raises:
+        UnsupportedModelError: As quantise_experts.
+    """
+    stacks = [(module, name) for module, name in check_experts(block) if not isinstance(module._parameters[name], ExpertsNF4)]
+    for module, name in stacks:
+        _quantise_parameter(module, name, DenseBuffer())
+    return len(stacks)
+
+
+def check_experts(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return every stack of expert weights inside model, as modules and names; also on the meta device.
+
+    Raises:
+        UnsupportedModelError: One of them cannot be held in NF4.
+    """
+    stacks = list(_find_stacks(model))
+    for module, name in stacks:
+        _check_stack(module, name)
+    return stacks
+
+
+def is_stack(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is a stack of routed experts' weights, quantised or not."""
+    # By name: Llama 4's experts are not on the interface.
+    is_experts = is_on_interface(module) or any(cls.__name__ == _LLAMA4 for cls in type(module).__mro__)
+    return is_experts and name in _stack_names(module)
+
+
+class DenseBuffer:
+    """Memory for one dense stack on each device, shared by all layers of a model: the last stack that asked for it has it.
+
+    Copies and pickles of it are empty.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def take(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory of a shape; what was taken before is void."""
+        held = self._memory.get((device, dtype))
+        if held is None or held.numel() < shape.numel():
+            # Given back first: two of them may not fit.
+            self._memory.pop((device, dtype), None)
+            del held
+            # An evaluation may be the first to ask, and training has to write here later.
+            with torch.inference_mode(mode=False):
+                held = self._memory[device, dtype] = torch.empty(shape.numel(), dtype=dtype, device=device)
+        return held[: shape.numel()].view(shape)
+
+    def __reduce__(self) -> tuple[type[DenseBuffer], tuple[()]]:
+        return DenseBuffer, ()
+
+
+class QuantisedWeight:
+    """What the core of the routed experts holds of a weight in NF4 in place of the dense one.
+
+    Args:
+        weight: The stack as the module holds it.
+        is_transposed: Whether its memory order is (E, I, O); else it is (E, O, I).
+        buffer: Where it becomes dense.
+    """
+
+    def __init__(self, weight: ExpertsNF4, *, is_transposed: bool, buffer: DenseBuffer) -> None:
+        self._weight = weight
+        self._is_transposed = is_transposed
+        self._buffer = buffer
+        self.dtype = weight.dtype
+        self.device = weight.device
+        self.shape = weight.shape if is_transposed else weight.shape[:1] + weight.shape[:0:-1]
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight as (E, I, O), valid until another weight of the model is asked for; one launch, no gradient, no host synchronisation."""
+        weight = self._weight
+        # The whole stack: at thousands of tokens every expert has some.
+        dense = weight.dense(out=self._buffer.take(weight.shape, dtype=self.dtype, device=self.device))
+        return dense if self._is_transposed else dense.transpose(1, 2)
+
+
+def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWeight | None:
+    """Return what the core needs of a stack in NF4; None for any other weight.
+
+    Args:
+        module: The experts module.
+        name: The weight's name there.
+        weight: What stands under that name, below PEFT's adapters.
+
+    Raises:
+        UnsupportedModelError: The stack is to be trained.
+    """
+    if not isinstance(weight, ExpertsNF4):
+        return None
+    if weight.requires_grad:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.{name} is held in NF4 and requires a gradient: 4 bits cannot be trained. Freeze it and train adapters "
+            "(target_parameters), or load the model without quantization."
+        )
+    buffer = vars(module).setdefault(BUFFER_ATTRIBUTE, DenseBuffer())
+    return QuantisedWeight(weight, is_transposed=bool(getattr(module, "is_transposed", True)), buffer=buffer)
+
+
+def _find_stacks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield every stack of expert weights inside root; refuse experts in formats of their own."""
+    for path, module in root.named_modules():
+        if type(module).__name__.startswith(_FOREIGN) and "Experts" in type(module).__name__:
+            raise UnsupportedModelError(
+                f"{path} is a {type(module).__name__}: its experts come in a low-precision format of their own and cannot be held in NF4. Load the "
+                "checkpoint dequantised, for MXFP4 with Mxfp4Config(dequantize=True), or one that was saved in bf16."
+            )
+        yield from ((module, name) for name in _stack_names(module) if is_stack(module, name))
+
+
+def _stack_names(module: nn.Module) -> tuple[str, str]:
+    """Return the names of both stacks; experts without a gate have only an up projection in front."""
+    return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+
+
+def _check_stack(module: nn.Module, name: str) -> None:
+    """Refuse a stack that is computed or shared, by name."""
+    weight = module._parameters.get(name)
+    title = f"{type(module).__name__}.{name}"
+    if weight is None or type(weight) not in (nn.Parameter, ExpertsNF4):
+        shown = "no parameter of its own now" if weight is None else f"a {type(weight).__name__}"
+        raise UnsupportedModelError(
+            f"{title} is {shown}, and only plain parameters can be held in NF4. Quantise before the model is sharded and outside a forward."
+        )
+    if not isinstance(weight, ExpertsNF4):
+        check_weight(title, weight)
+
+
+def _quantise_parameter(module: nn.Module, name: str, buffer: DenseBuffer) -> None:
+    """Replace one stack by its NF4 form, and let state dicts of the module hold plain tensors."""
+    weight = module._parameters[name]
+    assert weight is not None
+    if not isinstance(weight, ExpertsNF4):
+        module._parameters[name] = nn.Parameter(quantise_stack(weight), requires_grad=False)
+    if BUFFER_ATTRIBUTE not in vars(module):
+        module.register_state_dict_post_hook(_split_entries)
+        module.register_load_state_dict_pre_hook(_join_entries)
+    setattr(module, BUFFER_ATTRIBUTE, buffer)
+
+
+def _split_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:  # noqa: ANN401
+    """Have a state dict hold the packed weights under the weight's name and the rest behind it: tensors that any format takes."""
+    for name in _stack_names(module):
+        weight = state_dict.get(prefix + name)
+        if isinstance(weight, ExpertsNF4):
+            state_dict[prefix + name] = weight.stack.packed_EC
+            state_dict.update({f"{prefix}{name}.{part}": value for part, value in zip(_PARTS, weight.stack[1:])})
+
+
+def _join_entries(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,  # noqa: ANN401 - torch's arguments
+    strict: bool,
+    missing_keys: list[str],
+    *rest: Any,  # noqa: ANN401
+) -> None:
+    """Take the entries of a quantised stack together again, and quantise a dense one."""
+    for name in _stack_names(module):
+        packed = state_dict.get(prefix + name)
+        own = module._parameters.get(name)
+        if not isinstance(own, ExpertsNF4) or packed is None or isinstance(packed, ExpertsNF4):
+            continue
+        if packed.dtype is not torch.uint8:
+            if packed.shape == own.shape:
+                state_dict[prefix + name] = quantise_stack(packed.to(own.device, own.dtype))
+            continue
+        keys = [f"{prefix}{name}.{part}" for part in _PARTS]
+        lost = [key for key in keys if key not in state_dict]
+        if lost:
+            missing_keys.extend(lost)
+            continue
+        stack = NF4Stack(packed, *(state_dict.pop(key) for key in keys))
+        if packed.shape == (own.shape[0], own.shape[1] * own.shape[2] // 2):
+            state_dict[prefix + name] = ExpertsNF4(stack, shape=own.shape, dtype=own.dtype)

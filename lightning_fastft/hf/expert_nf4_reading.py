@@ -1,0 +1,90 @@
+"""Read a checkpoint with linear layers and experts in NF4, each tensor quantised as soon as it is there.
+
+transformers quantises linear layers while it reads and leaves stacks of experts as they are. A quantizer of ours, registered under a name of its own
+in transformers' registry, does both: peak memory is the quantised model and one dense stack.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_fastft.hf.expert_nf4 import check_experts, is_stack, quantise_experts
+from lightning_fastft.hf.expert_nf4_tensor import quantise_stack
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+METHOD = "fastft_nf4"
+
+
+def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
+    """Return a configuration for ``from_pretrained`` that holds linear layers as config says and the experts in NF4.
+
+    The model that comes back says that bitsandbytes quantised it, as it does without the experts.
+
+    Args:
+        config: transformers' configuration of NF4 in 4 bits, doubly quantised; it is not changed.
+
+    Returns:
+        For ``quantization_config``; ``from_pretrained`` raises UnsupportedModelError as quantise_experts does, before anything is read.
+
+    Cost:
+        While reading: peak memory is the quantised model and one dense stack.
+
+    Source:
+        transformers.quantizers.register_quantizer.
+
+    Example:
+        >>> from transformers import BitsAndBytesConfig
+        >>> quantise_experts_too(BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")).quant_method
+        'fastft_nf4'
+    """
+    _register()
+    config = copy.deepcopy(config)
+    config.quant_method = METHOD
+    return config
+
+
+@functools.cache
+def _register() -> None:
+    """Make our quantizer known to transformers, once per process."""
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.quantizers import register_quantizer
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    class QuantiseBoth(Bnb4bitQuantize):
+        def convert(self, input_dict: dict[str, Any], *args: Any, model: nn.Module, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
+            stacks = {name for name in input_dict if is_stack(*get_module_from_name(model, name))}
+            others = {name: value for name, value in input_dict.items() if name not in stacks}
+            result = super().convert(others, *args, model=model, **kwargs)
+            for name in stacks:
+                value = input_dict[name]
+                weight = value[0] if isinstance(value, list) else value
+                result[name] = nn.Parameter(quantise_stack(weight), requires_grad=False)
+            return result
+
+    class ExpertQuantizer(Bnb4BitHfQuantizer):
+        def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:  # noqa: ANN401
+            return is_stack(*get_module_from_name(model, param_name)) or super().param_needs_quantization(model, param_name, **kwargs)
+
+        def get_quantize_ops(self) -> QuantiseBoth:
+            return QuantiseBoth(self)
+
+        def _process_model_before_weight_loading(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            check_experts(model)
+            super()._process_model_before_weight_loading(model, *args, **kwargs)
+
+        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a model of transformers
+            model = super()._process_model_after_weight_loading(model, **kwargs)
+            quantise_experts(model)
+            # From here on the model is what bitsandbytes' own quantizer would have left.
+            self.quantization_config.quant_method = model.quantization_method = QuantizationMethod.BITS_AND_BYTES
+            return model
+
+    register_quantizer(METHOD)(ExpertQuantizer)

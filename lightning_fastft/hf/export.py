@@ -1,0 +1,285 @@
+"""Trained models as plain Hugging Face folders: adapters or merged weights, written beside their place and read back by stock libraries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fastft.checkpoint.files import part_beside, saving, sync_folder
+from lightning_fastft.core.errors import CheckpointNotSavedError, DataError, OptionError, UnsupportedModelError
+from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
+from lightning_fastft.hf.families import num_decoder_layers
+from lightning_fastft.hf.loading import auto_class, list_names
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NUM_PROBE_TOKENS = 16
+# The same kernels on the same bits: what is read back may differ by the order of a sum, as fastft demo allows too.
+RELOAD_ULPS = 4
+
+
+class Exported(NamedTuple):
+    """What was written, and how far it is from what was trained.
+
+    Args:
+        num_tensors: Tensors of the adapters, or of the model by their names.
+        num_bytes: Bytes of all files.
+        reload_difference: Largest difference of a logit between what was written and what stock libraries read back.
+        merge_difference: Relative distance (root of mean squares) of the merged model's logits from the adapters'; 0 where nothing was merged.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    reload_difference: float
+    merge_difference: float
+
+
+def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
+    """Return a base with the adapters of a PEFT folder on it, in evaluation mode.
+
+    Raises:
+        OptionError: The folder has no adapters in safetensors.
+        DataError: They do not fit the base.
+    """
+    from peft import PeftModel
+
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise OptionError(f"{folder} has no {ADAPTER_WEIGHTS}; adapters are read from safetensors only, since other files could run code.")
+    try:
+        return PeftModel.from_pretrained(base, str(folder)).eval()
+    except (ValueError, RuntimeError) as error:
+        raise DataError(f"The adapters in {folder} do not fit {type(base).__name__}: {error}") from error
+
+
+def read_base_name(folder: Path) -> str:
+    """Return the base that a PEFT folder names; empty where it names none."""
+    from peft import PeftConfig
+
+    return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or "")
+
+
+def dequantise(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model with every NF4 weight dense, in the dtype it computes in; what is dense stays as it is.
+
+    Cost:
+        The dense weights; on the device of the model.
+    """
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if isinstance(parameter, ExpertsNF4):
+                module._parameters[name] = nn.Parameter(parameter.dense(), requires_grad=False)
+    if getattr(model, "hf_quantizer", None) is not None:
+        dtype = model.dtype
+        model = model.dequantize(dtype=dtype)
+        model.config.dtype = dtype
+    return model
+
+
+def check_readable(model: PeftModel) -> None:
+    """Refuse adapters that stock PEFT would read back under other names, and so lose without an error.
+
+    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match the new names too.
+
+    Raises:
+        UnsupportedModelError: With the names of the adapters.
+
+    Cost:
+        Host work on names; no tensor is copied.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as convert
+    except ImportError:
+        # Older releases rename nothing.
+        return
+    lost: set[str] = set()
+    for adapter, config in model.peft_config.items():
+        held = {
+            name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): torch.empty(parameter.shape, device="meta")
+            for name, parameter in model.named_parameters()
+            if ".lora_" in name and f".{adapter}" in name
+        }
+        read = convert(model=model, peft_config=config, adapter_state_dict=held, adapter_name=adapter)
+        lost |= set(held) - {name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}") for name in read}
+    if lost:
+        raise UnsupportedModelError(
+            f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it reads them, so they would be lost. "
+            "Go on from the Trainer's checkpoint, which holds them, or train without adapters on these layers (lora's exclude_modules)."
+        )
+
+
+def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
+    """Write a plain PEFT folder, with the tokenizer and the generation configuration beside the adapters.
+
+    The base is then stripped of the adapters, given those of the folder by stock PEFT, and has to return the same logits.
+
+    Args:
+        model: A PEFT model; it is used up.
+        out: A folder that is not there yet.
+        tokenizer: Written beside; None for none.
+
+    Raises:
+        OptionError: There is something at out.
+        CheckpointNotSavedError: The folder cannot be written, or reads back otherwise; nothing is left.
+
+    Cost:
+        Two forwards of 16 tokens; no second copy of the base.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    check_free(out)
+    ids, before = _probe(model)
+    with _writing(out) as part:
+        base: Any = model.get_base_model()
+        for config in model.peft_config.values():
+            # Of adapters that were read the base may lie elsewhere by now.
+            config.base_model_name_or_path = base.name_or_path or config.base_model_name_or_path
+        model.save_pretrained(str(part), save_embedding_layers=False)
+        _write_beside(base, part, tokenizer)
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+        found = load_file(part / ADAPTER_WEIGHTS)
+        _compare_tensors(expected, found, out=out)
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        again = PeftModel.from_pretrained(model.unload(), str(part))
+        for name, parameter in again.named_parameters():
+            # PEFT widens bf16 adapters to fp32, and then computes otherwise than they were trained.
+            parameter.data = parameter.data.to(dtypes[name])
+        difference = _compare_logits(before, _logits(again, ids), out=out)
+        return Exported(len(found), _num_bytes(part), difference, 0.0)
+
+
+def export_merged(model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
+    """Write a plain transformers folder: all weights, adapters merged into them, with tokenizer and generation configuration.
+
+    It is read back by stock transformers: the same keys and dtypes, the same logits, and logits of the adapters within the rounding of the dtype.
+
+    Args:
+        model: A dense PEFT or transformers model; it is used up.
+        out: A folder that is not there yet.
+        tokenizer: Written beside; None for none.
+
+    Raises:
+        OptionError: There is something at out.
+        UnsupportedModelError: Merging moved logits by more than the rounding of the dtype explains; nothing is left.
+        CheckpointNotSavedError: The folder cannot be written, or reads back otherwise; nothing is left.
+
+    Cost:
+        Four forwards of 16 tokens; the model twice in host memory while it is read back.
+    """
+    check_free(out)
+    ids, before = _probe(model)
+    merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else _merge(model, ids, adapted=before)  # type: ignore[arg-type]
+    before = _logits(merged, ids)
+    with _writing(out) as part:
+        merged.save_pretrained(str(part))
+        _write_beside(merged, part, tokenizer)
+        again, report = auto_class(merged.config).from_pretrained(
+            str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+        wrong = [*report["missing_keys"], *report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])]
+        if wrong:
+            raise CheckpointNotSavedError(
+                f"{out} was not written: stock transformers finds other keys or shapes than were saved: {list_names(wrong)}."
+            )
+        _compare_tensors(merged.state_dict(), again.state_dict(), out=out)
+        difference = _compare_logits(before, _logits(again.to(ids.device), ids), out=out)
+        return Exported(len(again.state_dict()), _num_bytes(part), difference, moved)
+
+
+def check_free(out: Path) -> None:
+    """Refuse a place where something is.
+
+    Raises:
+        OptionError: With the name.
+    """
+    if out.exists() or out.is_symlink():
+        raise OptionError(f"{out} is there already and is not overwritten: name another folder, or take it away first.")
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[Path]:
+    """Yield a folder beside out, which takes its name if the block ends well and is taken away if it does not."""
+    with saving(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with part_beside(out, is_folder=True) as part:
+            yield part
+            check_free(out)
+            part.rename(out)
+        sync_folder(out.parent)
+
+
+def _write_beside(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:  # noqa: ANN401 - a model of transformers
+    """Write what a model is used with."""
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(str(part))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(part))
+
+
+def _probe(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one batch of token ids, the same for every run, and the logits of the model for it."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(embedding.weight.shape[0], (1, NUM_PROBE_TOKENS), generator=draws).to(embedding.weight.device)
+    return ids, _logits(model, ids)
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - a model of transformers or PEFT
+    """Return logits in evaluation mode, fp32 on the host."""
+    with torch.inference_mode():
+        return model.eval()(input_ids=ids, use_cache=False).logits.float().cpu()
+
+
+def _compare_tensors(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], *, out: Path) -> None:
+    """Refuse a folder whose tensors have other names, dtypes or values than those that were to be written."""
+    wrong = sorted(set(expected) ^ set(found))
+    for name in set(expected) & set(found):
+        one, other = expected[name], found[name]
+        if one.dtype is not other.dtype or not torch.equal(one.detach().cpu(), other.cpu()):
+            wrong.append(f"{name} ({one.dtype} {tuple(one.shape)} written, {other.dtype} {tuple(other.shape)} read)")
+    if wrong:
+        raise CheckpointNotSavedError(f"{out} was not written: {list_names(wrong)} read back otherwise than they were saved.")
+
+
+def _compare_logits(expected: torch.Tensor, found: torch.Tensor, *, out: Path) -> float:
+    """Return the largest difference of a logit; refuse one that the order of sums does not explain."""
+    difference, allowed = float((expected - found).abs().max()), RELOAD_ULPS * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    # NaN is no difference that could be small.
+    if not difference <= allowed:
+        raise CheckpointNotSavedError(
+            f"{out} was not written: stock libraries read it back with logits that differ by {difference:.1e}, and at most {allowed:.1e} is rounding."
+        )
+    return difference
+
+
+def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tuple[PreTrainedModel, float]:
+    """Return the model with its adapters in its weights, and how far that moved its logits; refuse more than the rounding of weights explains."""
+    with model.disable_adapter():
+        base = _logits(model, ids)
+    merged: Any = model.merge_and_unload(safe_merge=True)
+    size = torch.linalg.vector_norm(adapted)
+    moved = float(torch.linalg.vector_norm(_logits(merged, ids) - adapted) / size)
+    effect = float(torch.linalg.vector_norm(base - adapted) / size)
+    # Roundings of layers are independent of each other. How much a model amplifies them is its own: tiny ones that are far from uniform reach 4 of
+    # these units, 6 where another expert is chosen (tests/cli/test_export.py). A merge that is lost or doubled moves logits by the whole effect.
+    unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
+    allowed = max(2 * unit, min(8 * unit, 0.75 * effect))
+    if not moved <= allowed:
+        raise UnsupportedModelError(
+            f"Merging moved the logits of {type(merged).__name__} by {moved:.1e} of their size; rounding to {merged.dtype} explains {allowed:.1e}, "
+            f"where adapters move them by {effect:.1e}. Export the adapters without merging, or merge in fp32 (--dtype float32)."
+        )
+    return merged, moved
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,220 @@
+"""Which model families packed attention serves, and why others are refused; where the parts of a model are."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from types import MappingProxyType
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import UnsupportedModelError
+
+_PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
+_WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
+_SINKS = ("varlen", "flex", "reference")
+_SOFTCAPPED = ("flex", "reference")
+
+# model_type of the text configuration -> backends that compute it exactly; packed against one by one is tested for each.
+FAMILIES = MappingProxyType(
+    {
+        "llama": _PLAIN,
+        "mistral": _PLAIN,
+        "qwen2": _PLAIN,
+        "qwen3": _PLAIN,
+        "phi3": _PLAIN,
+        "gemma2": _SOFTCAPPED,
+        "gemma3_text": _PLAIN,
+        "gpt_oss": _SINKS,
+        "qwen3_moe": _PLAIN,
+        "mixtral": _PLAIN,
+        "olmoe": _PLAIN,
+        "deepseek_v3": _WIDE_KEYS,
+        "glm4_moe": _PLAIN,
+        "granite": _PLAIN,
+        "smollm3": _PLAIN,
+    }
+)
+
+_REFUSED = MappingProxyType(
+    {
+        "llama4_text": "its chunked attention counts chunks from the start of the pack on transformers 5.17, and layers do not pass their chunk size",
+        "deepseek_v32": "its sparse attention picks keys by an indexer that needs a materialised mask",
+        "doge": "its attention makes a mask of its own from the values of each token",
+        "glm_moe_dsa": "its sparse attention picks keys by an indexer that needs a materialised mask",
+    }
+)
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "moe", "mlp"})
+_MIXER = re.compile(r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|LinearAttention")
+_FOREIGN_KEYWORD = re.compile(r"attention_interface\((?:[^()]|\([^()]*\))*\b(indices|block_indices|position_bias|sinks)=")
+
+
+def find_causal_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    """Return the outermost causal language models inside a module, with their dotted names.
+
+    Found inside LightningModules, adapters and wrappers; a model inside another one belongs to it. Encoders and encoder-decoders are left out.
+
+    Example:
+        >>> find_causal_models(nn.Linear(2, 2))
+        []
+    """
+    return [(name, model) for name, model in _find_models(root) if _is_causal(model)]
+
+
+def find_other_models(root: nn.Module) -> list[PreTrainedModel]:
+    """Return the outermost transformers models inside a module that are no causal language models: classifiers, encoders, encoder-decoders."""
+    return [model for _, model in _find_models(root) if not _is_causal(model)]
+
+
+def _find_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    """Return the outermost transformers models inside a module, with their dotted names."""
+    found: list[tuple[str, PreTrainedModel]] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        if isinstance(module, PreTrainedModel):
+            found.append((name, module))
+            return
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name)
+
+    visit(root, "")
+    return found
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    return bool(model.can_generate()) and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers of the text part, in their order.
+
+    Raises:
+        UnsupportedModelError: No list of layers is found.
+    """
+    decoder = model.get_decoder()
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList) and len(layers):
+            return list(layers)
+    raise UnsupportedModelError(f"{type(model).__name__} ({model.config.model_type}): its decoder {type(decoder).__name__} has no list of layers.")
+
+
+def num_decoder_layers(model: PreTrainedModel) -> int:
+    """Return how many decoder layers the text part has."""
+    return len(decoder_layers(model))
+
+
+def is_on_interface(module: nn.Module) -> bool:
+    """Whether a module holds experts that transformers dispatches through its ExpertsInterface.
+
+    Example:
+        >>> is_on_interface(nn.Linear(2, 2))
+        False
+    """
+    names = ("num_experts", "is_transposed", "is_concatenated", "has_bias", "has_gate", "config", "down_proj")
+    return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in names)
+
+
+def text_config_key(model: PreTrainedModel) -> str:
+    """Return the attribute of a composite configuration that holds the text configuration; empty where the configuration is the text's own."""
+    text = model.config.get_text_config(decoder=True)
+    if text is model.config:
+        return ""
+    for key in model.config.sub_configs:
+        if getattr(model.config, key, None) is text:
+            return key
+    raise UnsupportedModelError(f"{type(model).__name__} ({model.config.model_type}): its text configuration is nested deeper than one level.")
+
+
+def check_servable(model: PreTrainedModel) -> None:
+    """Refuse a model whose packed documents would not be computed exactly.
+
+    Families outside FAMILIES pass when nothing speaks against them; what only shows in a forward (a mask of the layer's own, a window that the layer
+    does not pass on) is refused there.
+
+    Raises:
+        UnsupportedModelError: Names the family and the reason.
+    """
+    reason = _find_obstacle(model)
+    if reason:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: {reason}. "
+            f"Tested families: {', '.join(FAMILIES)}; this one trains with one document per row and its own attention."
+        )
+
+
+def _find_obstacle(model: PreTrainedModel) -> str:
+    """Return why a model cannot be served; empty when nothing speaks against it."""
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in _REFUSED:
+        return _REFUSED[config.model_type]
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_causal", True) is False:
+        return "its attention is not causal"
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return "use_bidirectional_attention is set in its configuration, so its attention is not causal"
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
+    if strange:
+        return f"it has layers of type {', '.join(strange)}, which carry state from one document into the next or choose keys by themselves"
+    decoder = model.get_decoder()
+    mixers = sorted(
+        {type(module).__name__ for module in _text_modules(decoder) if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)}
+    )
+    if mixers:
+        return f"{', '.join(mixers)} carries state from one document into the next"
+    return _find_obstacle_in_source(decoder) or _find_dropped_keywords(model) or _find_own_loss(model)
+
+
+def _text_modules(decoder: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a decoder, without models inside it: towers for images and sound (phi4_multimodal)."""
+    yield decoder
+    for child in decoder.children():
+        if not isinstance(child, PreTrainedModel):
+            yield from _text_modules(child)
+
+
+def _find_obstacle_in_source(decoder: nn.Module) -> str:
+    """Look where transformers looks: whether a model uses the attention interface shows only in its source text."""
+    for name in sorted({type(module).__module__ for module in _text_modules(decoder) if "Attention" in type(module).__name__}):
+        try:
+            source = inspect.getsource(sys.modules[name])
+        except (KeyError, OSError, TypeError):
+            return f"the source text of {name} cannot be read, so it is unknown whether it uses transformers' attention interface"
+        if "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source:
+            return "its attention is not on transformers' attention interface"
+        foreign = _FOREIGN_KEYWORD.search(source)
+        if foreign:
+            return f"its attention layers pass {foreign.group(1)}: they choose or weigh keys in a way that no backend here knows"
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return "it takes no position_ids, so documents after the first would get wrong positions"
+    return ""
+
+
+def _find_dropped_keywords(model: PreTrainedModel) -> str:
+    """Say where the batch context would be lost on its way: decoder layers that call nothing with the keywords they are given."""
+    for layer_type in {type(layer) for layer in decoder_layers(model)}:
+        tree = _parse(layer_type.forward)
+        if tree is not None and not any(keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords):
+            return f"its {layer_type.__name__} does not pass keyword arguments on, so its attention would never see where documents begin"
+    return ""
+
+
+def _find_own_loss(model: PreTrainedModel) -> str:
+    """Say where a model weighs or shifts labels by a formula of its own, which knows neither documents nor accumulation windows."""
+    tree = _parse(type(model).forward)
+    names = set() if tree is None else {getattr(node, "attr", None) or getattr(node, "id", None) for node in ast.walk(tree)}
+    if names & {"CrossEntropyLoss", "cross_entropy"} and "loss_function" not in names:
+        return "its forward computes a loss of its own instead of calling loss_function, so labels would be shifted or weighted otherwise"
+    return ""
+
+
+def _parse(function: object) -> ast.AST | None:
+    """Return the syntax tree of a function behind its decorators; None where its source cannot be read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):
+        return None

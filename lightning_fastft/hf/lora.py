@@ -1,0 +1,248 @@
+"""LoRA on a model: PEFT's configuration from plain values, and the adapters it describes, equal on every rank."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fastft.core.checks import check_float, check_int, check_share
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf.dtypes import seeded
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+    from transformers import PreTrainedModel
+
+# Wider than any layer is; alpha divided by rank is what scales an adapter.
+LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**20
+# Rounds of an initialisation that repeats itself, and layers after replication.
+MOST_ROUNDS, MOST_LAYERS = 100, 10_000
+# Patterns match all names of a model within milliseconds, or some of them within years.
+PATTERN_SECONDS, LONGEST_PATTERN = 10.0, 10_000
+_QUANTIFIER = re.compile(r"[*+?{]")
+# Runs without site packages and the user's environment; a match holds the interpreter's lock, so that no thread could end it.
+_MATCH = "import json, re, sys; patterns, names = json.load(sys.stdin)\nfor pattern in patterns:\n for name in names: re.fullmatch(pattern, name)"
+# What a field of PEFT is called elsewhere, and no spelling shows.
+_NAMES_ELSEWHERE = {"rank": "r"}
+
+# How PEFT refuses what does not fit a model.
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, NotImplementedError, re.error)
+
+
+def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
+    """Return the layers of PEFT's adapters inside root."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in root.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
+    """Return model with LoRA adapters on it, the base frozen.
+
+    Without ``target_modules`` and ``target_parameters`` every linear layer of the text part but the head gets an adapter ("all-linear"), which is
+    what QLoRA found to be needed to match full fine-tuning; PEFT's own default is the query and value projections only. Towers for images and sound
+    get none (text alone would leave them without gradients), nor do routers that extend a linear layer and return more (phimoe). Experts and routers
+    get them where PEFT's "all-linear" includes them: name them, or leave them out, with ``target_modules`` and ``target_parameters``.
+
+    Args:
+        model: The base model, quantised or not.
+        lora: PEFT's configuration; it is copied. ``task_type`` is set to CAUSAL_LM.
+        adapter_dtype: Dtype of the adapter Parameters.
+        seed: Seed of their initialisation, the same on every rank, device and strategy.
+
+    Raises:
+        OptionError: The configuration selects no layer of this model.
+
+    Source:
+        LoRA, arXiv 2106.09685; all linear layers: QLoRA, arXiv 2305.14314, section 4.
+    """
+    from peft import TaskType, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    lora = copy.deepcopy(lora)
+    lora.task_type = TaskType.CAUSAL_LM
+    if lora.target_modules is None and not lora.target_parameters:
+        lora.target_modules = "all-linear"
+        outside = _not_text_linears(model)
+        if outside and lora.exclude_modules is None:
+            lora.exclude_modules = outside
+    check_patterns(lora, [name for name, _ in model.named_modules()])
+    # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under every strategy.
+    with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
+        try:
+            adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
+        except _REFUSALS as error:
+            raise OptionError(f"lora does not fit {type(model).__name__}: {error or repr(error)}") from error
+    for layer in adapted.modules():
+        if isinstance(layer, LoraLayer):
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(adapter_dtype)
+    return adapted
+
+
+def _not_text_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of linear layers outside the text part, and of routers that extend a linear layer and return more than it does."""
+    text = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and (id(module) not in text or "Router" in type(module).__name__)
+    ]
+
+
+def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
+    """Return PEFT's configuration from itself or from its fields.
+
+    Raises:
+        OptionError: A field is unknown to PEFT, or its value is refused by it or cannot be trained with.
+    """
+    from peft import LoraConfig
+
+    if isinstance(lora, LoraConfig):
+        return _check_fields(lora)
+    if not isinstance(lora, Mapping):
+        raise OptionError(f"lora must be PEFT's LoraConfig or a mapping of its fields, got {lora!r} ({type(lora).__name__}).")
+    # PEFT finds these wrong when a layer is made, or never.
+    if "r" in lora:
+        check_int("lora.r", lora["r"], low=1, high=LARGEST_RANK)
+    if "lora_alpha" in lora:
+        check_float("lora.lora_alpha", lora["lora_alpha"], low=0.0, high=LARGEST_ALPHA)
+    if "lora_dropout" in lora:
+        check_share("lora.lora_dropout", lora["lora_dropout"])
+    known = set(LoraConfig.__dataclass_fields__)
+    unknown = sorted(set(lora) - known)
+    if unknown:
+        near = [_NAMES_ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "") for name in unknown]
+        advice = f"Did you mean {', '.join(filter(None, near))}?\n" if any(near) else ""
+        raise OptionError(
+            f"lora has the unknown fields {unknown}.\n{advice}"
+            "The fields are those of PEFT's LoraConfig, most used r, lora_alpha, lora_dropout and target_modules; help(peft.LoraConfig) explains all."
+        )
+    try:
+        return _check_fields(LoraConfig(**lora))
+    except OptionError:
+        raise
+    except _REFUSALS as error:
+        raise OptionError(f"lora={dict(lora)!r} is refused by PEFT: {error}") from error
+
+
+def _check_fields(lora: LoraConfig) -> LoraConfig:
+    """Return a configuration whose fields name no module and no file, and ask for work that ends."""
+    if lora.megatron_config is not None or lora.megatron_core != "megatron.core" or lora.auto_mapping is not None:
+        raise OptionError(
+            "lora names code to import (megatron_config, megatron_core or auto_mapping), which is never done here. Remove the field: layers of "
+            "Megatron are not served."
+        )
+    check_int("lora.r", lora.r, low=1, high=LARGEST_RANK)
+    check_float("lora.lora_alpha", lora.lora_alpha, low=0.0, high=LARGEST_ALPHA)
+    for name, ranks in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        if ranks is not None and not isinstance(ranks, Mapping):
+            raise OptionError(f"lora.{name} must be a mapping of patterns, got {ranks!r}.")
+        for value in (ranks or {}).values():
+            check_float(f"lora.{name}", value, low=0.0, high=LARGEST_RANK if name == "rank_pattern" else LARGEST_ALPHA)
+    if max(map(len, _own_patterns(lora)), default=0) > LONGEST_PATTERN:
+        raise OptionError(f"lora has a pattern of more than {LONGEST_PATTERN} characters. Name the modules in a list.")
+    rounds = re.fullmatch(r"pissa_niter_(\d{1,9})\d*", str(lora.init_lora_weights))
+    if rounds is not None:
+        check_int("lora.init_lora_weights=pissa_niter_N: N", int(rounds[1]), low=0, high=MOST_ROUNDS)
+    parts = [getattr(lora, name, None) or {} for name in ("loftq_config", "corda_config", "lora_ga_config", "eva_config")]
+    for part in (part if isinstance(part, Mapping) else vars(part) for part in parts):
+        check_int("lora.loftq_config.loftq_iter", part.get("loftq_iter", 1), low=1, high=MOST_ROUNDS)
+        if part.get("cache_file") is not None or part.get("covariance_file") is not None:
+            raise OptionError("lora names a file (cache_file or covariance_file), which is neither read nor written here. Remove the field.")
+    replicated = lora.layer_replication or []
+    try:
+        num_layers = sum(end - begin for begin, end in replicated)
+    except (TypeError, ValueError):
+        raise OptionError(f"lora.layer_replication must be a list of pairs (first, last), got {replicated!r}.") from None
+    check_int("Number of layers after lora.layer_replication", num_layers, low=0, high=MOST_LAYERS)
+    return lora
+
+
+def _own_patterns(lora: LoraConfig) -> list[str]:
+    """Return the fields of a configuration that PEFT reads as regular expressions."""
+    named = [pattern for pattern in (lora.target_modules, lora.exclude_modules) if isinstance(pattern, str)]
+    keys = [*(lora.rank_pattern or {}), *(lora.alpha_pattern or {})]
+    return [str(pattern) for pattern in (*named, *(lora.modules_to_save or []), *_as_list(lora.layers_pattern), *keys)]
+
+
+def _as_list(patterns: list[str] | str | None) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns or [])
+
+
+def check_patterns(lora: LoraConfig, names: list[str]) -> None:
+    """Refuse regular expressions of a configuration that are broken, or that take too long on the names of a model's modules.
+
+    Args:
+        lora: The configuration: target_modules, exclude_modules, modules_to_save, layers_pattern, and the keys of rank_pattern and
+            alpha_pattern.
+        names: Names of the modules.
+
+    Raises:
+        OptionError: A pattern is broken, too long, or does not come to an end.
+
+    Cost:
+        Nothing where no pattern has a quantifier; else some ten milliseconds in a process of its own.
+    """
+    patterns = [
+        *(pattern for pattern in (lora.target_modules, lora.exclude_modules) if isinstance(pattern, str) and pattern != "all-linear"),
+        *(rf"(^|.*\.){name}($|\..*)" for name in lora.modules_to_save or []),
+        *(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\..*" for pattern in _as_list(lora.layers_pattern)),
+        *(rf"(.*\.)?({pattern})$" for pattern in (*(lora.rank_pattern or {}), *(lora.alpha_pattern or {}))),
+    ]
+    own = _own_patterns(lora)
+    if not any(_QUANTIFIER.search(pattern) for pattern in own):
+        return
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter, with a text of this module
+            [sys.executable, "-I", "-S", "-c", _MATCH],
+            input=json.dumps([patterns, names]),
+            capture_output=True,
+            text=True,
+            timeout=PATTERN_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OptionError(
+            f"A pattern of lora (target_modules or its like) takes more than {PATTERN_SECONDS:.0f} s on the names of the model: "
+            f"{[text for text in own if _QUANTIFIER.search(text)]!s:.200}. Repetitions inside repetitions do that; name "
+            "the modules in a list."
+        ) from None
+    if done.returncode:
+        reason = next(iter(done.stderr.strip().splitlines()[-1:]), "the match failed")
+        raise OptionError(f"A pattern of lora (target_modules or its like) is no regular expression: {reason}. Check {own!s:.200}.")
+
+
+def describe_lora(lora: LoraConfig) -> dict[str, Any]:
+    """Return the fields of a configuration that differ from PEFT's defaults, as plain types that a checkpoint may hold."""
+    from peft import LoraConfig
+
+    default = LoraConfig().to_dict()
+    changed = {key: to_plain(value) for key, value in lora.to_dict().items() if key != "peft_type" and value != default.get(key)}
+    return {"r": lora.r, "lora_alpha": lora.lora_alpha, **changed}
+
+
+def to_plain(value: Any) -> Any:  # noqa: ANN401 - any content of a configuration
+    """Return value as dicts, lists, strings, numbers, booleans and None only."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return [to_plain(item) for item in sorted(value)]
+    if isinstance(value, Iterable):
+        return [to_plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,138 @@
+"""Judge the files of a model that somebody else wrote before a library acts on them: sizes in a configuration, places and dtypes of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from lightning_fastft.core.errors import DataError, OptionError
+
+# Some ten times what any published model has; a library that believed more would run without end, or out of memory.
+LARGEST_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 10_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 2**23),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**14),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2**16),
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**32,
+}
+# Zero stands for none of them.
+_MAY_BE_ZERO = frozenset({"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+                          "shared_expert_intermediate_size"})  # fmt: skip
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def check_config(content: Mapping[str, Any], *, name: str) -> None:
+    """Refuse sizes that no model has, kernels from elsewhere, and weights under names of the configuration's own.
+
+    Judged before transformers makes its object: some families make a list of all layers then.
+
+    Args:
+        content: A configuration as it stands in its file; parts of it (text, vision) are judged as well.
+        name: Where it came from, for the message.
+
+    Raises:
+        OptionError: A size is no whole number within bounds, an implementation is a repository, whose code would be fetched and run, or
+            ``transformers_weights`` names the file of weights.
+    """
+    foreign = next((found for found in _implementations(content) if not found.replace("_", "").replace("-", "").isalnum()), None)
+    if foreign is not None:
+        raise OptionError(
+            f"The configuration of {name!r} asks for the implementation {foreign[:80]!r}, which is none of transformers' own: code of a repository "
+            "is never run here. Remove the entry, or load the model yourself and pass it."
+        )
+    weights = content.get("transformers_weights")
+    if weights is not None:
+        raise OptionError(
+            f"The configuration of {name!r} names its weights itself (transformers_weights={str(weights)[:80]!r}); only files under their "
+            "standard names are read. Rename them and remove the entry."
+        )
+    for field, value in _sizes(content):
+        most, least = LARGEST_SIZES[field], 0 if field in _MAY_BE_ZERO else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            shown = repr(value)[:40]
+            raise OptionError(f"The configuration of {name!r} has {field}={shown}; it must be a whole number between {least} and {most}.")
+
+
+def _implementations(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of implementations (of attention, of experts) that a configuration and its parts ask for."""
+    for part in _parts(content):
+        for field, value in part.items():
+            if "implementation" in str(field):
+                yield from (entry for entry in (value.values() if isinstance(value, Mapping) else (value,)) if isinstance(entry, str))
+
+
+def _sizes(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the sizes of a configuration and of its parts; None leaves a size to its default, and a list has one for each layer."""
+    for part in _parts(content):
+        for field, value in part.items():
+            if field in LARGEST_SIZES and value is not None:
+                yield from ((field, entry) for entry in (value if isinstance(value, (list, tuple)) else (value,)))
+
+
+def _parts(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a configuration and every mapping in it."""
+    waiting: list[Mapping[str, Any]] = [content]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += [value for value in part.values() if isinstance(value, Mapping)]
+
+
+def check_index(path: str, *, name: str) -> None:
+    """Refuse an index of weights that names anything but safetensors files beside it.
+
+    Transformers joins the names to the folder, so that one with ``..`` would leave it, and reads a name that does not end in .safetensors as a
+    pickle.
+
+    Args:
+        path: The ``model.safetensors.index.json``.
+        name: Where the model came from, for the message.
+
+    Raises:
+        DataError: The index cannot be read, or names another kind of file or one elsewhere.
+    """
+    try:
+        weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
+        names = {str(file) for file in weight_map.values()}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"The index of the weights of {name}, {path}, cannot be read: {error!r}. Fetch it again.") from error
+    for file in sorted(names):
+        is_beside = PurePosixPath(file).name == file == PureWindowsPath(file).name
+        if not is_beside or not file.endswith(".safetensors"):
+            raise DataError(
+                f"The index of the weights of {name} names {file[:80]!r}; only safetensors files beside it are read. Fetch the model again."
+            )
+
+
+def check_headers(paths: Sequence[str], *, name: str, is_quantised: bool) -> None:
+    """Refuse weight files whose headers do not describe their bytes, and whole numbers where weights must be.
+
+    Args:
+        paths: The safetensors files.
+        name: Where the model came from, for the message.
+        is_quantised: The configuration says that weights are quantised, whose codes are whole numbers.
+
+    Raises:
+        DataError: A header is broken, or a tensor has a dtype that would be read as other numbers.
+
+    Cost:
+        Reads the headers only.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path} is no whole safetensors file: {error}. Fetch the files of {name} again.") from error
+        wrong = [] if is_quantised else [f"{key} ({dtype})" for key, dtype in dtypes.items() if dtype not in _FLOATING]
+        if wrong:
+            raise DataError(
+                f"{path} holds tensors that are no weights: {', '.join(wrong[:3])}, and {len(wrong)} in all. Files that are quantised say so in "
+                "their configuration (quantization_config)."
+            )

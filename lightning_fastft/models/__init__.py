@@ -1,1 +1,0 @@
-"""The only folder that knows transformers, peft and bitsandbytes."""

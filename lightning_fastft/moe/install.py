@@ -1,0 +1,226 @@
+"""Find the mixture-of-experts layers of transformers models, let them run on our grouped products, and take it back."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import find_causal_models, is_on_interface
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.moe.adapters import install_expert_adapters
+from lightning_fastft.moe.interface import (
+    FORM_ATTRIBUTE,
+    NAME,
+    check_weight,
+    grouped_backends,
+    recognise_gate,
+    register_experts,
+    weight_names,
+)
+
+STATUS_NAME = "expert router"
+
+_LLAMA4 = "Llama4TextMoe"
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+_EXPERTS_NAME = re.compile(r"(?:^|_)experts?$")
+_EXPERTS_CLASS = re.compile(r"Experts?(?![a-z])")
+
+
+def find_experts(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the mixture layers that BincountRouter can serve, with their dotted names.
+
+    These are the experts modules on transformers' ExpertsInterface inside each causal language model, and Llama 4's ``Llama4TextMoe``.
+
+    Args:
+        root: Any module: a model, a PEFT model, a LightningModule around them.
+
+    Returns:
+        Names below root and modules, in the order of the model.
+
+    Example:
+        >>> find_experts(nn.Linear(2, 2))
+        []
+    """
+    found: list[tuple[str, nn.Module]] = []
+    for prefix, model in find_causal_models(root):
+        found += [(f"{prefix}.{name}" if prefix else name, module) for name, module in _find_in(model)]
+    return found
+
+
+def install_bincount_router(root: nn.Module, ledger: SwapLedger) -> list[Status]:
+    """Let every mixture layer inside root run on one stable sort, one count and grouped products.
+
+    Only these instances change: a model that shares its configuration object with one of them keeps its own experts. Routers stay transformers' own,
+    with their recorded logits and auxiliary loss, and parameters and state-dict keys stay. While this is installed, ``set_experts_implementation``
+    does not reach the experts.
+
+    Args:
+        root: Any module: a model, a PEFT model, a LightningModule around them.
+        ledger: Where every change is written down.
+
+    Returns:
+        One status "expert router" for each model: active, or inactive where a model has no MoE layers.
+
+    Raises:
+        UnsupportedModelError: A model has MoE layers and none is known, or one has a gate, a dtype or a placement that cannot be served exactly.
+            Nothing has been changed then.
+
+    Cost:
+        Host work once per run; no device work.
+    """
+    models = find_causal_models(root)
+    if not models:
+        return [Status(STATUS_NAME, "inactive", f"{type(root).__name__} holds no transformers model")]
+    plans = [(name, model, _check(model)) for name, model in models]
+    register_experts()
+    statuses = []
+    for name, model, layers in plans:
+        for layer in layers:
+            _swap(model, layer, ledger)
+        status = _describe(
+            model, layers, num_adapted=install_expert_adapters(model, ledger, experts=[_inner_experts(layer.module) for layer in layers])
+        )
+        # With several models in one module the table says whose status it is.
+        statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
+    return statuses
+
+
+def check_unsharded(root: nn.Module) -> None:
+    """Refuse experts that were sharded after the installation.
+
+    Raises:
+        UnsupportedModelError: A stack of expert weights is a DTensor.
+    """
+    for _, module in find_experts(root):
+        _check_weights(_inner_experts(module))
+
+
+class _Layer(NamedTuple):
+    """One mixture layer: its place in the model, the module that is swapped, the one that holds the stacks, and their gate."""
+
+    name: str
+    module: nn.Module
+    experts: Any
+    form: GateForm
+
+
+def _find_in(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if is_on_interface(module) or _is_llama4(module)]
+
+
+def _is_llama4(module: nn.Module) -> bool:
+    # By name: the module of the family is imported only where one of its layers stands.
+    return any(cls.__name__ == _LLAMA4 for cls in type(module).__mro__)
+
+
+def _inner_experts(module: nn.Module) -> Any:  # noqa: ANN401 - an experts module of transformers
+    """The module that holds the stacks: below adapters in Llama 4's layer, the module itself on the interface."""
+    if not _is_llama4(module):
+        return module
+    experts: Any = module.experts
+    while hasattr(experts, "base_layer"):
+        experts = experts.base_layer
+    return experts
+
+
+def _check(model: PreTrainedModel) -> list[_Layer]:
+    """Find the mixture layers of one model; refuse what cannot be served, before anything changes."""
+    found = _find_in(model)
+    title = f"{type(model).__name__} ({model.config.model_type})"
+    sign = "" if found else _sign_of_experts(model)
+    if sign:
+        raise UnsupportedModelError(
+            f"{title} has MoE layers ({sign}), and none is on transformers' ExpertsInterface or a layer that BincountRouter swaps: its experts would "
+            "run as before. Leave BincountRouter out for this model."
+        )
+    layers = []
+    for name, module in found:
+        experts = _inner_experts(module)
+        try:
+            _check_weights(experts)
+            if _is_llama4(module) and "forward" in {*vars(module), *vars(experts)}:
+                raise UnsupportedModelError("its forward was replaced on this instance, so a swap would not be called")
+            layers.append(_Layer(name, module, experts, recognise_gate(experts)))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{title}, {name}: {error}. Leave BincountRouter out to train it with transformers' own experts.") from error
+    return layers
+
+
+def _check_weights(experts: nn.Module) -> None:
+    for name in weight_names(experts):
+        check_weight(experts, name, getattr(experts, name))
+
+
+def _swap(model: PreTrainedModel, layer: _Layer, ledger: SwapLedger) -> None:
+    ledger.set_attribute(layer.experts, FORM_ATTRIBUTE, layer.form)
+    if not _is_llama4(layer.module):
+        # The configuration may be another model's too: these experts dispatch on a copy of their own.
+        config = copy.copy(layer.experts.config)
+        config._experts_implementation_internal = NAME
+        ledger.set_attribute(layer.experts, "config", config)
+        return
+    from lightning_fastft.moe.llama4 import RoutedLlama4Experts, RoutedLlama4Moe
+
+    if not isinstance(layer.module, RoutedLlama4Moe):
+        name = next(path for path, part in layer.module.named_modules() if part is layer.experts)
+        ledger.replace_module(layer.module, name, share_state(layer.experts, RoutedLlama4Experts))
+        ledger.replace_module(model, layer.name, share_state(layer.module, RoutedLlama4Moe))
+
+
+def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int) -> Status:
+    if not layers:
+        return Status(STATUS_NAME, "inactive", f"no MoE layers in {type(model).__name__} ({model.config.model_type})")
+    config = model.config.get_text_config(decoder=True)
+    num_experts = "/".join(str(count) for count in sorted({int(layer.experts.num_experts) for layer in layers}))
+    num_chosen = _first(config, _NUM_CHOSEN)
+    chosen = f", {num_chosen} per token" if num_chosen else ""
+    picks = sorted({pick for layer in layers for pick in grouped_backends(layer.experts)})
+    reason = f"{len(layers)} MoE layers ({num_experts} experts{chosen}), {config.model_type}; grouped GEMM: {', '.join(picks)}"
+    if num_adapted:
+        reason += f"; adapters on {num_adapted} stacks, by thin products"
+    others = _find_strangers(model, [layer.module for layer in layers])
+    if others:
+        return Status(STATUS_NAME, "active", f"{reason}; left as they are: {', '.join(others)}", "These experts are not on transformers' interface.")
+    return Status(STATUS_NAME, "active", reason)
+
+
+def _sign_of_experts(model: PreTrainedModel) -> str:
+    """What speaks for MoE layers: experts in the configuration, or modules that look like them."""
+    config = model.config.get_text_config(decoder=True)
+    for name in _NUM_EXPERTS:
+        count = getattr(config, name, None)
+        # Some families carry the numbers of their mixture layers while these are turned off.
+        if isinstance(count, int) and count > 1 and getattr(config, "is_moe", True):
+            return f"{name}={count} in its configuration"
+    strangers = _find_strangers(model, [])
+    return f"modules {', '.join(strangers)}" if strangers else ""
+
+
+def _find_strangers(model: PreTrainedModel, known: list[nn.Module]) -> list[str]:
+    """The classes of modules that look like routed experts and are no part of the known layers."""
+    inside = {id(part) for module in known for part in module.modules()}
+    strangers = {
+        type(module).__name__
+        for name, module in model.named_modules()
+        if id(module) not in inside and "shared" not in name and _looks_like_experts(name.rpartition(".")[2], module)
+    }
+    return sorted(strangers)
+
+
+def _looks_like_experts(name: str, module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return len(module) > 1 and _EXPERTS_NAME.search(name) is not None
+    has_stack = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    return has_stack and (_EXPERTS_CLASS.search(type(module).__name__) is not None or _EXPERTS_NAME.search(name) is not None)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:  # noqa: ANN401 - a configuration of transformers
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -1,0 +1,235 @@
+"""The experts modules of transformers in the terms of our core: their weights, adapters and gate, and the experts function that runs them.
+
+Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P columns of gate and up, I input columns,
+O output columns, R adapter rank.
+"""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+
+from lightning_fastft.activations.segments import unwatched
+from lightning_fastft.activations.values import find_session, value_name
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.hf.activation_functions import activation_name
+from lightning_fastft.hf.expert_nf4 import read_nf4
+from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
+from lightning_fastft.kernels.grouped_mm.op import choose_backend
+from lightning_fastft.moe.adapters import find_adapter
+from lightning_fastft.moe.routing import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
+
+NAME = "fastft"
+# A plain attribute of instances, so no state_dict has it: the gate as it was recognised.
+FORM_ATTRIBUTE = "fastft_gate_form"
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Classes with an _apply_gate of their own that is read and known: whether gate and up alternate, and where the limit and alpha of the clamps are.
+_CLAMPED = MappingProxyType(
+    {
+        "GptOssExperts": (True, "limit", "alpha"),
+        "OpenAIPrivacyFilterExperts": (False, "limit", "alpha"),
+        "MiniMaxM3VLExperts": (False, "swiglu_limit", "swiglu_alpha"),
+    }
+)
+# Same formula as the default, written in fp32.
+_WIDE_DEFAULT = ("BeamExperts",)
+# Two formulas that are the same differ by rounding, far below this; the two GELUs, the closest different ones, differ by 1e-4.
+_PROBE_TOLERANCE = 1e-5
+
+
+def register_experts() -> None:
+    """Make ``experts_implementation="fastft"`` known to transformers; calling it again changes nothing.
+
+    Example:
+        >>> register_experts()
+        >>> "fastft" in ExpertsInterface()
+        True
+    """
+    ExpertsInterface.register(NAME, fastft_experts_forward)
+
+
+def fastft_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """Run the routed experts of one layer; the function behind ``experts_implementation="fastft"``.
+
+    One stable sort and one count bring the slots in the order of their experts. Ids at or above ``num_experts`` are nobody's and contribute nothing.
+
+    Args:
+        self: The experts module, as transformers hands it over.
+        hidden_states: Token states. Shape (T, D).
+        top_k_index: Experts of each token. Shape (T, K); int64 or int32.
+        top_k_weights: Their routing weights. Shape (T, K); any floating dtype.
+
+    Returns:
+        Weighted sum of the experts' outputs, shape and dtype of hidden_states.
+
+    Raises:
+        UnsupportedModelError: The gate of the experts is a formula that is not known here, or their weights are quantised or sharded.
+
+    Cost:
+        As run_experts; no host synchronisation.
+    """
+    if not getattr(self, "has_post_expert_norm", False):
+        return run_module(self, hidden_states, top_k_index, top_k_weights)
+    # A norm stands between the second product and the weights: every slot comes back on its own.
+    num_tokens, num_experts_per_token = top_k_index.shape
+    x_ND = hidden_states.repeat_interleave(num_experts_per_token, dim=0)
+    y_ND = self.post_expert_norm(run_slots(self, x_ND, top_k_index.reshape(-1)))
+    weight_TK = top_k_weights.masked_fill(top_k_index >= self.num_experts, 0.0)
+    y_TKD = y_ND.view(num_tokens, num_experts_per_token, -1) * weight_TK[..., None]
+    return y_TKD.sum(dim=1).to(hidden_states.dtype)
+
+
+def run_slots(module: nn.Module, x_ND: torch.Tensor, expert_N: torch.Tensor) -> torch.Tensor:
+    """Return the unweighted output of one expert for each row: slots as tokens with one expert each."""
+    ones_N1 = torch.ones((x_ND.shape[0], 1), dtype=torch.float32, device=x_ND.device)
+    return run_module(module, x_ND, expert_N[:, None], ones_N1)
+
+
+def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    """Hand the weights of an experts module to the core."""
+    session = find_session(module)
+    with unwatched(session):
+        gate_up, down = (read_linear(module, name) for name in weight_names(module))
+        # Grouped products know no autocast: like those of transformers they compute in the dtype of the weights.
+        y_TD = run_experts(
+            x_TD.to(gate_up.weight_EIO.dtype),
+            expert_TK,
+            weight_TK,
+            gate_up=gate_up,
+            down=down,
+            form=gate_form(module),
+            num_experts=int(module.num_experts),  # type: ignore[arg-type]
+            has_gate=bool(getattr(module, "has_gate", True)),
+            point=None if session is None else ExpertPoint(session, value_name(module)),
+        )
+        return y_TD.to(x_TD.dtype)
+
+
+def weight_names(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the first and the second stack of weights; experts without a gate have only an up projection in front."""
+    return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+
+
+def grouped_backends(module: nn.Module) -> set[str]:
+    """Return which grouped products serve the stacks of a module where they stand now."""
+    picks = set()
+    for name in weight_names(module):
+        weight, bias = _read_stack(module, name)
+        weight_EIO = dense_weight(weight)
+        picks.add(choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=bias is not None))
+    return picks
+
+
+def read_linear(module: nn.Module, name: str) -> ExpertLinear:
+    """Return one product of an experts module: its weight as (E, I, O), its bias, and the adapter that PEFT hangs in front of it.
+
+    Raises:
+        UnsupportedModelError: The weight is sharded.
+
+    Cost:
+        Views; with several active adapters PEFT's own copy of the stack; where narrow copies of an adapter are kept and stale, those.
+    """
+    weight, bias = _read_stack(module, name)
+    adapter = find_adapter(module, name, is_transposed=bool(getattr(module, "is_transposed", True)), dtype=weight.dtype)
+    return ExpertLinear(weight, bias, adapter)
+
+
+def _read_stack(module: nn.Module, name: str) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
+    """Return the weight of one product as (E, I, O), and its bias."""
+    # Where PEFT wrote weight and adapter into one stack, that stack is the weight.
+    weight: torch.Tensor = getattr(module, name)
+    check_weight(module, name, weight)
+    is_transposed = bool(getattr(module, "is_transposed", True))
+    bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
+    packed = read_nf4(module, name, weight)
+    if packed is not None:
+        return packed, bias
+    return weight if is_transposed else weight.transpose(1, 2), bias
+
+
+def check_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Refuse a stack of expert weights that cannot be read whole.
+
+    Raises:
+        UnsupportedModelError: Names the class, the weight and the reason.
+    """
+    if isinstance(weight, DTensor):
+        raise UnsupportedModelError(
+            f"experts are sharded: {type(module).__name__}.{name} is a DTensor (FSDP2 or expert parallelism), and the routed products need "
+            "whole stacks. Train on one device or with strategy='fastft_ddp', or leave BincountRouter out."
+        )
+    if weight.dtype not in _DTYPES or weight.ndim != 3:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.{name} is held as {tuple(weight.shape)} in {weight.dtype}, and (E, ., .) in bf16, fp16 or fp32 is what can be "
+            "trained. Load the model dequantised."
+        )
+
+
+def gate_form(module: nn.Module) -> GateForm:
+    """Return what stands between the two products of an experts module; recognised once, compared with the module's own formula on numbers.
+
+    Raises:
+        UnsupportedModelError: The formula is not one of those known here; it is never guessed.
+
+    Cost:
+        A few CPU operations on the first call of an instance.
+    """
+    known: GateForm | None = vars(module).get(FORM_ATTRIBUTE)
+    if known is None:
+        known = recognise_gate(module)
+        setattr(module, FORM_ATTRIBUTE, known)
+    return known
+
+
+def recognise_gate(module: nn.Module) -> GateForm:
+    """Return the gate of an experts module from its class and activation, and check it.
+
+    Raises:
+        UnsupportedModelError: Names the class and what is not known about it.
+    """
+    owner = _gate_owner(module)
+    if owner in _CLAMPED:
+        is_interleaved, limit, alpha = _CLAMPED[owner]
+        form = GateForm(is_interleaved, "clamped", float(getattr(module, limit)), float(getattr(module, alpha)))
+    elif not owner or owner in _WIDE_DEFAULT:
+        form = GateForm(activation=activation_name(module))
+    else:
+        raise UnsupportedModelError(f"{owner}._apply_gate is a formula of its own that is not known here")
+    if form.is_interleaved == getattr(module, "is_concatenated", True) or not _agrees(module, form):
+        raise UnsupportedModelError(f"the gate of {type(module).__name__} is not what its class promises: {form} gives other numbers")
+    return form
+
+
+def _gate_owner(module: nn.Module) -> str:
+    """The class that writes a gate of its own; empty for the default of the interface, for experts without a gate and off the interface."""
+    if not getattr(module, "has_gate", True):
+        return ""
+    for cls in type(module).__mro__:
+        function = vars(cls).get("_apply_gate")
+        if function is not None:
+            return "" if function is _default_apply_gate else cls.__name__
+    return ""
+
+
+def _agrees(module: Any, form: GateForm) -> bool:  # noqa: ANN401 - an experts module
+    """Whether form and the module's own code give the same numbers, on both sides of every clamp."""
+    reach = 1.5 * form.limit if form.activation == "clamped" and math.isfinite(form.limit) else 10.0
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    with torch.no_grad(), torch.device("cpu"):
+        probe_NP = (torch.rand(256, 6, generator=generator) * 2 - 1) * reach
+        if not getattr(module, "has_gate", True):
+            theirs, probe_NP = module.act_fn(probe_NP), torch.cat((probe_NP, torch.ones_like(probe_NP)), dim=1)
+        elif hasattr(type(module), "_apply_gate"):
+            theirs = module._apply_gate(probe_NP)
+        else:
+            gate_NF, up_NF = probe_NP.chunk(2, dim=-1)
+            theirs = module.act_fn(gate_NF) * up_NF
+        ours = gate_forward(probe_NP, form=form)
+    return bool(torch.allclose(ours, theirs, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE))

@@ -1,0 +1,49 @@
+"""Llama 4's mixture layer with routed rows only: transformers runs every expert on every token.
+
+Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
+
+from lightning_fastft.moe.interface import run_slots
+
+
+class RoutedLlama4Experts(Llama4TextExperts):
+    """The experts of a Llama 4 layer, one expert for each row; called as a module, so that adapters around it stay in force."""
+
+    def forward(self, x_ND: torch.Tensor, expert_N: torch.Tensor) -> torch.Tensor:
+        """Return the output of each row's expert.
+
+        Args:
+            x_ND: Rows, scaled with their routing weight. Shape (N, D).
+            expert_N: The expert of each row. Shape (N,); int64.
+
+        Returns:
+            Shape, dtype and device of x_ND.
+        """
+        return run_slots(self, x_ND, expert_N)
+
+
+class RoutedLlama4Moe(Llama4TextMoe):
+    """A Llama 4 mixture layer that computes what transformers computes, without the products of zeros.
+
+    An expert that was not chosen sees zeros there and answers zeros, with a zero gradient, so leaving it out is exact. Llama 4 multiplies the input
+    of an expert with its routing weight, not the output.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's output of shape (T, D) and the router's logits of shape (T, E), as transformers does.
+
+        Cost:
+            N rows instead of E * T through the experts; no host synchronisation.
+        """
+        x_TD = hidden_states.reshape(-1, self.hidden_dim)
+        score_TE, logit_TE = self.router(x_TD)
+        # The router's own choice; transformers adds the experts up in the order of their ids.
+        expert_TK = torch.topk(logit_TE, self.top_k, dim=1).indices.sort(dim=1).values
+        x_TKD = x_TD[:, None, :] * score_TE.gather(1, expert_TK)[..., None]
+        y_ND = self.experts(x_TKD.flatten(0, 1), expert_TK.reshape(-1))
+        return self.shared_expert(x_TD) + y_ND.view(x_TKD.shape).sum(dim=1), logit_TE

@@ -1,0 +1,178 @@
+"""HostWaitDetector: find every place in a training step where the host waits for the device, and say what to write instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_fastft.core.checks import check_choice, check_int
+from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.core.status import Status
+from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRecorder, order_waits
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# The first steps set up what later ones use (optimizer state, kernels, plans): their waits say nothing about training.
+DEFAULT_STEPS = (4, 5)
+
+
+class HostWaitError(FastFTError, RuntimeError):
+    """The host waited for the device inside a training step, and HostWaitDetector(on_wait="raise") forbids that."""
+
+
+class HostWaitDetector(Callback):
+    """Watch some training steps and list what made the host wait for the device: how often per step, where, and what to write instead.
+
+    Works with any LightningModule, strategy and model. A step is watched from one ``on_train_batch_start`` to the next: forward, backward, optimizer,
+    other callbacks, logging, checkpoints that are written then, and moving the next batch to the device; validation and what lies between epochs are
+    left out. Each wait is named by the innermost line of the user's own code and by the line of the library that it called. On a GPU the waits are
+    real ones (the dispatcher, torch.cuda.set_sync_debug_mode and explicit synchronize calls); on a CPU they are those that the same code would have
+    on a GPU, where a read of a tensor that never leaves the host counts too (not in the data loader). Each rank watches itself; rank 0 prints.
+
+    Args:
+        steps: Optimizer steps to watch, counted from 0 in this fit; all micro-batches of such a step are watched.
+        on_wait: "report" prints the table; "warn" prints it as a warning, and only where there are waits; "raise" ends the run at the first wait with
+            an error that comes out of the call that waits.
+
+    Raises:
+        HostWaitError: From the training loop, with on_wait="raise".
+        OptionError: steps is empty or holds something else than whole numbers from 0 on.
+
+    Cost:
+        Watched steps: some microseconds per operation, and regions that torch.compile would compile run eagerly. Other steps: nothing.
+
+    Example:
+        >>> HostWaitDetector(steps=[2], on_wait="raise").status().reason
+        'steps 2 are still to come'
+    """
+
+    def __init__(self, *, steps: Sequence[int] = DEFAULT_STEPS, on_wait: Literal["report", "warn", "raise"] = "report") -> None:
+        if isinstance(steps, (str, bytes, int)) or not steps:
+            raise OptionError(f"steps must list at least one optimizer step, got {steps!r}; for example steps=[4, 5].")
+        self.steps = sorted({check_int("steps", step, low=0) for step in steps})
+        self.on_wait = check_choice("on_wait", on_wait, ("report", "warn", "raise"))
+        self.waits: Counter[HostWait] = Counter()
+        self.num_watched = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._recorder: WaitRecorder | None = None
+        self._step = self._last_global_step = 0
+        self._is_counted = self._is_told = False
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether this moment belongs to a watched step."""
+        return self._recorder is not None and self._recorder.is_on
+
+    def status(self) -> Status:
+        """Return what has been found."""
+        if not self.num_watched:
+            return Status("host waits", "inactive", f"steps {', '.join(map(str, self.steps))} are still to come")
+        found = sum(self.waits.values())
+        reason = f"{found / self.num_watched:g} a step, {len(self.waits)} places, over {self.num_watched} watched steps"
+        return Status("host waits", "active", reason, "see the table of waits" if found else "")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count steps."""
+        self.close()
+        self._reset()
+        self.waits, self.num_watched = Counter(), 0
+        self._last_global_step = trainer.global_step
+        # Watching steps of one run must not show in the next one: the recorder belongs to this device and this fit.
+        on_wait = _refuse if self.on_wait == "raise" else None
+        self._recorder = WaitRecorder(trainer.strategy.root_device, on_wait=on_wait, host_only=HOST_READERS)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """End watching the step before; begin to watch this one, if it is asked for."""
+        if self._recorder is None:
+            return
+        self.pause()
+        if trainer.global_step != self._last_global_step:
+            self._last_global_step = trainer.global_step
+            self._step += 1
+            self._is_counted = False
+        if self._step > self.steps[-1]:
+            self._recorder = None
+            self._tell()
+        elif self._step in self.steps:
+            self.num_watched += not self._is_counted
+            self._is_counted = True
+            self._recorder.start()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave out what lies between epochs."""
+        self.pause()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave out the validation."""
+        self.pause()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print what was found, if that has not been done; say so where the run was over before a step was watched."""
+        self.close()
+        if self.num_watched:
+            self._tell()
+        else:
+            num_steps = self._step + (trainer.global_step != self._last_global_step)
+            rank_zero_warn(f"HostWaitDetector watched nothing: the run had {num_steps} optimizer steps, and steps={self.steps} count from 0.")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Put everything back; print what was found so far."""
+        self.close()
+        if self.num_watched and not isinstance(exception, HostWaitError):
+            self._tell()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put everything back."""
+        self.close()
+
+    def close(self) -> None:
+        """End watching for this fit; a second call does nothing."""
+        self.pause()
+        self._recorder = None
+
+    def pause(self) -> None:
+        """Stop watching until the next micro-batch that is asked for."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self.waits = self._recorder.count
+
+    def _tell(self) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        text = render_waits(self.waits, num_steps=self.num_watched)
+        if self.on_wait == "report":
+            rank_zero_info(text)
+        elif self.waits:
+            rank_zero_warn(text)
+
+
+def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
+    """Return the waits as text, most frequent first: count per step, line, call, and what to write instead.
+
+    Example:
+        >>> render_waits({}, num_steps=2)
+        'Host waits: none in 2 watched steps.'
+    """
+    if not waits:
+        return f"Host waits: none in {num_steps} watched steps."
+    lines = [f"Host waits: {sum(waits.values()) / num_steps:g} a step, over {num_steps} watched steps."]
+    for wait, count in order_waits(waits.items()):
+        lines.append(f"{count / num_steps:>6g} a step  {wait.place} in {wait.place.function}: {wait.place.text}")
+        lines.append(f"{'':>14} {wait.call}" + (f", called in {wait.library} in {wait.library.function}" if wait.library else ""))
+        lines.append(f"{'':>14} -> {wait.remedy}")
+    return "\n".join(lines)
+
+
+def _refuse(wait: HostWait) -> None:
+    raise HostWaitError(
+        f"The host waits for the device in {wait.place} in {wait.place.function}: {wait.place.text} ({wait.call}). What to do: {wait.remedy}. "
+        "To go on and list all waits, use HostWaitDetector(on_wait='report')."
+    )

@@ -1,0 +1,164 @@
+"""What a run is: model, method, options, versions and command, as plain values without secrets."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch import nn
+
+REMOVED = "[removed]"
+_PACKAGES = ("lightning_fastft", "torch", "lightning", "transformers", "peft", "bitsandbytes", "triton", "datasets", "torchmetrics")
+_TRAINER_OPTIONS = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "precision", "num_devices", "num_nodes", "world_size")
+# The last part of the name of an option, and texts that are secrets whatever they are called. "max_tokens" and "tokenizer" are none.
+_SECRET_NAME = re.compile(r"(?:^|[._-])(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth)$", re.IGNORECASE)
+_SECRET_TEXT = re.compile(
+    r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|xox[abprs]-[\w-]+|AKIA[0-9A-Z]{12,}|AIza[\w-]{20,})"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+
+
+def describe_model(pl_module: pl.LightningModule) -> dict[str, Any]:
+    """Return name, kind, size and training method of the model in a LightningModule."""
+    # Imported on first use: callbacks must be importable without transformers.
+    from lightning_fastft.hf.families import decoder_layers, find_causal_models
+
+    found = find_causal_models(pl_module)
+    facts: dict[str, Any] = {"module": type(pl_module).__name__, "name": type(pl_module).__name__, "num_layers": None}
+    if found:
+        model = found[0][1]
+        facts["name"] = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        facts["module"] = f"{type(model).__name__} in {type(pl_module).__name__}"
+        facts["num_layers"] = len(decoder_layers(model))
+    # A FineTuner knows what it was asked to load; the configuration of a model with random weights has no name.
+    name = getattr(getattr(pl_module, "source", None), "name", None)
+    if isinstance(name, str):
+        facts["name"] = name
+    parameters = list(pl_module.parameters())
+    facts["num_trained"] = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    facts["num_elements"] = sum(parameter.numel() for parameter in parameters)
+    facts["method"] = _describe_method(pl_module, num_trained=facts["num_trained"], num_elements=facts["num_elements"])
+    return facts
+
+
+def _describe_method(pl_module: nn.Module, *, num_trained: int, num_elements: int) -> str:
+    adapters = next((found for module in pl_module.modules() if isinstance(found := getattr(module, "peft_config", None), dict)), {})
+    rank = next((config.r for config in adapters.values() if hasattr(config, "r")), None)
+    is_nf4 = any(type(parameter).__name__ == "Params4bit" for parameter in pl_module.parameters())
+    quantization = getattr(pl_module, "quantization", None) or ("nf4" if is_nf4 else None)
+    base = f" on a base in {str(quantization).upper()}" if quantization else ""
+    if rank is not None:
+        return f"LoRA r={rank}{base}"
+    if adapters:
+        return f"adapters ({', '.join(type(config).__name__ for config in adapters.values())}){base}"
+    return "every weight" if num_trained == num_elements else f"some weights{base}"
+
+
+def describe_options(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, dict[str, Any]]:
+    """Return the options of trainer, strategy, module and data that are plain values."""
+    options = {"trainer": {name: plain(getattr(trainer, name, None)) for name in _TRAINER_OPTIONS}}
+    options["trainer"]["strategy"] = type(trainer.strategy).__name__
+    for title, owner in (("module", pl_module), ("data", getattr(trainer, "datamodule", None))):
+        if owner is not None:
+            options[title] = {**_own_options(owner), **{str(name): plain(value) for name, value in getattr(owner, "hparams", {}).items()}}
+    return {title: values for title, values in options.items() if values}
+
+
+def _own_options(owner: object) -> dict[str, Any]:
+    """Arguments of a constructor that the object holds under their names, as plain values; the rest is left out."""
+    found = {}
+    for name in inspect.signature(type(owner).__init__).parameters:
+        value = vars(owner).get(name)
+        if isinstance(value, (str, int, float, bool)) or (
+            isinstance(value, (list, tuple)) and all(isinstance(part, (str, int, float)) for part in value)
+        ):
+            found[name] = plain(value)
+    return found
+
+
+def describe_checkpoints(trainer: pl.Trainer) -> dict[str, str]:
+    """Return where the ModelCheckpoints of a Trainer wrote the last and the best checkpoint, as far as they did."""
+    found: dict[str, str] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            best = callback.best_model_path
+            # Without a value to watch the "best" one is the newest.
+            paths = {"last": callback.last_model_path or ("" if callback.monitor else best), "best": best if callback.monitor else ""}
+            found = {**{kind: path for kind, path in paths.items() if path}, **found}
+    return found
+
+
+def describe_versions() -> dict[str, str]:
+    """Return versions of Python, the packages that matter and CUDA."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def describe_command(words: Sequence[str] | None = None) -> str:
+    """Return the command line of this process, without secrets.
+
+    Example:
+        >>> describe_command(["train.py", "--hf_token=abc", "--api-key", "xyz", "--max_tokens=9"])
+        "train.py '--hf_token=[removed]' --api-key '[removed]' --max_tokens=9"
+    """
+    shown: list[str] = []
+    is_secret = False
+    for word in sys.argv if words is None else words:
+        name, equals, _ = word.partition("=")
+        if is_secret and not word.startswith("-"):
+            shown.append(REMOVED)
+        else:
+            shown.append(f"{name}={REMOVED}" if equals and _SECRET_NAME.search(name) else word)
+        is_secret = word.startswith("-") and not equals and bool(_SECRET_NAME.search(word))
+    return without_secrets(shlex.join(shown))
+
+
+def without_secrets(value: Any, name: str = "") -> Any:  # noqa: ANN401 - plain values, nested
+    """Return plain values with secrets replaced, by the names of keys and by the look of texts, and numbers that are not finite as None.
+
+    Example:
+        >>> without_secrets({"api_key": "x", "max_tokens": 9, "loss": float("nan"), "note": "Bearer hf_abcdefghijk"})
+        {'api_key': '[removed]', 'max_tokens': 9, 'loss': None, 'note': 'Bearer [removed]'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): without_secrets(part, str(key)) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(part, name) for part in value]
+    if value is not None and not isinstance(value, bool) and _SECRET_NAME.search(name):
+        return REMOVED
+    if isinstance(value, str):
+        return _SECRET_TEXT.sub(REMOVED, value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - whatever an option holds
+    """Return a value as JSON has it: numbers, texts, lists and mappings of them; anything else as text, cut at 200 characters."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(part) for part in value]
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "..."

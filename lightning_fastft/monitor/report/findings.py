@@ -1,0 +1,127 @@
+"""Findings of a run as plain values for its report: the memory plan, the profiled step, the host waits, what became of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_fastft.monitor.report.copies import StepTrace, copy_use, merge, shares_over_time
+from lightning_fastft.monitor.report.waits import HostWait, order_waits
+from lightning_fastft.planner.picture import describe_segment, render_plan
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_fastft.planner.plan import Plan, StepCost
+
+# Slices of time of a drawn lane, and kernels or operators that are listed.
+_NUM_SLICES = 200
+_NUM_LONGEST = 10
+_MOST_NAME = 200
+_GIB = 2**30
+_LANES = {"compute": "compute", "d2h": "copies to the host", "h2d": "copies to the device"}
+
+
+class Watched(Protocol):
+    """What a HostWaitDetector has found."""
+
+    @property
+    def waits(self) -> Mapping[HostWait, int]:
+        """Waits and how often they came."""
+
+    @property
+    def num_watched(self) -> int:
+        """Watched steps."""
+
+
+def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
+    """Return a memory plan: what is predicted, what becomes of each layer, memory over the step, and its picture as text."""
+    found = plan.prediction
+    layers = [
+        {
+            "is_kept": layer.is_kept,
+            "input": layer.input_place,
+            "values": dict(layer.values),
+            "is_streamed": layer.is_streamed,
+            "text": describe_segment(layer),
+        }
+        for layer in plan.segments
+    ]
+    return {
+        "peak_gib": found.peak_bytes / _GIB,
+        "step_ms": found.step_ms,
+        "exposed_ms": found.exposed_ms,
+        "host_gib": found.host_bytes / _GIB,
+        "notes": list(plan.notes),
+        "layers": layers,
+        "memory": [list(moment) for moment in found.memory],
+        "text": render_plan(cost, plan),
+    }
+
+
+def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool, why_not: str) -> dict[str, Any]:
+    """Return what the profiled step did: times, copies and how they overlap, lanes, and what took longest.
+
+    Args:
+        trace: None where no step was profiled.
+        step: The step that was to be profiled; None for none.
+        is_cuda: Whether the run was on a GPU; a CPU has no copies.
+        why_not: Why no step was profiled, where that is known.
+    """
+    if trace is None or not trace.kernels:
+        asked = "No step was asked for: profile_step is None." if step is None else f"The run ended before step {step}, which was to be profiled."
+        return {"step": None, "why_not": why_not or asked}
+    kernels, copies, names = trace
+    begin, end = kernels[0].start, max(kernel.end for kernel in kernels)
+    spans = {"compute": merge((kernel.start, kernel.end) for kernel in kernels)}
+    for direction in ("d2h", "h2d") if is_cuda else ():
+        spans[direction] = merge((copy.start, copy.end) for copy in copies if copy.direction == direction)
+    return {
+        "step": step,
+        "has_copies": bool(copies),
+        **copy_use(kernels, copies).to_dict(),
+        "work": "kernel" if is_cuda else "operator",
+        "longest": [{"name": name[:_MOST_NAME], "count": count, "ms": time_us / 1e3} for name, count, time_us in names[:_NUM_LONGEST]],
+        "lanes": [
+            {"kind": kind, "name": _LANES[kind], "shares": shares_over_time(found, begin=begin, end=end, num_slices=_NUM_SLICES)}
+            for kind, found in spans.items()
+        ],
+    }
+
+
+def describe_waits(watched: Watched | None, *, is_cuda: bool) -> dict[str, Any]:
+    """Return the host waits of the watched steps, line by line; None is for a run that was to watch no step."""
+    if watched is None or not watched.num_watched:
+        why_not = "No step was watched: profile_step is None." if watched is None else "The run ended before the step that was to be watched."
+        return {"num_steps": 0, "why_not": why_not}
+    rows = [
+        {
+            "per_step": count / watched.num_watched,
+            "call": wait.call,
+            "place": f"{wait.place} in {wait.place.function}",
+            "text": wait.place.text,
+            "library": None if wait.library is None else f"{wait.library} in {wait.library.function}",
+            "remedy": wait.remedy,
+            "is_logging": wait.is_logging,
+        }
+        for wait, count in order_waits(watched.waits.items())
+    ]
+    per_step = sum(watched.waits.values()) / watched.num_watched
+    return {"num_steps": watched.num_watched, "per_step": per_step, "is_prediction": not is_cuda, "rows": rows}
+
+
+def find_max_tokens(trainer: pl.Trainer) -> int | None:
+    """Return how many tokens a pack may hold, where the data module of this package knows."""
+    from lightning_fastft.training.datamodule import PackedDataModule
+
+    datamodule = getattr(trainer, "datamodule", None)
+    return datamodule.max_tokens if isinstance(datamodule, PackedDataModule) else None
+
+
+def describe_rows(trainer: pl.Trainer) -> list[str]:
+    """Return what became of the rows of the training data, where the data module of this package knows."""
+    from lightning_fastft.training.datamodule import PackedDataModule
+
+    datamodule = getattr(trainer, "datamodule", None)
+    report = datamodule.report("train") if isinstance(datamodule, PackedDataModule) else None
+    return [] if report is None else report.render().splitlines()

@@ -1,0 +1,125 @@
+"""Losses of optimizer steps in bounded memory, and what they are over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+
+from lightning_fastft.monitor.report.sums import Curve
+
+# Losses behind "first" and "final": at most so many optimizer steps.
+NUM_ENDS = 20
+
+
+class WindowLosses:
+    """Losses of micro-batches, brought to one for each optimizer step.
+
+    In a window of accumulation a micro-batch's loss is its sum over (labelled tokens of the window / micro-batches), so alone it says how many
+    labelled tokens it has as much as how well they are predicted. The mean over the micro-batches is that over the window's labelled tokens.
+
+    Example:
+        >>> window = WindowLosses()
+        >>> window.add(3.0, is_last=False), window.add(1.0, is_last=True)
+        (None, 2.0)
+    """
+
+    def __init__(self) -> None:
+        self.num_not_finite = 0
+        self._sum, self._num = 0.0, 0
+
+    def add(self, loss: float, *, is_last: bool) -> float | None:
+        """Take the loss of a micro-batch; return that of the step where it ends one and every loss of its window was finite."""
+        self.num_not_finite += not math.isfinite(loss)
+        self._sum, self._num = self._sum + loss, self._num + 1
+        if not is_last:
+            return None
+        mean = self._sum / self._num
+        self._sum, self._num = 0.0, 0
+        return mean if math.isfinite(mean) else None
+
+
+class StepLosses:
+    """The losses of optimizer steps: a curve, the first and the last ones, and all of it as the mean over ranks once the run is over.
+
+    What a rank notes is its part of the loss: the sum over its labelled tokens of a step, divided by (labelled tokens of all ranks / ranks). Their
+    plain mean over ranks is therefore the loss over the labelled tokens of all, which is what is trained on.
+
+    Example:
+        >>> losses = [StepLosses(), StepLosses()]
+        >>> for rank, values in enumerate([(3.0, 1.0), (5.0, 2.0)]):
+        ...     for step, value in enumerate(values):
+        ...         losses[rank].add(step, value, is_last=True)
+        >>> losses[0].take_mean(np.stack([one.to_array() for one in losses]))
+        True
+        >>> [point.value for point in losses[0].curve.points()], losses[0].first(1), losses[0].final(1)
+        ([4.0, 1.5], 4.0, 1.5)
+    """
+
+    def __init__(self) -> None:
+        self.curve = Curve()
+        self.num_not_finite = 0
+        self._window = WindowLosses()
+        # Steps and their finite losses.
+        self._first: dict[int, float] = {}
+        self._last: deque[tuple[int, float]] = deque(maxlen=NUM_ENDS)
+
+    def add(self, step: int, loss: float, *, is_last: bool) -> None:
+        """Take the loss of a micro-batch; is_last says that the step is made with it."""
+        mean = self._window.add(loss, is_last=is_last)
+        self.num_not_finite = self._window.num_not_finite
+        if not is_last:
+            return
+        # A step without a finite loss has its place too: ranks that made the same steps then have curves of the same steps.
+        self.curve.add(step, 0.0 if mean is None else mean, weight=0.0 if mean is None else 1.0)
+        if mean is not None:
+            if len(self._first) < NUM_ENDS:
+                self._first[step] = mean
+            self._last.append((step, mean))
+
+    def first(self, num_steps: int) -> float | None:
+        """Return the mean of the first finite losses, of so many steps at most; None without any."""
+        return _mean(list(self._first.values())[:num_steps])
+
+    def final(self, num_steps: int) -> float | None:
+        """Return the mean of the last finite losses."""
+        return _mean([loss for _, loss in self._last][-num_steps:])
+
+    def to_array(self) -> np.ndarray:
+        """Return everything as numbers, as many on every rank: what ranks hand each other."""
+        ends_E2 = np.full((2, NUM_ENDS, 2), -1.0)
+        for end_E2, noted in zip(ends_E2, (list(self._first.items()), list(self._last))):
+            end_E2[: len(noted)] = np.reshape(noted, (-1, 2))
+        return np.concatenate([[self.num_not_finite], ends_E2.ravel(), self.curve.to_array().ravel()])
+
+    def take_mean(self, array_RV: np.ndarray) -> bool:
+        """Take the mean over ranks in place of the own part; a point without a finite loss on one of them is no longer there.
+
+        Args:
+            array_RV: ``to_array`` of every rank, the own one among them.
+
+        Returns:
+            Whether all ranks noted the same steps; nothing is changed where they did not.
+        """
+        num_ends = 1 + 4 * NUM_ENDS
+        curve_RPC = array_RV[:, num_ends:].reshape(len(array_RV), -1, 5)
+        if not (curve_RPC[:, :, :3] == curve_RPC[:1, :, :3]).all():
+            return False
+        self.curve.take_mean(curve_RPC)
+        self.num_not_finite = int(array_RV[:, 0].sum())
+        first_REC, last_REC = array_RV[:, 1:num_ends].reshape(len(array_RV), 2, NUM_ENDS, 2).swapaxes(0, 1)
+        self._first = _common_means(first_REC)
+        self._last = deque(_common_means(last_REC).items(), maxlen=NUM_ENDS)
+        return True
+
+
+def _common_means(steps_REC: np.ndarray) -> dict[int, float]:
+    """Return the mean over ranks of the steps that all of them have; a step of -1 is none."""
+    by_rank = [{int(step): float(loss) for step, loss in steps_EC if step >= 0} for steps_EC in steps_REC]
+    common = [step for step in by_rank[0] if all(step in losses for losses in by_rank)]
+    return {step: sum(losses[step] for losses in by_rank) / len(by_rank) for step in common}
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

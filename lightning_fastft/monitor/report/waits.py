@@ -1,0 +1,384 @@
+"""Find what makes the host wait for the device: each wait by call and by line of code, with what to write instead."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import sysconfig
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+# Text of the warning of torch.cuda.set_sync_debug_mode.
+_SYNC_WARNING = "called a synchronizing CUDA operation"
+_PACKAGE = str(Path(__file__).parents[2])
+# Callbacks of this package read what has been copied to the host, its optimizers counters that lie there; their tests hold them to that.
+HOST_READERS = (*(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks", "report")), os.path.join(_PACKAGE, "optim.py"))
+# Frames between the call that waits and what records it.
+_MACHINERY = (__file__, "torch/_dynamo", "torch/utils/_python_dispatch", "torch/_compile", "torch/_ops.py", "/warnings.py")
+# Lightning calls the step from here; what lies further out is the script that called fit.
+_LOOP = os.path.join("loops", "training_epoch_loop.py")
+# Lightning hands logged values to the loggers here.
+_CONNECTOR = "logger_connector"
+_ENGINE = os.path.join("torch", "autograd", "graph.py")
+# Batches are loaded and collated from here.
+_FETCHERS = os.path.join("loops", "fetchers.py")
+_SITES = ("site-packages", "dist-packages")
+_ROOTS = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent)))
+
+_READ = (
+    "keep the number on the device (add tensors up, torch.where instead of an if); to show it, copy it with .to('cpu', non_blocking=True), record an "
+    "event behind the copy, and read it a step later, when the event has passed"
+)
+_SELECT = (
+    "the size of the result depends on data: keep the shape (torch.where, multiply by the mask) or make the row numbers on the host with the batch"
+)
+_ASSIGN = "write x = torch.where(mask, value, x), or x.masked_fill_(mask, number): no row numbers are needed for that"
+_UNIQUE = (
+    "the size of the result depends on data: work it out on the host when the batch is made, or sort and compare neighbours, which keeps the size"
+)
+_COMPARE = "the answer is a bool on the host: compare with (x == y).all(), keep it on the device, and read it a step later"
+_TO_HOST = "copy with .to('cpu', non_blocking=True), record an event behind the copy, and read it a step later, when the event has passed"
+_TO_DEVICE = "pin the host tensor (pin_memory=True in the DataLoader) and copy with non_blocking=True; constants: make them on the device once"
+_SYNCHRONIZE = "wait for nothing in the step: let a stream wait for an event (stream.wait_event), and time with events that are read later"
+_OTHER = "this call copies to or from the host, or asks the device for a size: move it out of the step, or make its input on the device"
+# (part of a path on the stack, what to do): waits whose cause is known better than by their operation.
+_KNOWN = (
+    (
+        _CONNECTOR,
+        "Lightning reads values logged with prog_bar=True, and those of a logging step, from the device: log without prog_bar, less often",
+    ),
+    ("amp/grad_scaler.py", "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')"),
+    ("plugins/precision/amp.py", "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')"),
+)
+_REMEDIES = {
+    **dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "tolist", "numpy"), _READ),
+    **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere", "masked_select"), _SELECT),
+    **dict.fromkeys(("unique_dim", "unique_consecutive", "unique_dim_consecutive", "_unique", "_unique2"), _UNIQUE),
+    **dict.fromkeys(("equal", "allclose"), _COMPARE),
+    "bincount": "bincount asks for the largest value: torch.zeros(n, device=x.device).scatter_add_ with a known n, or searchsorted on sorted values",
+    "repeat_interleave": "give output_size=, the sum of the repeats, which the host knows when it makes the batch",
+    "cpu": _TO_HOST,
+}
+_INDEXING = {"index", "_unsafe_index"}
+_ASSIGNING = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
+_COPYING = {"_to_copy", "copy_", "_copy_from", "_copy_from_and_resize"}
+_UNDISPATCHED = ("tolist", "numpy", "cpu")
+_NAMES = {
+    "_local_scalar_dense": "reading a number (.item(), float(), int(), bool(), if)",
+    "is_nonzero": "bool() of a tensor",
+    **{name: f".{name}()" for name in ("item", *_UNDISPATCHED)},
+}
+
+
+class Place(NamedTuple):
+    """A line of code: file, number, function, and its text."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+class HostWait(NamedTuple):
+    """One cause of waits.
+
+    Args:
+        operation: Name of the operation, as the dispatcher has it.
+        call: What waits, for people.
+        place: Line of the user's own code; the line of the library where none of the user's is on the stack.
+        library: Line of the library that made the call for the user; None where the user's line made it.
+        remedy: What to write instead.
+        is_logging: Whether Lightning reads for a logger what ``self.log`` was given, which it does on logged steps only.
+    """
+
+    operation: str
+    call: str
+    place: Place
+    library: Place | None
+    remedy: str
+    is_logging: bool = False
+
+
+class WaitRecorder:
+    """Record what makes the host wait, while it is on.
+
+    On CUDA: operations that wait are seen by the dispatcher, also in the backward, and the rest by ``torch.cuda.set_sync_debug_mode``; explicit
+    ``synchronize`` calls are counted too. A wait inside a library that tells neither (an extension that calls the driver itself) stays unseen. On a
+    CPU: operations that would wait if their tensors lay on a GPU, so that reads of tensors which never leave the host count as well.
+
+    Args:
+        device: Where the step runs.
+        on_wait: Called at each wait, from inside the call that waits; what it raises comes out of that call.
+        host_only: Starts of paths of code that reads nothing but tensors of the host, which a CPU cannot tell from others; on CUDA all code counts.
+
+    Cost:
+        While on, some microseconds per operation, and torch.compile runs what it would compile eagerly; nothing while off.
+
+    Source:
+        own; torch.cuda.set_sync_debug_mode of PyTorch.
+
+    Example:
+        >>> recorder = WaitRecorder(torch.device("cpu"))
+        >>> with recorder.watch():
+        ...     number = torch.ones(2).sum().item()
+        >>> [wait.operation for wait in recorder.count]
+        ['_local_scalar_dense']
+    """
+
+    def __init__(self, device: torch.device, *, on_wait: Callable[[HostWait], None] | None = None, host_only: tuple[str, ...] = ()) -> None:
+        self.device = device
+        self.on_wait = on_wait
+        self.host_only = host_only
+        self.count: Counter[HostWait] = Counter()
+        self._stack: contextlib.ExitStack | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it records."""
+        return self._stack is not None
+
+    def start(self) -> None:
+        """Begin to record; a second call does nothing."""
+        if self._stack is not None:
+            return
+        with contextlib.ExitStack() as stack:
+            if self.device.type == "cuda":
+                stack.enter_context(_sync_warnings(self.note))
+                for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+                    stack.enter_context(_watched(owner, "synchronize", self._note_synchronize))
+            else:
+                for name in _UNDISPATCHED:
+                    stack.enter_context(_watched(torch.Tensor, name, self.note))
+            stack.enter_context(_DispatchWatch(self))
+            self._stack = stack.pop_all()
+
+    def stop(self) -> None:
+        """End it, and put everything back; a second call does nothing."""
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[WaitRecorder]:
+        """Record until the block ends."""
+        self.start()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def note(self, operation: str, remedy: str = "") -> None:
+        """Count a wait of the code that is running.
+
+        Args:
+            operation: Name of the operation.
+            remedy: What to write instead; empty looks the operation up.
+        """
+        frames = _frames()
+        if self.device.type != "cuda" and frames and (_stays_on_the_host(frames) or frames[0].f_code.co_filename.startswith(self.host_only)):
+            return
+        known = next((text for part, text in _KNOWN for frame in frames if part in frame.f_code.co_filename), "")
+        mine = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
+        # What self.log was given is read later, where none of the user's lines is on the stack: the names say what it was.
+        logging = next((frame for frame in frames if frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename), None)
+        inner = _backward_place(frames) or _place(frames[0] if logging is None or mine is not None else logging)
+        is_direct = mine is None or (mine is frames[0])
+        wait = HostWait(
+            operation=operation,
+            call=_NAMES.get(operation, operation) if logging is None else _describe_logging(logging),
+            place=inner if mine is None else _place(mine),
+            library=None if is_direct else inner,
+            remedy=known or remedy or _REMEDIES.get(operation, _OTHER),
+            is_logging=logging is not None,
+        )
+        self.count[wait] += 1
+        if self.on_wait is not None:
+            self.on_wait(wait)
+
+    def judge(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:  # noqa: ANN401 - an OpOverload
+        """Return (operation, remedy) if this call makes the host wait, else None."""
+        name = func.overloadpacket.__name__
+        is_candidate = name in _REMEDIES or name in _INDEXING or name in _ASSIGNING
+        if name in _COPYING:
+            return _judge_copy(name, args, kwargs) if self.device.type == "cuda" else None
+        if not is_candidate or not self._is_on_device(args, kwargs):
+            return None
+        if name == "repeat_interleave":
+            return (f"{name} without output_size", _REMEDIES[name]) if kwargs.get("output_size") is None and "Tensor" in func._overloadname else None
+        if name in _INDEXING or name in _ASSIGNING:
+            return self._judge_index(name, args)
+        return name, _REMEDIES[name]
+
+    def _judge_index(self, name: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
+        if not any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+            return None
+        # A number that lies on the host is filled in under the mask (ATen's canDispatchToMaskedFill), which needs no row numbers.
+        if self.device.type == "cuda" and name in _ASSIGNING and args[2].numel() == 1 and args[2].device.type == "cpu":
+            return None
+        return f"{name} with a bool tensor", _ASSIGN if name in _ASSIGNING else _SELECT
+
+    def _is_on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if self.device.type == "cuda":
+            return any(tensor.is_cuda for tensor in tensors)
+        return not tensors or any(not tensor.is_meta for tensor in tensors)
+
+    def _note_synchronize(self, name: str) -> None:
+        self.note(name, _SYNCHRONIZE)
+
+
+class _DispatchWatch(TorchDispatchMode):
+    """Show each operation to the recorder before it runs."""
+
+    def __init__(self, recorder: WaitRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's signature
+        kwargs = kwargs or {}
+        found = self._recorder.judge(func, args, kwargs)
+        if found is None:
+            return func(*args, **kwargs)
+        self._recorder.note(*found)
+        if self._recorder.device.type != "cuda":
+            return func(*args, **kwargs)
+        # Counted: the warning of the same call would count it twice, and in a backward it would come late and without its line.
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("warn")
+
+
+def order_waits(waits: Iterable[tuple[HostWait, int]]) -> list[tuple[HostWait, int]]:
+    """Return waits and counts, most frequent first, then by line.
+
+    Example:
+        >>> order_waits([])
+        []
+    """
+    return sorted(waits, key=lambda item: (-item[1], item[0].place.file, item[0].place.line, item[0].operation))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to an installed package, to the standard library or to this package, and not to the user."""
+    return file.startswith(("<", *_ROOTS)) or any(f"{os.sep}{site}{os.sep}" in file for site in _SITES)
+
+
+def _judge_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    """Whether a copy between host and device waits: unless it is asked not to and the host's side is pinned."""
+    source = args[0] if name in ("_to_copy", "_copy_from", "_copy_from_and_resize") else args[1]
+    if not isinstance(source, torch.Tensor):
+        return None
+    if name == "_to_copy":
+        target = torch.device(kwargs.get("device") or source.device)
+        is_free = bool(kwargs.get("non_blocking"))
+        # What .to("cpu", non_blocking=True) makes is pinned.
+        is_pinned = is_free
+    else:
+        other = args[1] if name.startswith("_copy_from") else args[0]
+        target, is_pinned = other.device, other.device.type == "cpu" and other.is_pinned()
+        is_free = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+    ends = source.device.type, target.type
+    if ends == ("cuda", "cpu") and not (is_free and is_pinned):
+        return "copy to the host" + (" (pageable memory)" if is_free else ""), _TO_HOST
+    if ends == ("cpu", "cuda") and not is_free and source.numel() > 0:
+        return "copy to the device", _TO_DEVICE
+    return None
+
+
+@contextlib.contextmanager
+def _sync_warnings(note: Callable[[str], None]) -> Iterator[None]:
+    """Have every warning of the synchronisation debug mode counted and not shown."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_SYNC_WARNING)
+        # Said once by torch where the mode is first set; what the mode does not see is in the docstring of the recorder.
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        show = warnings.showwarning
+
+        def count(message: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as warnings.showwarning
+            if str(message).startswith(_SYNC_WARNING):
+                note("synchronizing CUDA operation")
+            else:
+                show(message, *args, **kwargs)
+
+        warnings.showwarning = count
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def _watched(owner: Any, name: str, note: Callable[[str], None]) -> Iterator[None]:  # noqa: ANN401 - a module or a class
+    """Have calls of a function or method noted until the block ends."""
+    is_own, original = name in vars(owner), getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the original's signature
+        note(name)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _frames() -> list[FrameType]:
+    """Frames of the running code, innermost first, up to the loop of Lightning that called the step."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(_LOOP):
+        if not any(part in frame.f_code.co_filename for part in _MACHINERY):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _describe_logging(frame: FrameType) -> str:
+    """Name the values that Lightning reads for a logger."""
+    names = frame.f_locals.get("metrics")
+    shown = f" ({', '.join(map(str, names))})" if isinstance(names, Mapping) else ""
+    return f"reading what self.log was given{shown}, on logged steps only"
+
+
+def _backward_place(frames: list[FrameType]) -> Place | None:
+    """The node of the backward that is running in C++, without a line of Python of its own; None outside of one."""
+    if frames and not frames[0].f_code.co_filename.endswith(_ENGINE):
+        return None
+    # In a thread of the backward nothing but the recorder is on the stack.
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return Place("<backward>", 0, "autograd", "C++ code in the backward, such as a gradient hook of DDP")
+    return Place("<backward>", 0, node.name(), f"backward of the operation that made {node.name()}")
+
+
+def _stays_on_the_host(frames: list[FrameType]) -> bool:
+    """Whether a read is of tensors that lie on the host in a run on CUDA too: batches in the making, step counters, checks for the CPU alone."""
+    inner = frames[0]
+    is_step_counter = inner.f_code.co_name == "_get_value" and "torch/optim/" in inner.f_code.co_filename
+    return is_step_counter or "one_hot(" in _place(inner).text or any(frame.f_code.co_filename.endswith(_FETCHERS) for frame in frames)
+
+
+def _place(frame: FrameType) -> Place:
+    file = frame.f_code.co_filename
+    return Place(file, frame.f_lineno, frame.f_code.co_name, linecache.getline(file, frame.f_lineno).strip())

@@ -1,0 +1,190 @@
+"""TokenThroughput: tokens per second, padding, model-FLOPs utilisation and peak memory, without a host wait."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.core.checks import check_float, check_int
+from lightning_fastft.core.device_peaks import peak_bf16_flops
+from lightning_fastft.core.status import Status
+from lightning_fastft.strategies.packed_steps import find_packed_batches
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_fastft.monitor.flops import ModelFlops
+
+GIB = 1024**3
+
+
+class _Interval:
+    """What happened since a mark: CUDA events, or seconds of the host's clock."""
+
+    def __init__(self, *, step: int, begin: torch.cuda.Event | float) -> None:
+        self.first_step = self.step = step
+        self.begin = self.end = begin
+        self.num_tokens = self.num_real_tokens = self.num_labelled = 0
+        self.flops = 0.0
+
+
+class TokenThroughput(Callback):
+    """Log every few optimizer steps what this rank's device gets done.
+
+    Logged as ``throughput/...``: tokens_per_s (real tokens, padding left out), labelled_tokens_per_s, padding_share, mfu (model operations per second
+    over the device's dense bf16 peak; recomputation is not counted, the head only on labelled tokens), peak_memory_gib. Times lie between CUDA events
+    that are read when they have passed; on the CPU the clock of the host is read. Validation and what lies between epochs are left out. Of batches
+    that are not packed every element of ``input_ids`` counts as a real and labelled token. ``latest`` holds the values of the last interval.
+
+    Args:
+        log_every_n_steps: Optimizer steps per interval, at least 1.
+        peak_flops: Dense operations per second of the device, for devices that the table does not know; None looks the device up.
+
+    Cost:
+        Two events per interval; no host synchronisation.
+
+    Example:
+        >>> TokenThroughput(log_every_n_steps=50).latest
+        {}
+    """
+
+    def __init__(self, *, log_every_n_steps: int = 10, peak_flops: float | None = None) -> None:
+        self.log_every_n_steps = check_int("log_every_n_steps", log_every_n_steps, low=1)
+        self.peak_flops = None if peak_flops is None else check_float("peak_flops", peak_flops, low=1.0)
+        self.latest: dict[str, float] = {}
+        self._status = Status("throughput", "inactive", "no training yet")
+        self._peak: float | None = None
+        self._model_flops: list[ModelFlops] = []
+        self._waiting: deque[_Interval] = deque()
+        self._open: _Interval | None = None
+        self._last_step = 0
+
+    def status(self) -> Status:
+        """Return what utilisation is measured against."""
+        return self._status
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count the operations of the models and look the device up."""
+        # Imported on first use: callbacks must be importable without transformers.
+        from lightning_fastft.hf.families import decoder_layers, find_causal_models
+        from lightning_fastft.monitor.flops import count_flops
+
+        self._model_flops = [count_flops(model, decoder_layers(model)) for _, model in find_causal_models(pl_module)]
+        device = trainer.strategy.root_device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._peak = self.peak_flops or (peak_bf16_flops(name) if device.type == "cuda" else None)
+        if self._peak is None:
+            reason = f"no peak known for {name}: no utilisation"
+        elif len(self._model_flops) != 1:
+            reason = f"{len(self._model_flops)} transformers models in the module: no utilisation"
+        else:
+            reason = f"utilisation against {self._peak / 1e12:.1f} TFLOPS ({name})"
+        self._status = Status("throughput", "active", reason)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._waiting.clear()
+        self._last_step = trainer.global_step
+        self._open = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Count the batch; close the interval where it ends, and log those whose end has passed."""
+        device = trainer.strategy.root_device
+        has_stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
+        if self._open is None:
+            # The first step of a run or after a validation holds set-up work: the interval begins behind it.
+            if has_stepped:
+                self._open = _Interval(step=trainer.global_step, begin=mark_time(device))
+            return
+        self._count(batch, self._open)
+        if trainer.global_step - self._open.first_step >= self.log_every_n_steps:
+            self._open.step, self._open.end = trainer.global_step, mark_time(device)
+            self._waiting.append(self._open)
+            self._open = _Interval(step=trainer.global_step, begin=self._open.end)
+        while self._waiting and _has_passed(self._waiting[0].end):
+            self._log(trainer, device, self._waiting.popleft())
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Drop the interval that validation would cut through."""
+        self._open = None
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Drop the interval that the end of the epoch would cut through."""
+        self._open = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what is left; the run is over, so this waits."""
+        while self._waiting:
+            interval = self._waiting.popleft()
+            if isinstance(interval.end, torch.cuda.Event):
+                interval.end.synchronize()
+            self._log(trainer, trainer.strategy.root_device, interval)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Drop device objects."""
+        self._waiting.clear()
+        self._open = None
+
+    def _count(self, batch: Any, interval: _Interval) -> None:  # noqa: ANN401 - any batch of any data module
+        packed = find_packed_batches(batch)
+        for found in packed:
+            context = found.context
+            interval.num_tokens += context.num_tokens
+            interval.num_real_tokens += context.num_real_tokens
+            interval.num_labelled += context.num_labelled
+            interval.flops += self._flops(context.num_tokens, context.num_labelled, context.sum_squared_lengths)
+        if not packed and isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+            # Sizes are on the host; what is padding or labelled is not, and counts as real and labelled.
+            num_tokens, num_columns = batch["input_ids"].numel(), batch["input_ids"].shape[-1]
+            interval.num_tokens += num_tokens
+            interval.num_real_tokens += num_tokens
+            interval.num_labelled += num_tokens
+            interval.flops += self._flops(num_tokens, num_tokens, num_tokens * num_columns)
+
+    def _flops(self, num_tokens: int, num_labelled: int, sum_squared_lengths: int) -> float:
+        if len(self._model_flops) != 1:
+            return 0.0
+        return self._model_flops[0].step_flops(num_tokens=num_tokens, num_labelled=num_labelled, sum_squared_lengths=sum_squared_lengths)
+
+    def _log(self, trainer: pl.Trainer, device: torch.device, interval: _Interval) -> None:
+        seconds = _seconds_between(interval.begin, interval.end)
+        if seconds <= 0 or interval.num_tokens == 0:
+            return
+        values = {
+            "tokens_per_s": interval.num_real_tokens / seconds,
+            "labelled_tokens_per_s": interval.num_labelled / seconds,
+            "padding_share": 1.0 - interval.num_real_tokens / interval.num_tokens,
+            "peak_memory_gib": peak_memory_bytes(device) / GIB,
+        }
+        if self._peak is not None and interval.flops > 0:
+            values["mfu"] = interval.flops / seconds / self._peak
+        self.latest = values
+        # Given to the loggers as numbers: pl_module.log would copy each to the device and wait.
+        for logger in trainer.loggers:
+            logger.log_metrics({f"throughput/{name}": value for name, value in values.items()}, step=interval.step)
+
+
+def mark_time(device: torch.device) -> torch.cuda.Event | float:
+    """Return a point in time on the device's timeline, or on the host's where the device has none."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _has_passed(mark: torch.cuda.Event | float) -> bool:
+    return mark.query() if isinstance(mark, torch.cuda.Event) else True
+
+
+def _seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return begin.elapsed_time(end) / 1000.0
+    assert isinstance(begin, float)
+    assert isinstance(end, float)
+    return end - begin

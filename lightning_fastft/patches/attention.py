@@ -1,0 +1,287 @@
+"""The attention function that transformers models call: packed attention where a batch context travels along, else what eager attention gives.
+
+Axes: B rows, Q queries, T keys, H query heads, G key/value heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from lightning_fastft.activations.values import ATTENTION_VALUE, find_session
+from lightning_fastft.core.errors import BackendError, ShapeError, SwapError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import FAMILIES, check_servable, decoder_layers, text_config_key
+from lightning_fastft.kernels.attention.flash import Collect
+from lightning_fastft.kernels.attention.op import packed_attention
+from lightning_fastft.kernels.attention.sdpa import dense_attention
+from lightning_fastft.packing.context import BatchContext
+
+# transformers finds its own backends by substrings of the name: it must hold none of sdpa, flex, flash, eager, nor a slash.
+NAME = "fastft"
+
+# Keywords with which a model changes scores or keys in a way that no backend here knows: ignoring them would train silently wrong.
+_FOREIGN_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "attention_bias")
+
+
+class _MaskReadError(BackendError, AttributeError):
+    """Model code asked a deferred mask for what only a tensor has; ``hasattr`` still answers no."""
+
+
+class DeferredMask:
+    """Remember how a mask would be built, and build it when an attention layer without a batch context asks for it.
+
+    A mask function never sees the keywords of the model, so it cannot know whether a context makes the mask needless.
+
+    Args:
+        arguments: What transformers hands to a mask function.
+    """
+
+    # transformers treats whatever is not two-dimensional as a mask that stands already.
+    ndim = 4
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        # A static cache counts in place between here and the first layer that asks.
+        self._arguments: dict[str, Any] = {
+            name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value for name, value in arguments.items()
+        }
+        self._built: dict[torch.dtype, torch.Tensor | None] = {}
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        # Only reached for names that this class does not have. Protocols probe for dunders.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _MaskReadError(
+            f"This model reads the attention mask itself (its {name}), so its attention is more than a causal mask and cannot be packed. "
+            "Train it with one document per row and its own attention."
+        )
+
+    def find_obstacle(self, window: int | None, *, max_length: int) -> str:
+        """Return why a layer with this window would not see what the mask shows; empty when causal attention within documents is the same.
+
+        Args:
+            window: What the layer passes as ``sliding_window``.
+            max_length: Longest document; a window or chunk that no document exceeds is none.
+        """
+        if self._arguments.get("use_vmap") or "allow_is_bidirectional_skip" in self._arguments:
+            return "is not causal everywhere"
+        mask_window = self._arguments.get("local_size")
+        narrow = [size if size is not None and size < max_length else None for size in (mask_window, window)]
+        if narrow[0] != narrow[1]:
+            return f"has a window or chunk of {mask_window} where the layer passes sliding_window={window}"
+        return ""
+
+    def contiguous(self) -> torch.Tensor | None:
+        """Return the built mask: generation with a static cache asks for it before the forward (transformers 5.23)."""
+        dtype: torch.dtype = self._arguments["dtype"]
+        return self.additive(dtype)
+
+    def additive(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the mask of eager attention, shape (B, 1, Q, T), in this dtype; built once per dtype."""
+        if dtype not in self._built:
+            self._built[dtype] = eager_mask(**{**self._arguments, "dtype": dtype})
+        return self._built[dtype]
+
+
+def register() -> None:
+    """Make ``attn_implementation="fastft"`` known to transformers; calling it again changes nothing.
+
+    Example:
+        >>> register()
+        >>> "fastft" in AttentionInterface() and "fastft" in AttentionMaskInterface()
+        True
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, defer_mask)
+
+
+def install_attention(model: PreTrainedModel, ledger: SwapLedger) -> Status:
+    """Set the attention of a model to "fastft" and write the way back into the ledger.
+
+    Of a composite model the text part is changed, towers for images and sound keep what they have.
+
+    Args:
+        model: A causal language model, before or after adapters.
+        ledger: Takes the change back on ``undo``.
+
+    Returns:
+        Status "packed attention".
+
+    Raises:
+        UnsupportedModelError: The family cannot be served exactly.
+        SwapError: transformers did not accept the setting.
+    """
+    check_servable(model)
+    register()
+    configs = [model.config]
+    requested: str | dict[str, str] = NAME
+    key = text_config_key(model)
+    if key:
+        configs.append(getattr(model.config, key))
+        requested = {"": NAME, key: NAME}
+    before = [config._attn_implementation for config in configs]
+    model.set_attn_implementation(requested)
+    for config, old in zip(configs, before):
+        # The part around the text may have no attention of its own on the interface (got_ocr2); a mask it made otherwise is refused in the forward.
+        if config is configs[-1] and config._attn_implementation != NAME:
+            raise SwapError(f"{type(model).__name__} kept attention {config._attn_implementation!r}; load it with attn_implementation={NAME!r}.")
+        # The setter would check once more what the model already ran with.
+        ledger.add_undo(functools.partial(setattr, config, "_attn_implementation_internal", old))
+    model_type = configs[-1].model_type
+    note = (
+        ""
+        if model_type in FAMILIES
+        else "; not in the list of tested families: compare a packed batch with its documents one by one before you rely on it"
+    )
+    return Status("packed attention", "active", f"{model_type}, {len(decoder_layers(model))} layers{note}")
+
+
+def defer_mask(attention_mask: Any = None, **arguments: Any) -> DeferredMask:  # noqa: ANN401 - whatever transformers hands to mask functions
+    """Return an object that can build the mask; registered as the mask function of "fastft"."""
+    if isinstance(attention_mask, DeferredMask):
+        return attention_mask
+    return DeferredMask({"attention_mask": attention_mask, **arguments})
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: DeferredMask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    context: BatchContext | None = None,
+    collect: Collect | None = None,
+    **keywords: Any,  # noqa: ANN401 - everything else that the model was called with
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute one layer's attention; registered as the attention function of "fastft".
+
+    Args:
+        module: The attention layer.
+        query: Shape (B, H, Q, W).
+        key: Shape (B, G, T, W).
+        value: Shape (B, G, T, any width).
+        attention_mask: What defer_mask returned, a ready additive or bool mask of shape (B, 1, Q, T), or None.
+        dropout: Dropout of the attention weights.
+        scaling: What scores are multiplied by; None for 1 / sqrt(head width).
+        sliding_window: Keys a query sees under a context; without one the mask says it.
+        softcap: Soft cap of the scores.
+        s_aux: Learned sinks, shape (H,).
+        context: The metadata of a packed batch; None for padded batches and generation.
+        collect: As in packed_attention; under autocast, which casts heads, and without a context it is not called.
+        keywords: Ignored, but for those that change attention, which are refused under a context.
+
+    Returns:
+        The output, shape (B, Q, H, width of a value), and the weights where they were asked for and no context is given, else None.
+
+    Raises:
+        BackendError: Under a context, something that packed attention cannot do exactly.
+        ShapeError: Under a context, queries that are not one row of its tokens.
+    """
+    scale = scaling if scaling is not None else getattr(module, "head_dim", query.shape[-1]) ** -0.5
+    if context is None:
+        mask = attention_mask.additive(query.dtype) if isinstance(attention_mask, DeferredMask) else attention_mask
+        wants_weights = bool(keywords.get("output_attentions"))
+        rate = dropout if module.training else 0.0
+        if softcap is None and s_aux is None and rate == 0.0 and not wants_weights:
+            return dense_attention(query, key, value, mask_B1QT=_additive(mask, query.dtype), scale=scale).transpose(1, 2).contiguous(), None
+        return _eager_attention(query, key, value, mask=_additive(mask, query.dtype), scale=scale, softcap=softcap, sink_H=s_aux, dropout=rate)
+
+    _check_packable(module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context)
+    if torch.is_autocast_enabled(query.device.type):
+        # As autocast does for scaled_dot_product_attention: normalised queries and keys arrive in float32, values do not.
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+        collect = None
+    session = find_session(module)
+    out_THW = packed_attention(
+        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
+        context=context, scale=scale, window=sliding_window, softcap=softcap, sink_H=s_aux, backend=context.attention_backend,
+        remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
+        collect=collect,
+    )  # fmt: skip
+    # Models may take views of it, as of the result of transformers' own attention.
+    return out_THW[None].contiguous(), None
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask as eager attention would add it, in the dtype of the scores and finite, so that a row that sees nothing is no NaN."""
+    if mask is None or mask.dtype is dtype:
+        return mask
+    lowest = torch.finfo(dtype).min
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
+    return mask.clamp(min=lowest).to(dtype)
+
+
+def _eager_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sink_H: torch.Tensor | None,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula of transformers' eager attention, caps before the mask and sinks beside the keys."""
+    num_repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(num_repeats, dim=1), value.repeat_interleave(num_repeats, dim=1)
+    score_BHQT = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        score_BHQT = torch.tanh(score_BHQT / softcap) * softcap
+    if mask is not None:
+        score_BHQT = score_BHQT + mask
+    if sink_H is not None:
+        sink_BHQ1 = sink_H.to(score_BHQT.dtype)[None, :, None, None].expand(*score_BHQT.shape[:3], 1)
+        score_BHQT = torch.cat([score_BHQT, sink_BHQ1], dim=-1)
+    weight_BHQT = score_BHQT.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    if sink_H is not None:
+        weight_BHQT = weight_BHQT[..., :-1]
+    weight_BHQT = nn.functional.dropout(weight_BHQT, p=dropout)
+    return (weight_BHQT @ value).transpose(1, 2).contiguous(), weight_BHQT
+
+
+def _check_packable(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: object,
+    *,
+    dropout: float,
+    window: int | None,
+    keywords: dict[str, Any],
+    context: BatchContext,
+) -> None:
+    """Refuse what would be computed otherwise than one document at a time."""
+    layer = type(module).__name__
+    if query.shape[0] != 1 or query.shape[2] != context.num_tokens or key.shape[2] != context.num_tokens:
+        raise ShapeError(
+            f"{layer} got queries {tuple(query.shape)} and keys {tuple(key.shape)} for a pack of {context.num_tokens} tokens: "
+            f"a packed batch is one row without a cache or a prefix (use_cache=False)."
+        )
+    if dropout > 0.0 and module.training:
+        raise BackendError(f"{layer} asks for attention dropout {dropout}, which packed attention has not; set config.attention_dropout = 0.0.")
+    if isinstance(attention_mask, torch.Tensor):
+        raise BackendError(f"{layer} brings a mask of its own beside the batch context; packed attention would ignore it. Leave one of them out.")
+    obstacle = attention_mask.find_obstacle(window, max_length=context.max_length) if isinstance(attention_mask, DeferredMask) else ""
+    if obstacle:
+        raise BackendError(f"The mask of {layer} {obstacle}; packed attention would compute something else.")
+    is_causal = keywords.get("is_causal")
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+        raise BackendError(f"{layer} is not causal; packed attention is.")
+    if keywords.get("output_attentions"):
+        raise BackendError("Attention weights do not exist in packed attention; ask for them without a batch context.")
+    foreign = [name for name in _FOREIGN_KEYWORDS if keywords.get(name) is not None]
+    if foreign:
+        raise BackendError(f"{layer} passes {', '.join(foreign)}, which no backend of packed attention knows.")

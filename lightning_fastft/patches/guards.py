@@ -1,0 +1,112 @@
+"""Refuse, while a packed batch runs, what would be computed otherwise than one document at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.packing.context import BatchContext
+
+# Types of decoder layers that hold no attention.
+_LAYERS_WITHOUT_ATTENTION = frozenset({"moe", "mlp"})
+_MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
+
+
+def install_guards(model: PreTrainedModel, ledger: SwapLedger) -> None:
+    """Watch a served model: every attention layer reads the context, and no image comes with positions that belong to text.
+
+    Args:
+        model: A causal language model.
+        ledger: Takes the hooks back on ``undo``.
+
+    Cost:
+        Two integers on the host in each forward.
+    """
+    decoder = model.get_decoder()
+    guard = _ReadGuard(model)
+    _hook(decoder, ledger, before=guard.begin, after=guard.end)
+    if _has_media_positions(model):
+        _hook(model.base_model, ledger, before=_refuse_media)
+
+
+def refuse_packed_batches(model: PreTrainedModel, ledger: SwapLedger) -> None:
+    """Make a model that is no causal language model (a classifier, an encoder-decoder) refuse packed batches.
+
+    A decoder without a head that was loaded with packed attention reads the context itself, and is left alone.
+    """
+    from lightning_fastft.patches.attention import NAME
+
+    if model.base_model is model and model.config._attn_implementation == NAME:
+        return
+    # PEFT calls the forward of a model past its hooks; that of the base model inside it is called with them.
+    for module in dict.fromkeys((model, model.base_model)):
+        _hook(module, ledger, before=_Refusal(type(model).__name__))
+
+
+class _ReadGuard:
+    """Count how often the attention layers of one model read the context in one forward."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        layer_types = getattr(config, "layer_types", None) or ()
+        num_without = sum(kind in _LAYERS_WITHOUT_ATTENTION for kind in layer_types)
+        # Some families skip whole layers at random in training.
+        skips_layers = bool(getattr(config, "layerdrop", 0.0))
+        self._num_expected = 0 if skips_layers else len(decoder_layers(model)) - num_without
+        self._name = f"{type(model).__name__} ({config.model_type})"
+        self._num_before = 0
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        context = kwargs.get("context")
+        self._num_before = context.num_reads if isinstance(context, BatchContext) else 0
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401 - whatever models return
+        context = kwargs.get("context")
+        # No read at all is judged after the step, with the advice for a model that nobody prepared.
+        if not isinstance(context, BatchContext) or not 0 < context.num_reads - self._num_before < self._num_expected:
+            return
+        raise UnsupportedModelError(
+            f"{self._name} read where documents begin in {context.num_reads - self._num_before} of {self._num_expected} decoder layers, so in the "
+            f"others documents of a pack would see each other. Train it with one document per row and its own attention."
+        )
+
+
+class _Refusal:
+    """Forward pre-hook of a model that packed batches are not for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(kwargs.get("context"), BatchContext):
+            raise UnsupportedModelError(
+                f"{self._name} was given a packed batch, and packing serves causal language models with a loss on next tokens. Give it padded "
+                f"rows from a data module of your own, or load the model with AutoModelForCausalLM."
+            )
+
+
+def _has_media_positions(model: PreTrainedModel) -> bool:
+    """Whether images and videos get positions on several axes (M-RoPE)."""
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return hasattr(model.base_model, "get_rope_index") or "mrope_section" in parameters
+
+
+def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: the positions of a packed batch are those of text."""
+    media = [name for name, value in kwargs.items() if value is not None and name.startswith(_MEDIA_KEYWORDS)]
+    if media and isinstance(kwargs.get("context"), BatchContext):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was given {', '.join(media)} with a packed batch, whose positions are those of text; images would get wrong "
+            f"ones under its M-RoPE. Pack text only, or train images with one document per row and the model's own positions."
+        )
+
+
+def _hook(module: nn.Module, ledger: SwapLedger, *, before: Any, after: Any = None) -> None:  # noqa: ANN401 - hooks of torch
+    ledger.add_undo(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    if after is not None:
+        ledger.add_undo(module.register_forward_hook(after, with_kwargs=True).remove)

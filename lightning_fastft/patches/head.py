@@ -1,0 +1,355 @@
+"""The lazy head: on a packed batch, logits are formed only for labelled rows, only in chunks, and only if nobody asks for them as a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.status import Status
+from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
+from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
+
+STATUS_NAME = "loss head"
+# Plain attribute of the swapped head: neither parameter nor buffer.
+_LINK_ATTRIBUTE = "fastft_head_link"
+
+
+class TokenStatistics(NamedTuple):
+    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; the count is on the host where a context gave it."""
+
+    nll_sum: torch.Tensor
+    num_correct: torch.Tensor
+    num_labelled: int | torch.Tensor
+
+
+class _Targets(NamedTuple):
+    """Which rows of the flattened states are trained, and towards what."""
+
+    row_R: torch.Tensor | None
+    target_R: torch.Tensor
+    num_rows: int
+    num_labelled: int | torch.Tensor
+
+
+class LazyLogits:
+    """Stand in for logits that were not computed: remembers states, weight and what was done to the logits since.
+
+    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an attribute, a torch function)
+    computes the logits once, exactly as the model would have, and goes on with that tensor.
+
+    Args:
+        hidden: Last hidden states, shape (..., D).
+        head: The module whose weight and bias form the logits.
+        context: The batch that armed the head.
+    """
+
+    def __init__(self, *, hidden: torch.Tensor, head: nn.Linear, context: BatchContext) -> None:
+        self.hidden = hidden
+        self.weight = head.weight
+        self.bias = head.bias
+        self.context = context
+        # Filled by the loss function in an evaluation without gradients.
+        self.statistics: TokenStatistics | None = None
+        self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()
+        self._tensor: torch.Tensor | None = None
+        self._scale = 1.0
+        self._softcap: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the raw logits, inside the soft cap if there is one."""
+        return self._scale
+
+    @property
+    def softcap(self) -> float | None:
+        """Recorded soft cap: logits are ``softcap * tanh(scale * raw / softcap)``."""
+        return self._softcap
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape that the logits would have."""
+        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the logits would have."""
+        return torch.float32 if any(function is torch.Tensor.float for function, _ in self._operations) else self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the logits would be on."""
+        return self.hidden.device
+
+    def tensor(self) -> torch.Tensor:
+        """Return the logits as a tensor, computed on the first call.
+
+        Cost:
+            All rows times the vocabulary, as without this class.
+        """
+        if self._tensor is None:
+            logits = nn.functional.linear(self.hidden, self.weight, self.bias)
+            for function, arguments in self._operations:
+                logits = function(logits, *arguments)
+            self._tensor = logits
+        return self._tensor
+
+    def _record(self, function: Callable[..., torch.Tensor], *arguments: Any) -> LazyLogits:  # noqa: ANN401 - numbers
+        other = object.__new__(LazyLogits)
+        other.__dict__.update(self.__dict__)
+        other._operations = (*self._operations, (function, arguments))
+        other._tensor = None
+        return other
+
+    def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> LazyLogits:  # noqa: ANN401 - a number
+        other = self._record(function, number)
+        other._scale = self._scale * factor
+        if self._softcap is not None:
+            other._softcap = self._softcap * factor
+        return other
+
+    def __mul__(self, other: Any) -> Any:  # noqa: ANN401 - whatever tensors take
+        if _is_plain_factor(other):
+            return self._scaled(torch.mul, other, float(other))
+        return self.tensor() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:  # noqa: ANN401
+        if _is_plain_factor(other):
+            return self._scaled(torch.div, other, 1.0 / float(other))
+        return self.tensor() / other
+
+    def _tanh(self) -> Any:  # noqa: ANN401
+        if self._softcap is not None:
+            return torch.tanh(self.tensor())
+        other = self._record(torch.tanh)
+        other._softcap = 1.0
+        return other
+
+    def float(self) -> LazyLogits:
+        """Record a cast to fp32, in which the loss computes in any case."""
+        return self._record(torch.Tensor.float)
+
+    def contiguous(self) -> LazyLogits:
+        """Return self: logits that are computed are contiguous."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        """Record tanh and scalar products; give every other function the tensor."""
+        kwargs = kwargs or {}
+        if func is torch.tanh and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
+            return args[0]._tanh()
+        if func in (torch.mul, torch.div) and len(args) == 2 and not kwargs and isinstance(args[0], LazyLogits):
+            return args[0] * args[1] if func is torch.mul else args[0] / args[1]
+        args, kwargs = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        # Only reached for names that this class does not have. Protocols probe for dunders: they must not cost the logits.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __repr__(self) -> str:
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, scale={self._scale}, softcap={self._softcap})"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:  # noqa: ANN401
+        return self.tensor()[index]
+
+    def __iter__(self) -> Any:  # noqa: ANN401
+        return iter(self.tensor())
+
+    def __add__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() - other
+
+    def __rsub__(self, other: Any) -> Any:  # noqa: ANN401
+        return other - self.tensor()
+
+    def __rtruediv__(self, other: Any) -> Any:  # noqa: ANN401
+        return other / self.tensor()
+
+    def __pow__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() ** other
+
+    def __neg__(self) -> torch.Tensor:
+        return -self.tensor()
+
+    def __matmul__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() @ other
+
+    def __gt__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() > other
+
+    def __lt__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() < other
+
+    def __ge__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() >= other
+
+    def __le__(self, other: Any) -> Any:  # noqa: ANN401
+        return self.tensor() <= other
+
+
+class LazyHead(nn.Linear):
+    """An output layer that returns ``LazyLogits`` for the one call that a packed batch armed, and a tensor otherwise."""
+
+    def forward(self, input: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor or LazyLogits
+        """Return the logits, or their stand-in."""
+        link: HeadLink = vars(self)[_LINK_ATTRIBUTE]
+        context = link.disarm()
+        # Sliced states (logits_to_keep) no longer fit the context's rows.
+        if context is None or input.ndim < 2 or input.shape[:-1].numel() != context.num_tokens:
+            return super().forward(input)
+        return LazyLogits(hidden=input, head=self, context=context)
+
+
+class HeadLink:
+    """Connect the three swapped places of one model: the hook that sees the context, the head, and the loss function.
+
+    Args:
+        original_loss: What the model computed its loss with.
+        output_logits: Give tensor logits on every packed batch.
+    """
+
+    def __init__(self, *, original_loss: Callable[..., torch.Tensor], output_logits: bool) -> None:
+        self.original_loss = original_loss
+        self.output_logits = output_logits
+        self._armed: BatchContext | None = None
+
+    def arm(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the decoder: arm the head for this call if it is given a context, disarm it if not."""
+        context = kwargs.get("context")
+        self._armed = None
+        if isinstance(context, BatchContext) and not (self.output_logits or context.output_logits or kwargs.get("output_logits", False)):
+            self._armed = context
+
+    def disarm(self) -> BatchContext | None:
+        """Return the context that armed the head, once."""
+        context, self._armed = self._armed, None
+        return context
+
+    def loss(
+        self,
+        logits: Any,  # noqa: ANN401 - a tensor or LazyLogits
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: float | torch.Tensor | None = None,
+        ignore_index: int = IGNORED_LABEL,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401 - the model's own keywords
+    ) -> torch.Tensor:
+        """Return the loss of the model, from labelled rows where the logits are lazy; same signature as transformers' own."""
+        rest = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels, **kwargs}
+        if not isinstance(logits, LazyLogits):
+            return self.original_loss(logits, labels, vocab_size, **rest)
+        if ignore_index != IGNORED_LABEL or vocab_size != logits.weight.shape[0] or logits.scale == 0:
+            return self.original_loss(logits.tensor(), labels, vocab_size, **rest)
+        targets = _find_targets(logits, labels=labels, shift_labels=shift_labels)
+        num_items = _at_least_one(targets.num_labelled) if num_items_in_batch is None else num_items_in_batch
+        if isinstance(num_items, torch.Tensor) and not (num_items.device.type == "cpu" and num_items.ndim == 0):
+            # A number on the host stays there: kernels take it as an argument.
+            num_items = num_items.to(logits.device, non_blocking=True)
+        hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        arguments: dict[str, Any] = {
+            "row_R": targets.row_R, "target_R": targets.target_R, "num_rows": targets.num_rows, "bias_V": logits.bias,
+            "scale": logits.scale, "softcap": logits.softcap,
+        }  # fmt: skip
+        if torch.is_grad_enabled():
+            return labelled_cross_entropy(hidden_TD, logits.weight, num_items=num_items, **arguments)
+        nll_sum, num_correct = token_statistics(hidden_TD, logits.weight, **arguments)
+        logits.statistics = TokenStatistics(nll_sum, num_correct, targets.num_labelled)
+        return nll_sum / num_items
+
+
+def install_head(model: PreTrainedModel, ledger: SwapLedger, *, output_logits: bool = False) -> Status:
+    """Let a model compute its loss on labelled rows only, whenever it is called with a packed batch.
+
+    The output layer becomes a ``LazyHead`` that shares the state of the old one, the decoder gets a forward pre-hook that sees the context, and the
+    model's loss function is replaced. Without a context (generation, padded evaluation) the model behaves as before.
+
+    Args:
+        model: A Hugging Face causal language model, also one inside a PEFT model.
+        ledger: Where the changes are written down.
+        output_logits: Always return tensor logits; ``context.output_logits`` and the keyword ``output_logits=True`` ask for one call's.
+
+    Returns:
+        Active; or inactive with the reason, and then nothing was changed.
+
+    Cost:
+        None by itself; a step forms num_labelled x V logits in chunks instead of T x V at once.
+    """
+    found = _find_head(model)
+    if isinstance(found, Status):
+        return found
+    name, head, decoder = found
+    if type(head) is LazyHead:
+        return Status(STATUS_NAME, "active", "installed already")
+    link = HeadLink(original_loss=model.loss_function, output_logits=output_logits)
+    new = share_state(head, LazyHead)
+    ledger.replace_module(model, name, new)
+    ledger.set_attribute(new, _LINK_ATTRIBUTE, link)
+    ledger.set_attribute(model, "_loss_function", link.loss)
+    # Some models call the decoder inside their base model without the base model itself (opt).
+    for announcer in dict.fromkeys((decoder, model.get_decoder())):
+        handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
+        ledger.add_undo(handle.remove)
+    return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {head.out_features}")
+
+
+def _find_head(model: PreTrainedModel) -> tuple[str, nn.Linear, nn.Module] | Status:
+    """Return the output layer with its name and the decoder whose call announces it, or why this model cannot be served."""
+    head, decoder = model.get_output_embeddings(), model.base_model
+    if head is None:
+        return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no output layer")
+    if type(head) not in (nn.Linear, LazyHead):
+        remedy = "Leave lm_head out of the adapter (target_modules, modules_to_save) to get it." if "peft" in type(head).__module__ else ""
+        return Status(STATUS_NAME, "inactive", f"the output layer is a {type(head).__name__}, not a plain linear layer", remedy)
+    if "forward" in vars(head):
+        return Status(STATUS_NAME, "inactive", "the output layer's forward was replaced on this instance")
+    if decoder is model:
+        return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no decoder apart from its output layer")
+    if type(head) is nn.Linear and model.loss_function is not ForCausalLMLoss:
+        return Status(STATUS_NAME, "inactive", f"the model computes its loss with {getattr(model.loss_function, '__name__', model.loss_function)}")
+    name = next(name for name, module in model.named_modules() if module is head)
+    return name, head, decoder
+
+
+def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: torch.Tensor | None) -> _Targets:
+    """Take the context's rows if the labels are the context's own, else all rows of the labels that were given."""
+    context = logits.context
+    if shift_labels is None and _is_untouched_view(labels, of=context.label_T):
+        return _Targets(context.labelled_row_R, context.labelled_target_R, context.num_labelled, context.num_labelled)
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+    target_R = shift_labels.reshape(-1).to(logits.device, non_blocking=True)
+    return _Targets(None, target_R, target_R.shape[0], (target_R != IGNORED_LABEL).sum())
+
+
+def _is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:
+    """Whether labels are the very memory of the context, never written to; decided on the host."""
+    is_same = labels.data_ptr() == of.data_ptr() and labels.numel() == of.numel() and labels.dtype is of.dtype and labels.device == of.device
+    # Inference tensors have no version counter; Lightning's evaluation makes them.
+    return is_same and (labels.is_inference() or labels._version == 0)
+
+
+def _at_least_one(count: int | torch.Tensor) -> int | torch.Tensor:
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(1, count)
+
+
+def _is_plain_factor(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0

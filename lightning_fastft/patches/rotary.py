@@ -1,0 +1,204 @@
+"""Rotary scaling that depends on length (longrope, dynamic): in a pack, each document gets the angles that it gets alone.
+
+Axes: T tokens of the pack, S documents (S1 = S + 1 offsets).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lightning_fastft.core.errors import BackendError, UnsupportedModelError
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.packing.context import BatchContext
+
+STATUS_NAME = "rotary scaling"
+# Frequencies of "dynamic" are kept for this many document lengths; each is half a head wide.
+_MOST_LENGTHS = 4096
+
+
+class DocumentRotary:
+    """Compute the angles of a packed batch document by document; without a context the model's own forward runs.
+
+    transformers picks the frequencies of a whole row by its longest position. A short document would change with its neighbours. The formula
+    stays the model's own: it runs on a twin of the module that shares everything but the frequencies.
+
+    Args:
+        rotary: A rotary embedding whose forward transformers decorates with ``dynamic_rope_update``.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        self._rotary: Any = rotary
+        self._context: BatchContext | None = None
+        self._long_frequencies: dict[tuple[str | None, torch.device], torch.Tensor] = {}
+        self._dynamic_frequencies: dict[tuple[str | None, int], torch.Tensor] = {}
+
+    def enter(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the module that calls the embedding: remember the context of this call."""
+        context = kwargs.get("context")
+        self._context = context if isinstance(context, BatchContext) else None
+
+    def leave(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - whatever the model returns
+        """Forward hook of the same module: forget the context."""
+        self._context = None
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:  # noqa: ANN401 - a tensor or a tuple
+        """Return what the rotary embedding returns, with the frequencies that each document gets alone.
+
+        Raises:
+            BackendError: The result has no token axis where packed angles need it.
+
+        Cost:
+            Up to two calls of the model's formula for longrope; one for the pack and one for each document above the limit for dynamic.
+        """
+        rope_type = self._rotary.rope_type if layer_type is None else self._rotary.rope_type[layer_type]
+        context = self._context
+        is_dynamic = "dynamic" in rope_type
+        if context is None or position_ids.shape[-1] != context.num_tokens or not (is_dynamic or rope_type == "longrope"):
+            return type(self._rotary).forward(self._rotary, x, position_ids, **_layer_keyword(layer_type))
+        with torch.no_grad():
+            blend = self._dynamic_angles if is_dynamic else self._longrope_angles
+            return blend(x, position_ids, context, layer_type)
+
+    def _longrope_angles(self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None) -> Any:  # noqa: ANN401
+        config = self._rotary.config.rope_parameters
+        limit = int((config if layer_type is None else config[layer_type])["original_max_position_embeddings"])
+        num_long = sum(length > limit for length in context.lengths)
+        # The model's formula may look at the longest position itself (phimoe scales by it): no position of a short document is clamped.
+        positions = position_ids if num_long == context.num_documents else position_ids.clamp(max=limit - 1)
+        short = functools.partial(self._angles, x, positions, layer_type, self._attribute("original_inv_freq", layer_type))
+        long = functools.partial(self._angles, x, position_ids, layer_type, self._long_inv_freq(x.device, limit, layer_type))
+        if num_long in (0, context.num_documents):
+            return long() if num_long else short()
+        is_long_T1 = (context.start_S1.diff() > limit)[context.document_T][:, None]
+        return _map(lambda of_long, of_short: torch.where(is_long_T1, of_long, of_short), long(), short())
+
+    def _dynamic_angles(self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None) -> Any:  # noqa: ANN401
+        limit = int(self._rotary.original_max_seq_len)
+        whole = self._angles(x, position_ids, layer_type, self._attribute("original_inv_freq", layer_type))
+        ends = itertools.accumulate(context.lengths)
+        spans = [(end - length, end) for length, end in zip(context.lengths, ends) if length > limit]
+        if not spans:
+            return whole
+        # One small copy for all documents: its source is pageable and staged by the driver, so the host does not wait.
+        table = torch.stack([self._dynamic_inv_freq(end - begin, layer_type) for begin, end in spans]).to(x.device, non_blocking=True)
+        for (begin, end), inv_freq in zip(spans, table):
+            own = self._angles(x, position_ids[..., begin:end], layer_type, inv_freq)
+            _map(functools.partial(_write_rows, begin=begin), whole, own)
+        return whole
+
+    def _angles(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, inv_freq: torch.Tensor) -> Any:  # noqa: ANN401
+        """Run the model's formula with these frequencies; the module itself is not changed."""
+        name = _prefixed("inv_freq", layer_type)
+        twin = object.__new__(type(self._rotary))
+        state = {key: value for key, value in vars(self._rotary).items() if key not in ("forward", name)}
+        twin.__dict__ = {**state, "_buffers": {**self._rotary._buffers, name: inv_freq}}
+        angles = inspect.unwrap(type(self._rotary).forward)(twin, x, position_ids, **_layer_keyword(layer_type))
+        found = _map(lambda angle, _: angle.ndim >= 2 and angle.shape[-2] == position_ids.shape[-1], angles, angles)
+        if not all(found if isinstance(found, tuple) else (found,)):
+            raise BackendError(
+                f"{type(self._rotary).__name__} scales positions by length and returns angles without a token axis before the last; "
+                f"packed documents would not get their own. Train this model with one document per row."
+            )
+        return angles
+
+    def _long_inv_freq(self, device: torch.device, limit: int, layer_type: str | None) -> torch.Tensor:
+        key = (layer_type, device)
+        if key not in self._long_frequencies:
+            with torch.inference_mode(mode=False):
+                inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](self._rotary.config, device, seq_len=limit + 1, **_layer_keyword(layer_type))
+            self._long_frequencies[key] = inv_freq
+        return self._long_frequencies[key]
+
+    def _dynamic_inv_freq(self, length: int, layer_type: str | None) -> torch.Tensor:
+        key = (layer_type, length)
+        if key not in self._dynamic_frequencies:
+            if len(self._dynamic_frequencies) >= _MOST_LENGTHS:
+                self._dynamic_frequencies.clear()
+            # A tensor, as transformers passes it: with a number the base would be rounded differently.
+            with torch.inference_mode(mode=False):
+                compute = ROPE_INIT_FUNCTIONS["dynamic"]
+                inv_freq, _ = compute(self._rotary.config, torch.device("cpu"), seq_len=torch.tensor(length), **_layer_keyword(layer_type))
+            self._dynamic_frequencies[key] = inv_freq
+        return self._dynamic_frequencies[key]
+
+    def _attribute(self, name: str, layer_type: str | None) -> torch.Tensor:
+        value: torch.Tensor = getattr(self._rotary, _prefixed(name, layer_type))
+        # On some versions a plain attribute, which does not move with the model.
+        own: torch.Tensor = getattr(self._rotary, _prefixed("inv_freq", layer_type))
+        return value.to(own.device, non_blocking=True)
+
+
+def install_document_rotary(model: PreTrainedModel, ledger: SwapLedger) -> list[Status]:
+    """Give the rotary embeddings of a model whose angles depend on length ``DocumentRotary``; others stay as they are.
+
+    Args:
+        model: A causal language model, before or after adapters.
+        ledger: Takes the change back on ``undo``.
+
+    Returns:
+        Status "rotary scaling" where angles depend on length, nothing where they do not.
+
+    Raises:
+        UnsupportedModelError: The embedding is inside a decoder layer, or its forward was replaced on the instance.
+    """
+    decoder: nn.Module = model.get_decoder()
+    inside_layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    kinds: set[str] = set()
+    for owner in decoder.modules():
+        for rotary in owner.children():
+            switching = _switching_types(rotary)
+            own_forward = vars(rotary).get("forward")
+            if not switching or isinstance(getattr(own_forward, "__self__", None), DocumentRotary):
+                continue
+            if id(rotary) in inside_layers or own_forward is not None:
+                place = "inside its decoder layers" if own_forward is None else "with a forward that was replaced on the instance"
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} ({model.config.model_type}) scales rotary positions by length ({', '.join(sorted(switching))}) {place}, "
+                    f"so a document in a pack would not get the angles that it gets alone. Train this model with one document per row."
+                )
+            document_rotary = DocumentRotary(rotary)
+            ledger.set_attribute(rotary, "forward", document_rotary.forward)
+            for handle in (
+                owner.register_forward_pre_hook(document_rotary.enter, with_kwargs=True),
+                owner.register_forward_hook(document_rotary.leave, always_call=True),
+            ):
+                ledger.add_undo(handle.remove)
+            kinds |= switching
+    return [Status(STATUS_NAME, "active", f"{', '.join(sorted(kinds))}: factors for each document by its own length")] if kinds else []
+
+
+def _switching_types(module: nn.Module) -> set[str]:
+    """Return the rotary types of a module that depend on length; empty for every other module."""
+    rope_type = getattr(module, "rope_type", None)
+    types = set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
+    found = {kind for kind in types if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")}
+    # Without transformers' decorator the frequencies never change.
+    forward = type(module).forward
+    return found if found and inspect.unwrap(forward) is not forward else set()
+
+
+def _map(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:  # noqa: ANN401 - a tensor or a tuple of them
+    return tuple(map(function, one, other)) if isinstance(one, tuple) else function(one, other)
+
+
+def _write_rows(whole: torch.Tensor, own: torch.Tensor, *, begin: int) -> None:
+    whole.narrow(-2, begin, own.shape[-2]).copy_(own)
+
+
+def _prefixed(name: str, layer_type: str | None) -> str:
+    return name if layer_type is None else f"{layer_type}_{name}"
+
+
+def _layer_keyword(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}

@@ -1,0 +1,181 @@
+"""Value points: linear layers, attention and experts inside a decoder layer whose outputs a plan can hold instead of computing them again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.activations.segments import Segment, Session
+from lightning_fastft.activations.values import NAME_ATTRIBUTE, SEGMENT_ATTRIBUTE, find_session, unneeded, value_name
+from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.hf.families import is_on_interface
+
+_ADAPTER_PARTS = {"lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"}
+
+
+def install_value_points(root: nn.Module, layers: Sequence[nn.Module], segments: Sequence[Segment], ledger: SwapLedger) -> int:
+    """Let the linear layers and the attention of each decoder layer ask their segment before they compute.
+
+    Linear layers are swapped for subclasses that share their state, so names, parameters and hooks stay. Outside a run of a segment under a plan
+    (evaluation, generation, kept layers) they run the code of their own class.
+
+    Args:
+        root: The module that holds the layers.
+        layers: Decoder layers, in the order of segments.
+        segments: One per layer.
+        ledger: Takes the swaps back.
+
+    Returns:
+        How many points there are; 0 where a model computes with other kinds of layers, which are then recomputed as a whole.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    num_points = 0
+    for layer, segment in zip(layers, segments):
+        for name, module in list(layer.named_modules()):
+            if is_on_interface(module):
+                ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+                ledger.set_attribute(module, NAME_ATTRIBUTE, name)
+            if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+                ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+                num_points += 1
+            # The thin products of an adapter cost less than holding them, and PEFT's own layer must find its own classes there.
+            point_class = None if _ADAPTER_PARTS & set(name.split(".")) else _point_class(type(module))  # type: ignore[arg-type]
+            if point_class is not None and id(module) in names:
+                new = share_state(module, point_class)
+                ledger.replace_module(root, names[id(module)], new)
+                ledger.set_attribute(new, SEGMENT_ATTRIBUTE, segment)
+                ledger.set_attribute(new, NAME_ATTRIBUTE, name)
+                num_points += 1
+            elif hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+                ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+                ledger.set_attribute(module, NAME_ATTRIBUTE, name)
+    return num_points
+
+
+def is_linear_point(module: nn.Module) -> bool:
+    """Whether a module is ``nn.Linear`` that asks its segment."""
+    return isinstance(module, _LinearPoint)
+
+
+def is_frozen_point(module: nn.Module) -> bool:
+    """Whether a module is a value point that saves nothing for its backward."""
+    return isinstance(module, _ValuePoint) and not any(parameter.requires_grad for parameter in module.parameters())
+
+
+@functools.cache
+def _point_class(old: type[Any]) -> type[nn.Module] | None:
+    """The class whose instances ask before they compute; None for classes whose backward is not known here."""
+    if issubclass(old, _ValuePoint):
+        return None
+    if old is nn.Linear:
+        return HeldLinear
+    if old.forward is nn.Linear.forward:
+        return type(f"Held{old.__name__}", (_LinearPoint, old), {})
+    if old.__module__.startswith("bitsandbytes.") and old.__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
+        return type(f"Held{old.__name__}", (_QuantizedPoint, old), {})
+    return None
+
+
+class _ValuePoint:
+    """A linear layer that asks its segment; mixed in before the layer's own class."""
+
+
+class _LinearPoint(_ValuePoint):
+    """nn.Linear, frozen or trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        session = find_session(self)  # type: ignore[arg-type]
+        if session is None or torch.is_autocast_enabled(x.device.type) or type(self.weight) is not nn.Parameter:  # type: ignore[attr-defined]
+            return super().forward(x)  # type: ignore[misc]
+        name = value_name(self)  # type: ignore[arg-type]
+        return session.run_last(
+            name,
+            lambda: _HeldLinearFunction.apply(x, self.weight, self.bias, session, name),  # type: ignore[attr-defined]
+            anew=functools.partial(super().forward, x),  # type: ignore[misc]
+        )
+
+
+class HeldLinear(_LinearPoint, nn.Linear):
+    """nn.Linear that asks its segment."""
+
+
+class _HeldLinearFunction(torch.autograd.Function):
+    """nn.functional.linear whose product can be taken from the session; the same products as autograd's own in the same order, so the same bits.
+
+    Saves x and the weight where the weight is trained, and nothing where it is frozen, so that a second run that leaves the layer out saves the same.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        x: torch.Tensor,
+        weight_ND: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        session: Session,
+        name: str,
+    ) -> torch.Tensor:
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x, weight_ND)
+        else:
+            ctx.weight_ND = weight_ND
+        if session.is_last(name):
+            session.skip(name)
+            return unneeded(x, weight_ND.shape[0])
+        (out,) = session.value(name, lambda: (nn.functional.linear(x, weight_ND, bias_N),))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Read once: under a checkpoint a saved tensor can be asked for only once.
+        x, weight_ND = ctx.saved_tensors if needs_weight else (None, ctx.weight_ND)
+        d_out_TN = d_out.reshape(-1, d_out.shape[-1])
+        d_x = d_out_TN.mm(weight_ND).view(*d_out.shape[:-1], weight_ND.shape[1]) if needs_x else None
+        d_weight_ND = d_out_TN.t().mm(x.reshape(-1, x.shape[-1])) if x is not None else None
+        return d_x, d_weight_ND, d_out_TN.sum(0) if needs_bias else None, None, None
+
+
+class _QuantizedPoint(_ValuePoint):
+    """bitsandbytes' 4-bit layer, whose weight is always frozen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        session = find_session(self)  # type: ignore[arg-type]
+        bias = self.bias  # type: ignore[attr-defined]
+        is_plain = x.numel() > x.shape[-1] and (bias is None or not bias.requires_grad)
+        if session is None or not is_plain or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)  # type: ignore[misc]
+        name = value_name(self)  # type: ignore[arg-type]
+        return _HeldQuantizedLinear.apply(x, self, super().forward, session, name)  # type: ignore[misc]
+
+
+class _HeldQuantizedLinear(torch.autograd.Function):
+    """A 4-bit layer whose product can be taken from the session; saves nothing, the weight is dequantised again in the backward as its own does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        x: torch.Tensor,
+        layer: Any,  # noqa: ANN401 - bitsandbytes' layer
+        compute: Any,  # noqa: ANN401 - its own forward
+        session: Session,
+        name: str,
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        (out,) = session.value(name, lambda: (compute(x),))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight, compute_dtype = ctx.layer.weight, ctx.layer.compute_dtype or d_out.dtype
+        narrow = d_out.to(compute_dtype)
+        weight_ND = dequantize_4bit(weight.data.view(-1, 1), weight.quant_state).to(narrow.dtype)
+        return torch.matmul(narrow, weight_ND).to(d_out.dtype), None, None, None, None

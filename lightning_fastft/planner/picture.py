@@ -1,0 +1,154 @@
+"""A plan as text: what becomes of each segment, what that will cost, memory over the step and the lanes over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from textwrap import wrap
+
+from lightning_fastft.planner.step import Interval, Plan, Prediction, SegmentPlan, StepCost
+
+WIDTH = 100
+# Columns and rows of the two pictures; what is left of WIDTH holds their labels.
+NUM_COLUMNS, NUM_ROWS = 84, 8
+_NUMBERS_WIDTH = 28
+_GIB = 2**30
+_MIB = 2**20
+_KINDS = {"forward": "f", "head": "h", "backward": "b", "other": "o"}
+_WAIT = "."
+
+
+def render_plan(cost: StepCost, plan: Plan) -> str:
+    """Return a plan as plain text, at most 100 columns wide.
+
+    Args:
+        cost: What the plan was made for.
+        plan: What is shown.
+    """
+    parts = [_describe_segments(plan.segments), _describe_prediction(cost, plan.prediction)]
+    parts += [f"note: {note}" for note in plan.notes]
+    return "\n".join([*parts, "", _draw_memory(plan.prediction), "", _draw_lanes(plan.prediction)])
+
+
+def _describe_segments(segments: tuple[SegmentPlan, ...]) -> str:
+    """One line for all segments with the same plan."""
+    numbers: dict[SegmentPlan, list[int]] = {}
+    for number, plan in enumerate(segments):
+        numbers.setdefault(plan, []).append(number)
+    lines = [f"{'segments':<{_NUMBERS_WIDTH}}what becomes of their activations"]
+    for plan, found in numbers.items():
+        first = f"{_ranges(found):<{_NUMBERS_WIDTH}}"
+        lines += wrap(describe_segment(plan), WIDTH, initial_indent=first, subsequent_indent=" " * _NUMBERS_WIDTH, break_long_words=False)
+    return "\n".join(lines)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers as ranges: 0-3, 5; many of them are cut and counted."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    text = ", ".join(texts)
+    # Two columns lie between the numbers and what is said of them.
+    if len(text) <= _NUMBERS_WIDTH - 2:
+        return text
+    end = f", ... ({len(numbers)} in all)"
+    while len(", ".join(texts)) + len(end) > _NUMBERS_WIDTH - 2:
+        texts.pop()
+    return ", ".join(texts) + end
+
+
+def describe_segment(plan: SegmentPlan) -> str:
+    """Return in words what becomes of what a layer computes."""
+    streamed = "; weights streamed" if plan.is_streamed else ""
+    if plan.is_kept:
+        return f"kept: nothing is computed again{streamed}"
+    parts = [f"input {plan.input_place}"]
+    for place in ("host", "device"):
+        names = [name for name, found in plan.values if found == place]
+        if names:
+            parts.append(f"{', '.join(names)} on the {place}")
+    return "; ".join([*parts, "rest rebuilt"]) + streamed
+
+
+def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
+    computed = prediction.step_ms - prediction.exposed_ms
+    least = sum(segment.forward_ms + segment.backward_ms for segment in cost.segments) + cost.head_ms + cost.other_ms
+    lines = [
+        f"predicted peak    {_gib(prediction.peak_bytes)}",
+        f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - least):,.1f} of it computed again",
+        f"exposed copies    {prediction.exposed_ms:,.1f} ms",
+        f"host memory       {_gib(prediction.host_bytes)} pinned, staging slots of {prediction.staging_bytes / _MIB:,.0f} MiB",
+    ]
+    return "\n".join(lines)
+
+
+def _draw_memory(prediction: Prediction) -> str:
+    """Bars of device memory, forward then backward; moments that share a column show their largest."""
+    moments = prediction.memory
+    num_columns = min(NUM_COLUMNS, len(moments))
+    columns = [moments[i * len(moments) // num_columns : (i + 1) * len(moments) // num_columns] for i in range(num_columns)]
+    heights = [round(max(num_bytes for _, num_bytes in column) * NUM_ROWS / max(1, prediction.peak_bytes)) for column in columns]
+    rows = ["".join("#" if height >= row else " " for height in heights).rstrip() for row in range(NUM_ROWS, 0, -1)]
+    marks = ["peak", *[""] * (NUM_ROWS - 1)]
+    kinds = "".join(_kind_of(label for label, _ in column) for column in columns)
+    return "\n".join(
+        [
+            f"device memory over the step, full height {_gib(prediction.peak_bytes)}",
+            "(f forward, h head, b backward, one segment after the other)",
+            *(f"{mark:>9} |{row}".rstrip() for mark, row in zip(marks, rows)),
+            f"{'':>9} +{kinds}",
+        ]
+    )
+
+
+def _kind_of(labels: Iterable[str]) -> str:
+    kinds = [_KINDS[label.split()[0]] for label in labels]
+    return "h" if "h" in kinds else kinds[0]
+
+
+def _draw_lanes(prediction: Prediction) -> str:
+    """What each lane does in equal slices of the step."""
+    slice_ms = prediction.step_ms / NUM_COLUMNS
+    lanes: dict[str, list[Interval]] = {"compute": [], "d2h": [], "h2d": []}
+    for interval in prediction.lanes:
+        lanes[interval.lane].append(interval)
+    lines = [
+        f"lanes over time, one character is {slice_ms:.2f} ms",
+        "(compute: f h b as above, o other, . waits; copies: . none, - some, = half or more, # all of it)",
+    ]
+    for lane, intervals in lanes.items():
+        shares = _shares(intervals, slice_ms)
+        text = "".join(_compute_mark(share) if lane == "compute" else _copy_mark(sum(share.values())) for share in shares)
+        lines.append(f"{lane:>9} |{text}")
+    return "\n".join(lines)
+
+
+def _shares(intervals: list[Interval], slice_ms: float) -> list[dict[str, float]]:
+    """For each slice the share of it that each kind of work takes."""
+    shares: list[dict[str, float]] = [{} for _ in range(NUM_COLUMNS)]
+    if slice_ms <= 0:
+        return shares
+    for interval in intervals:
+        kind = interval.label.split()[0]
+        first = min(NUM_COLUMNS - 1, int(interval.start_ms / slice_ms))
+        last = min(NUM_COLUMNS - 1, int(interval.end_ms / slice_ms))
+        for column in range(first, last + 1):
+            inside = min(interval.end_ms, (column + 1) * slice_ms) - max(interval.start_ms, column * slice_ms)
+            shares[column][kind] = shares[column].get(kind, 0.0) + max(0.0, inside) / slice_ms
+    return shares
+
+
+def _compute_mark(share: dict[str, float]) -> str:
+    waited = 1.0 - sum(share.values())
+    kind = max(share, key=lambda name: share[name], default="")
+    return _WAIT if not kind or waited > share[kind] else _KINDS[kind]
+
+
+def _copy_mark(share: float) -> str:
+    # Sums of floats: a lane that is busy all the time may miss a whole by a rounding.
+    if share > 0.99:
+        return "#"
+    return "=" if share >= 0.5 else "-" if share > 0.01 else _WAIT
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"

@@ -1,0 +1,165 @@
+"""The planner: which activations are kept, which wait on the host and which are computed again, so that a step is fastest within its budgets."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning_fastft.core.checks import check_choice, check_int
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.planner.prediction import Outcome, StepModel, predict
+from lightning_fastft.planner.search import UNLIMITED_BYTES, PlanSearch
+from lightning_fastft.planner.step import (
+    Interval,
+    Machine,
+    Place,
+    Plan,
+    Prediction,
+    SegmentCost,
+    SegmentPlan,
+    StepCost,
+    ValueCost,
+    check_segments,
+    uniform_plan,
+)
+
+__all__ = [
+    "Interval",
+    "Machine",
+    "Place",
+    "Plan",
+    "Prediction",
+    "SegmentCost",
+    "SegmentPlan",
+    "StepCost",
+    "ValueCost",
+    "check_segments",
+    "make_plan",
+    "predict",
+    "uniform_plan",
+]
+
+# A host budget is worth a note where a larger one makes the step faster by this factor.
+_NOTEWORTHY = 1.005
+# Where all weights have room, streamed ones have to make the step faster by this factor: they lean on the bus, and on the host's memory,
+# and the rows of the embedding that cross the bus with them (some ms) are not on paper.
+_WORTH_STREAMING = 1.03
+_GIB = 2**30
+
+
+def make_plan(
+    cost: StepCost,
+    *,
+    vram_budget_bytes: int,
+    host_budget_bytes: int,
+    machine: Machine,
+    buffers: int = 2,
+    weights: Literal["auto", "resident", "stream"] = "auto",
+) -> Plan:
+    """Return the plan with the shortest step that fits both budgets.
+
+    Memory goes to what is dearest to recompute per byte; copies that hide under compute take what does not fit, inputs first; the rest is computed
+    again. Families of plans (how many segments are kept and which, size of a staging slot, how hard the copy lanes are loaded) are run on
+    paper, then single changes to the best of them.
+
+    Args:
+        cost: What the segments cost.
+        vram_budget_bytes: Device memory at any moment, all of it: weights too.
+        host_budget_bytes: Pinned host memory; 0 keeps everything on the device.
+        machine: How fast copies are.
+        buffers: Staging slots on the device; 1 is the serial form.
+        weights: "resident" never streams frozen weights, "stream" does for every segment, "auto" where nothing else fits, or where the memory that
+            they leave to activations makes the step at least 3 % faster.
+
+    Returns:
+        The plan; its notes say where a budget or the machine changed it.
+
+    Raises:
+        OptionError: Nothing fits, or weights cannot be streamed here; the message names the least peak and what would lower it.
+
+    Cost:
+        Below 2 s of one core for 64 segments with 10 values each, twice that where weights can be streamed; no device work.
+
+    Source:
+        own
+    """
+    check_choice("weights", weights, ("auto", "resident", "stream"))
+    check_int("vram_budget_bytes", vram_budget_bytes, low=0)
+    check_int("host_budget_bytes", host_budget_bytes, low=0)
+    check_segments(cost, uniform_plan(max(1, len(cost.segments)), "keep"))
+    model = StepModel(cost, machine=machine, buffers=buffers)
+    num_weight_bytes = sum(segment.weight_bytes for segment in cost.segments)
+    if num_weight_bytes:
+        num_weight_bytes += cost.embedding_bytes
+    if weights == "stream":
+        _check_streaming(machine, num_weight_bytes, host_budget_bytes)
+    is_streamable = bool(num_weight_bytes) and not machine.is_unified and num_weight_bytes <= host_budget_bytes
+    notes = []
+    if machine.is_unified:
+        notes.append(f"{machine.name} has unified memory: the host's memory is the device's, so nothing is moved there.")
+    search = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=weights == "stream")
+    best = search.run()
+    if best is None and weights == "auto" and is_streamable:
+        resident_bytes = search.least_bytes
+        search = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=True)
+        best = search.run()
+        notes.append(f"frozen weights are streamed: with resident weights the least peak is {_gib(resident_bytes)}.")
+    elif best is not None and weights == "auto" and is_streamable:
+        resident_ms = model.run(best).step_ms
+        other = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=True)
+        found = other.run() if resident_ms > _WORTH_STREAMING * _least_ms(cost) else None
+        if found is not None and resident_ms > _WORTH_STREAMING * model.run(found).step_ms:
+            search, best = other, found
+            notes.append(f"frozen weights are streamed: with resident weights a step would take {resident_ms:.0f} ms.")
+    wider = _with_all_the_host(search)
+    if best is None:
+        raise OptionError(_nothing_fits(search, wider, weights=weights, is_streamable=is_streamable))
+    prediction = predict(cost, best, machine=machine, buffers=buffers)
+    if wider is not None and prediction.step_ms > wider.step_ms * _NOTEWORTHY:
+        notes.append(
+            f"the host budget of {_gib(host_budget_bytes)} limits the plan: with {_gib(wider.host_bytes)} a step would take "
+            f"{wider.step_ms:.0f} ms instead of {prediction.step_ms:.0f}."
+        )
+    return Plan(tuple(best), prediction, tuple(notes))
+
+
+def _least_ms(cost: StepCost) -> float:
+    """Time of a step that computes nothing twice and waits for no copy."""
+    return cost.head_ms + cost.other_ms + sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
+
+
+def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes: int) -> None:
+    if machine.is_unified:
+        raise OptionError(f'{machine.name} has unified memory, where streamed weights save nothing; use weights="resident".')
+    if not num_weight_bytes:
+        raise OptionError('weights="stream" needs frozen weights, and no segment has any (full fine-tuning trains them all); use weights="resident".')
+    if num_weight_bytes > host_budget_bytes:
+        raise OptionError(
+            f'weights="stream" holds {_gib(num_weight_bytes)} of frozen weights in pinned host memory, and the host budget is '
+            f'{_gib(host_budget_bytes)}; raise host_budget, or use weights="resident".'
+        )
+
+
+def _with_all_the_host(search: PlanSearch) -> Outcome | None:
+    """The outcome of the best plan with unlimited host memory, where the host budget kept a plan from being tried."""
+    if not search.is_short_of_host:
+        return None
+    wider = PlanSearch(search.model, search.vram_bytes, UNLIMITED_BYTES, is_streamed=search.is_streamed)
+    best = wider.run()
+    return None if best is None else search.model.run(best)
+
+
+def _nothing_fits(search: PlanSearch, wider: Outcome | None, *, weights: str, is_streamable: bool) -> str:
+    ways = ["smaller max_tokens"]
+    if weights == "resident" and is_streamable:
+        ways.append('weights="stream"')
+    if wider is not None:
+        ways.append(f"a host budget of {_gib(wider.host_bytes)}")
+    ways.append("a larger VRAM budget")
+    return (
+        f"No plan fits the VRAM budget of {_gib(search.vram_bytes)}: the least peak that is possible here is {_gib(search.least_bytes)}"
+        f"{' with streamed weights' if search.is_streamed else ''}. What brings it down: {', '.join(ways[:-1])}; or take {ways[-1]}."
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"

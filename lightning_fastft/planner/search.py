@@ -1,0 +1,347 @@
+"""The search for the fastest plan within a device and a host budget: families of plans run on paper, then single changes to the best."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate, combinations
+from typing import Literal, NamedTuple
+
+from lightning_fastft.planner.prediction import Outcome, StepModel
+from lightning_fastft.planner.step import Place, SegmentCost, SegmentPlan
+
+UNLIMITED_BYTES = 2**62
+# Numbers of kept segments that are tried for every family at first, and families that are then searched closely.
+_NUM_COARSE, _NUM_CLOSE = 6, 6
+# Values of one segment that are weighed against each other for the host (every set of them), and sizes of a staging slot that are tried.
+_NUM_HOST_CANDIDATES, _NUM_SLOT_SIZES = 8, 7
+# Segments run on paper in the search for single changes that help; bounds its time (about 0.2 s on one core).
+_NUM_LOCAL_SEGMENTS = 30_000
+# Densities closer than this count as equal, so that noise in measured times does not scatter what is kept.
+_DENSITY_STEP = 0.05
+_MS_PER_S = 1e3
+
+
+class _Recipe(NamedTuple):
+    """A family of plans: which segments are kept first, how large a staging slot may be, and how hard the copy lanes are loaded."""
+
+    pattern: Literal["tail", "spread", "dense"]
+    slot_bytes: int
+    load: float
+    is_input_forced: bool
+
+
+class _HostSet(NamedTuple):
+    """Values of one segment that could go to the host together."""
+
+    num_bytes: int
+    rebuild_ms: float
+    names: frozenset[str]
+
+
+class _Item(NamedTuple):
+    """A value that the device could hold."""
+
+    number: int
+    name: str
+    num_bytes: int
+
+
+class _Trial(NamedTuple):
+    segments: tuple[SegmentPlan, ...]
+    outcome: Outcome
+    peak_bytes: int
+
+
+class PlanSearch:
+    """Look for the fastest plan within the budgets.
+
+    Args:
+        model: Runs a step on paper.
+        vram_bytes: Device memory at any moment.
+        host_bytes: Pinned host memory.
+        is_streamed: Frozen weights come from the host.
+    """
+
+    def __init__(self, model: StepModel, vram_bytes: int, host_bytes: int, *, is_streamed: bool) -> None:
+        self.model, self.vram_bytes, self.host_bytes, self.is_streamed = model, vram_bytes, host_bytes, is_streamed
+        # Whether the host budget kept a plan from being tried.
+        self.is_short_of_host = False
+        self._costs = model.cost.segments
+        self._streams = [is_streamed and segment.weight_bytes > 0 for segment in self._costs]
+        streamed_bytes = sum(segment.weight_bytes for segment, streams in zip(self._costs, self._streams) if streams)
+        embedding_bytes = model.cost.embedding_bytes if any(self._streams) else 0
+        self._activation_bytes = host_bytes - streamed_bytes - embedding_bytes
+        self._items = _items_by_density(self._costs)
+        self._host_sets = {segment: _host_sets(segment) for segment in set(self._costs)}
+        self._kept_by_density = _order_by_density(self._costs)
+        self._times: dict[tuple[tuple[SegmentPlan, ...], bool], float] = {}
+        # The fastest plan that fits, and the one with the least peak.
+        self._best: _Trial | None = None
+        self._least: _Trial | None = None
+
+    @property
+    def least_bytes(self) -> int:
+        """The least peak of all plans that were tried."""
+        return UNLIMITED_BYTES if self._least is None else self._least.peak_bytes
+
+    def run(self) -> tuple[SegmentPlan, ...] | None:
+        """Return the best plan found; None where none fits."""
+        # Nothing is faster than no recompute and no copy.
+        if self._try(tuple(SegmentPlan(True, "device", (), streams) for streams in self._streams)) is not None:
+            assert self._best is not None
+            return self._best.segments
+        if not self.model.machine.is_unified:
+            # Nothing needs less memory, as a rule: the last input too, which no family sends.
+            self._try(tuple(SegmentPlan(False, "host", (), streams) for streams in self._streams))
+        step = max(1, len(self._costs) // _NUM_COARSE)
+        tried = []
+        for recipe in self._recipes():
+            times = {num_kept: self._time_of(recipe, num_kept) for num_kept in range(0, len(self._costs) + 1, step)}
+            num_kept = min(times, key=times.__getitem__)
+            tried.append((times[num_kept], num_kept, recipe))
+        tried.sort(key=lambda entry: entry[0])
+        for time_ms, num_kept, recipe in tried[:_NUM_CLOSE]:
+            self._refine(recipe, num_kept, time_ms, step)
+        self._improve()
+        return None if self._best is None else tuple(_in_order(plan, cost) for plan, cost in zip(self._best.segments, self._costs))
+
+    def _recipes(self) -> Iterator[_Recipe]:
+        patterns: tuple[Literal["tail", "spread", "dense"], ...] = ("tail", "spread")
+        if self._kept_by_density != sorted(self._kept_by_density, reverse=True):
+            patterns = (*patterns, "dense")
+        slots = {0}
+        if not self.model.machine.is_unified:
+            inputs = max(segment.input_bytes for segment in self._costs)
+            sizes = sorted({inputs + host_set.num_bytes for host_sets in self._host_sets.values() for host_set in host_sets})
+            slots |= {sizes[round(i * (len(sizes) - 1) / (_NUM_SLOT_SIZES - 1))] for i in range(_NUM_SLOT_SIZES)}
+        for slot_bytes in sorted(slots):
+            for load, is_input_forced in ((1.0, True), (1.0, False), (4.0, True)) if slot_bytes else ((0.0, False),):
+                yield from (_Recipe(pattern, slot_bytes, load, is_input_forced) for pattern in patterns)
+
+    def _refine(self, recipe: _Recipe, num_kept: int, time_ms: float, step: int) -> None:
+        """Halve the step around the best number of kept segments."""
+        while step > 1:
+            step = (step + 1) // 2
+            for other in (num_kept - step, num_kept + step):
+                other_ms = self._time_of(recipe, other) if 0 <= other <= len(self._costs) else float("inf")
+                if other_ms < time_ms:
+                    num_kept, time_ms = other, other_ms
+            if step == 1:
+                break
+
+    def _time_of(self, recipe: _Recipe, num_kept: int) -> float:
+        """Time of the best plan of a family with this many kept segments; infinite where none fits."""
+        kept = self._kept(recipe.pattern, num_kept)
+        segments = self._with_host(recipe, kept)
+        # Different recipes often come to the same plan.
+        time_ms = self._times.get((segments, False))
+        if time_ms is None:
+            time_ms = self._times[segments, False] = self._fill_device(segments)
+        return time_ms
+
+    def _kept(self, pattern: str, num_kept: int) -> frozenset[int]:
+        last = len(self._costs) - 1
+        if pattern == "spread":
+            # The copies of a segment that is not kept then have the time of its kept neighbours too.
+            return frozenset(last - index * len(self._costs) // num_kept for index in range(num_kept))
+        if pattern == "dense":
+            return frozenset(self._kept_by_density[:num_kept])
+        # The latest: while the backward rebuilds a segment, only earlier ones still hold anything, so what late ones held is gone by then.
+        return frozenset(range(last - num_kept + 1, last + 1))
+
+    def _with_host(self, recipe: _Recipe, kept: frozenset[int]) -> tuple[SegmentPlan, ...]:
+        """Send to the host what the copy lanes have time for, evenly: each segment adds its time to a credit that its bytes are taken from."""
+        segments = [SegmentPlan(number in kept, "device", (), streams) for number, streams in enumerate(self._streams)]
+        movable = self._movable_inputs(recipe, kept)
+        input_bytes = sum(self._costs[number].input_bytes for number in movable)
+        # Inputs go first; what they leave of the host is shared out among the values of all segments.
+        value_share = (self._activation_bytes - input_bytes) / max(1, len(movable))
+        credit = value_credit = 0.0
+        # From the last to the first, so that a segment finds the time of the kept ones after it, under which its copies run.
+        for number in range(len(self._costs) - 1, -1, -1):
+            segment = self._costs[number]
+            credit = min(credit + self._hidden_bytes(number), float(recipe.slot_bytes)) if recipe.load <= 1 else float(recipe.slot_bytes)
+            if number not in movable or (segment.input_bytes > credit and not recipe.is_input_forced):
+                continue
+            value_credit += value_share
+            most = min(recipe.slot_bytes, credit) - segment.input_bytes
+            chosen = _best_host_set(self._host_sets[segment], min(most, value_credit))
+            self.is_short_of_host |= chosen.rebuild_ms < _best_host_set(self._host_sets[segment], most).rebuild_ms
+            value_credit -= chosen.num_bytes
+            credit = max(0.0, credit - segment.input_bytes - chosen.num_bytes)
+            places: tuple[tuple[str, Place], ...] = tuple((value.name, "host") for value in segment.values if value.name in chosen.names)
+            segments[number] = SegmentPlan(False, "host", places, self._streams[number])
+        return tuple(segments)
+
+    def _movable_inputs(self, recipe: _Recipe, kept: frozenset[int]) -> set[int]:
+        """Segments whose input may go to the host, earliest first; not the last one: its backward comes at once, so nothing hides its way back."""
+        movable = set()
+        left_bytes = self._activation_bytes
+        for number, segment in enumerate(self._costs[:-1]):
+            if number in kept or not 0 < segment.input_bytes <= recipe.slot_bytes:
+                continue
+            if segment.input_bytes > left_bytes:
+                self.is_short_of_host = True
+                continue
+            movable.add(number)
+            left_bytes -= segment.input_bytes
+        return movable
+
+    def _hidden_bytes(self, number: int) -> float:
+        """Bytes that both copy lanes can move while this segment computes."""
+        segment, machine = self._costs[number], self.model.machine
+        weight_bytes = segment.weight_bytes if self._streams[number] else 0
+        out_bytes = segment.forward_ms * machine.d2h_bytes_per_s / _MS_PER_S
+        return max(0.0, min(out_bytes, segment.backward_ms * machine.h2d_bytes_per_s / _MS_PER_S - weight_bytes))
+
+    def _fill_device(self, segments: tuple[SegmentPlan, ...]) -> float:
+        """Hold on the device, dearest per byte first, what the budget has room for; return the time, infinite where nothing fits."""
+        trial = self._try(segments)
+        if trial is None:
+            return float("inf")
+        items = [item for item in self._items if _is_rebuilt(segments[item.number], item.name)]
+        ends = list(accumulate((item.num_bytes for item in items), initial=0))
+        num_held = 0
+        while num_held < len(items):
+            # A value adds its bytes to the peak at most; less where its segment's own backward is the peak.
+            room = self.vram_bytes - trial.peak_bytes
+            more = num_held
+            while more < len(items) and ends[more + 1] - ends[num_held] <= room:
+                more += 1
+            following = self._try(_hold(segments, items[: max(more, num_held + 1)]))
+            if following is None:
+                break
+            trial, num_held = following, max(more, num_held + 1)
+        return trial.outcome.step_ms
+
+    def _try(self, segments: tuple[SegmentPlan, ...]) -> _Trial | None:
+        """Run a plan on paper; return it where it fits, and remember it where it is the best."""
+        outcome = self.model.run(segments)
+        peak_bytes = max(num_bytes for _, num_bytes in outcome.memory)
+        trial = _Trial(segments, outcome, peak_bytes)
+        if outcome.host_bytes > self.host_bytes:
+            return None
+        if peak_bytes < self.least_bytes:
+            self._least = trial
+        if peak_bytes > self.vram_bytes:
+            return None
+        # Of equally fast plans the one with the lower peak, then with less on the host.
+        if self._best is None or _rank(trial) < _rank(self._best):
+            self._best = trial
+        return trial
+
+    def _improve(self) -> None:
+        """Change one or two things at a time as long as that makes the best plan faster, or while none fits, the least peak lower."""
+        num_left = max(1, _NUM_LOCAL_SEGMENTS // len(self._costs))
+        current, seen = None, set()
+        while current is not (self._best or self._least):
+            current = self._best or self._least
+            assert current is not None
+            for segments in self._changes(current.segments):
+                if segments in seen:
+                    continue
+                seen.add(segments)
+                num_left -= 1
+                if num_left < 0:
+                    return
+                self._try(segments)
+                if current is not (self._best or self._least):
+                    break
+
+    def _changes(self, segments: tuple[SegmentPlan, ...]) -> Iterator[tuple[SegmentPlan, ...]]:
+        """Yield plans that differ in one segment, then plans that differ in two: one gives up what another gets."""
+        changes = [(number, plan) for number in range(len(segments) - 1, -1, -1) for plan in self._other_plans(number, segments[number])]
+        for number, plan in changes:
+            yield (*segments[:number], plan, *segments[number + 1 :])
+        for (first, first_plan), (second, second_plan) in combinations(changes, 2):
+            if first != second:
+                changed = list(segments)
+                changed[first], changed[second] = first_plan, second_plan
+                yield tuple(changed)
+
+    def _other_plans(self, number: int, plan: SegmentPlan) -> Iterator[SegmentPlan]:
+        """Plans of one segment that are one step away from what it has: most promising first."""
+        if plan.is_kept:
+            yield plan._replace(is_kept=False, values=tuple((value.name, "device") for value in self._costs[number].values))
+            yield plan._replace(is_kept=False)
+            return
+        yield SegmentPlan(True, "device", (), plan.is_streamed)
+        held = dict(plan.values)
+        places: tuple[Place | None, ...] = ("device", None) if self.model.machine.is_unified else ("device", "host", None)
+        values = sorted(self._costs[number].values, key=lambda value: -value.rebuild_ms)
+        for place in places:
+            for value in values:
+                if held.get(value.name) != place:
+                    yield plan._replace(values=_values_with(self._costs[number], held, value.name, place))
+        if not self.model.machine.is_unified:
+            yield plan._replace(input_place="host" if plan.input_place == "device" else "device")
+
+
+def _rank(trial: _Trial) -> tuple[float, int, int]:
+    return (round(trial.outcome.step_ms, 6), trial.peak_bytes, trial.outcome.host_bytes)
+
+
+def _is_rebuilt(plan: SegmentPlan, name: str) -> bool:
+    return not plan.is_kept and all(name != held for held, _ in plan.values)
+
+
+def _hold(segments: tuple[SegmentPlan, ...], items: list[_Item]) -> tuple[SegmentPlan, ...]:
+    """Return the plan with more values held on the device."""
+    added: dict[int, list[tuple[str, Place]]] = {}
+    for item in items:
+        added.setdefault(item.number, []).append((item.name, "device"))
+    return tuple(plan._replace(values=(*plan.values, *added[number])) if number in added else plan for number, plan in enumerate(segments))
+
+
+def _in_order(plan: SegmentPlan, cost: SegmentCost) -> SegmentPlan:
+    places = dict(plan.values)
+    return plan._replace(values=tuple((value.name, places[value.name]) for value in cost.values if value.name in places))
+
+
+def _values_with(cost: SegmentCost, held: dict[str, Place], name: str, place: Place | None) -> tuple[tuple[str, Place], ...]:
+    places = {**held, name: place}
+    return tuple((value.name, found) for value in cost.values if (found := places.get(value.name)) is not None)
+
+
+def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[_Item]:
+    """All values, dearest to recompute per byte first; of equal ones the latest segment's first."""
+    found = [
+        (_level(value.rebuild_ms, value.num_bytes), number, place, _Item(number, value.name, value.num_bytes))
+        for number, cost in enumerate(costs)
+        for place, value in enumerate(cost.values)
+        if value.rebuild_ms > 0
+    ]
+    return [item for *_, item in sorted(found, key=lambda entry: entry[:3], reverse=True)]
+
+
+def _order_by_density(costs: tuple[SegmentCost, ...]) -> list[int]:
+    """All segments, dearest to recompute per byte first; of equal ones the latest first."""
+    return sorted(range(len(costs)), key=lambda number: (_level(costs[number].recompute_ms, costs[number].saved_bytes), number), reverse=True)
+
+
+def _level(time_ms: float, num_bytes: int) -> float:
+    """Density on a scale of equal steps."""
+    if time_ms <= 0:
+        return -math.inf
+    return math.inf if num_bytes <= 0 else round(math.log(time_ms / num_bytes) / _DENSITY_STEP)
+
+
+def _host_sets(cost: SegmentCost) -> list[_HostSet]:
+    """Sets of values that no other set beats in both bytes and time, smallest first; the empty one among them."""
+    candidates = sorted((value for value in cost.values if value.rebuild_ms > 0), key=lambda value: -value.rebuild_ms)[:_NUM_HOST_CANDIDATES]
+    sets = [_HostSet(0, 0.0, frozenset())]
+    for value in candidates:
+        sets += [_HostSet(one.num_bytes + value.num_bytes, one.rebuild_ms + value.rebuild_ms, one.names | {value.name}) for one in sets]
+    sets.sort(key=lambda one: (one.num_bytes, -one.rebuild_ms, sorted(one.names)))
+    best: list[_HostSet] = []
+    for one in sets:
+        if not best or one.rebuild_ms > best[-1].rebuild_ms + 1e-9:
+            best.append(one)
+    return best
+
+
+def _best_host_set(sets: list[_HostSet], most_bytes: float) -> _HostSet:
+    """Return the set that saves most of those that fit; the empty one where none does."""
+    return sets[max(1, bisect_right(sets, most_bytes, key=lambda one: one.num_bytes)) - 1]

@@ -1,0 +1,727 @@
+"""FineTuner: one LightningModule for QLoRA, LoRA and full fine-tuning of any Hugging Face causal language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torchmetrics import Metric
+
+from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share, check_string, check_tokenizer
+from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, SwapError
+from lightning_fastft.core.status import Status
+from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.training.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
+from lightning_fastft.training.optimizer import FusedAdamW, is_steppable
+from lightning_fastft.training.schedules import SCHEDULES, group_parameters, learning_rate_schedule
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+    from peft import LoraConfig
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightning_fastft.hf.sharding import Filler
+
+Transform = Callable[[Any], Any]
+Stage = Literal["before_adapters", "after_adapters"]
+
+DEFAULT_LEARNING_RATE = 2e-4
+# Ten times what any optimizer trains with, and more steps than a run has: beyond them a decimal point is at the wrong place.
+LARGEST_RATE, LARGEST_STEP = 1e3, 10**9
+STAGES = ("before_adapters", "after_adapters")
+
+
+class FineTuner(LightningModule):
+    """Fine-tune a causal language model; the model is built in ``configure_model``, on the device of its rank.
+
+    The Trainer's precision stays "32-true", where Lightning changes no dtype: ``dtype`` is the dtype of the base and of the arithmetic,
+    ``adapter_dtype`` that of the trained adapter Parameters. dtype="float32" is fp32 to the last bit: TF32 must be off. fp16 (GPUs before Ampere)
+    needs LoRA and ``Trainer(precision="16-mixed")``, whose loss scaler waits for the device once per step. Code from a model repository is never
+    run, and weights are read from safetensors only.
+
+    Args:
+        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers configuration, or a model that is
+            loaded already (transformers or PEFT; used as it is).
+        tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the one beside the model.
+        quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra ``qlora``); None for no quantisation.
+        lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the head is adapted unless it names
+            targets. None trains every parameter.
+        init: "pretrained" reads the weights, "random" initialises them from the configuration.
+        dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
+        adapter_dtype: "float32" or "bfloat16".
+        master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's averages. "auto": fp32 where the model is sharded (16 bytes per
+            weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere. "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes.
+            "float32" on whole bf16 weights: ``FusedAdamW`` holds masters beside them (16 bytes per weight with its gradient), without which changes
+            below the last digit of a weight are lost.
+        optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the adapters' compute copies in one pass,
+            where every trained parameter is held in fp32, whole on one device, without a loss scaler; else torch.optim.AdamW, fused where it can be.
+        learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
+        weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where optimizer is None.
+        scheduler: "cosine", "linear" or "constant" after the warm-up, per optimizer step; or called with the optimizer, then without our warm-up.
+        scheduler_interval: "step" or "epoch": how often a scheduler that is called with the optimizer moves.
+        warmup_share: Share of all optimizer steps over which the learning rate rises from 0, in [0, 1].
+        warmup_steps: The same in optimizer steps; replaces warmup_share.
+        min_learning_rate_share: Share of the peak at which "cosine" and "linear" end, in [0, 1].
+        revision: Branch, tag or commit on the hub, for the model and its tokenizer.
+        accept_other_base: Whether adapters of a checkpoint are loaded onto a base whose weights differ from those that they were trained on.
+
+    Raises:
+        OptionError: A value is not allowed, or two options do not fit.
+
+    Example:
+        >>> tuner = FineTuner({"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}, init="random", lora={"r": 4})
+        >>> tuner.vocab_size
+        64
+    """
+
+    def __init__(
+        self,
+        model: str | dict[str, Any] | PretrainedConfig | PreTrainedModel,
+        *,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        quantization: Literal["nf4"] | None = None,
+        lora: dict[str, Any] | LoraConfig | None = None,
+        init: Literal["pretrained", "random"] = "pretrained",
+        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        adapter_dtype: Literal["float32", "bfloat16"] = "float32",
+        master_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        optimizer: OptimizerCallable | None = None,
+        learning_rate: float | None = None,
+        weight_decay: float | None = None,
+        scheduler: Literal["cosine", "linear", "constant"] | LRSchedulerCallable = "cosine",
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        warmup_share: float = 0.03,
+        warmup_steps: int | None = None,
+        min_learning_rate_share: float = 0.0,
+        revision: str | None = None,
+        accept_other_base: bool = False,
+    ) -> None:
+        super().__init__()
+        from lightning_fastft.hf.dtypes import DTYPES
+        from lightning_fastft.hf.loading import ModelSource
+        from lightning_fastft.hf.lora import describe_lora, parse_lora, to_plain
+
+        check_choice("quantization", quantization, (None, "nf4"))
+        check_choice("dtype", dtype, ("auto", *DTYPES))
+        check_choice("adapter_dtype", adapter_dtype, ("float32", "bfloat16"))
+        check_choice("master_dtype", master_dtype, ("auto", "float32", "bfloat16"))
+        check_choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
+        check_share("warmup_share", warmup_share)
+        check_share("min_learning_rate_share", min_learning_rate_share)
+        check_tokenizer(tokenizer)
+        _check_kinds(revision=revision, optimizer=optimizer, scheduler=scheduler)
+        _check_optional_numbers(learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
+        is_instance = isinstance(model, nn.Module)
+        if quantization is not None and lora is None:
+            raise OptionError(
+                f"quantization={quantization!r} freezes the base, so nothing would be trained: give lora, for example lora={{'r': 16}}."
+            )
+        if is_instance and quantization is not None:
+            raise OptionError("A model that is loaded already is used as it is: load it quantised yourself, or give its name to FineTuner.")
+        if lora is not None and hasattr(model, "peft_config"):
+            raise OptionError("The model has PEFT adapters already: leave lora away, or give the base model.")
+        if master_dtype != "auto" and (lora is not None or hasattr(model, "peft_config")):
+            raise OptionError(f"master_dtype={master_dtype!r} is for full fine-tuning; the dtype in which adapters are held is adapter_dtype.")
+        self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
+        self.lora = None if lora is None else parse_lora(lora)
+        self.quantization = quantization
+        self.dtype_name = dtype
+        self.adapter_dtype = DTYPES[adapter_dtype]
+        self.master_dtype_name = master_dtype
+        self.optimizer_factory = optimizer
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+        self.warmup_share = warmup_share
+        self.warmup_steps = warmup_steps
+        self.min_learning_rate_share = min_learning_rate_share
+        # No hyperparameter: a checkpoint must not bring the permission along.
+        self.accept_other_base = check_bool("accept_other_base", accept_other_base)
+
+        self.model: Any = model if is_instance else None
+        self.adapter_shadows: Any = None
+        self.token_metrics = nn.ModuleDict()
+        self._tokenizer = tokenizer
+        self._transforms: dict[str, tuple[Transform, Stage]] = {}
+        self._is_built = False
+        self._seed = 0
+        self._base_digest = ""
+        self._compute_dtype = torch.float32
+        self._undo_shadows: Any = None
+        self._sharding: Status | None = None
+
+        hparams = {
+            "quantization": quantization, "init": init, "dtype": dtype, "adapter_dtype": adapter_dtype, "master_dtype": master_dtype,
+            "learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_share": warmup_share, "warmup_steps": warmup_steps,
+            "revision": revision, "min_learning_rate_share": min_learning_rate_share, "scheduler_interval": scheduler_interval,
+            "lora": None if self.lora is None else describe_lora(self.lora),
+        }  # fmt: skip
+        # Plain types only, so that torch.load(weights_only=True) reads the checkpoint; objects that are none are left out.
+        if self.source is not None:
+            content = self.source.config.to_diff_dict() if hasattr(model, "to_diff_dict") else model
+            hparams["model"] = to_plain(content)
+        if isinstance(tokenizer, str):
+            hparams["tokenizer"] = tokenizer
+        if isinstance(scheduler, str):
+            hparams["scheduler"] = scheduler
+        self.save_hyperparameters(hparams)
+
+    # What data modules and callbacks ask for.
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, loaded on first use; None where the model is a bare configuration and none was given."""
+        if isinstance(self._tokenizer, str):
+            from lightning_fastft.hf.loading import ModelSource
+
+            self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
+        elif self._tokenizer is None and self.source is not None:
+            self._tokenizer = self.source.load_tokenizer()
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model can embed."""
+        if self.model is not None:
+            return int(self.model.get_input_embeddings().weight.shape[0])
+        assert self.source is not None
+        return self.source.vocab_size
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained and the base is frozen."""
+        return self.lora is not None or hasattr(self.model, "peft_config")
+
+    def register_transform(self, name: str, transform: Transform, *, stage: Stage = "before_adapters") -> None:
+        """Have the model changed while it is built; callbacks call this in ``setup``.
+
+        Args:
+            name: A name is applied once, however often it is registered.
+            transform: Called with the model; returns another model, or None if it changed that one.
+            stage: "before_adapters": the transformers model; "after_adapters": what stands after PEFT.
+
+        Raises:
+            SwapError: The model stands already and this name was not registered before.
+        """
+        check_choice("stage", stage, STAGES)
+        if name in self._transforms:
+            return
+        if self._is_built:
+            raise SwapError(
+                f"The model is built, so the transform {name!r} comes too late. Give its callback to the first Trainer, or make a new FineTuner."
+            )
+        self._transforms[name] = (transform, stage)
+
+    def statuses(self) -> list[Status]:
+        """Return what is active in the model itself: sharding, quantisation and adapters."""
+        if not self._is_built:
+            return []
+        found = [] if self._sharding is None else [self._sharding]
+        found += [Status("NF4 base", "inactive", "not asked for")]
+        if self.quantization is not None:
+            from lightning_fastft.hf.expert_nf4 import describe_experts
+
+            experts = describe_experts(self.model)
+            found[-1:] = [Status("NF4 base", "active", "bitsandbytes, double quantisation"), *([experts] if experts.state == "active" else [])]
+        if self.adapter_shadows is not None:
+            found.append(self.adapter_shadows.status)
+        return found
+
+    # Building.
+
+    def configure_model(self) -> None:
+        """Build the model once: load, transforms before adapters, adapters, transforms after them, training mode, shards where the strategy has them.
+
+        Raises:
+            OptionError: The Trainer's precision does not fit dtype and adapter_dtype, or the strategy does not fit the module.
+            DataError: Weights are missing, left over or not finite.
+        """
+        from lightning_fastft.hf.lora import add_adapters
+
+        device = self.device if self._trainer is None else self.trainer.strategy.root_device
+        mesh, filler = self._find_mesh(), None
+        if not self._is_built:
+            dtype = self._resolve_dtype(device)
+            # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
+            self._seed = torch.initial_seed() if self._trainer is None else int(self.trainer.strategy.broadcast(torch.initial_seed()))
+            model = self.model
+            if model is None:
+                model, filler = self._open_model(device=device, dtype=dtype, is_sharded=mesh is not None)
+            self._base_digest = self._digest_base(model)
+            model = self._transform(model, "before_adapters")
+            self._compute_dtype = model.dtype
+            if self.lora is not None:
+                with nullcontext() if filler is None else filler.placeholders(model):
+                    model = add_adapters(model, lora=self.lora, adapter_dtype=self.adapter_dtype, seed=self._seed)
+                self._warn_of_whole_copies(model)
+            self.model = self._transform(model, "after_adapters")
+            self.strict_loading = not self.has_adapters
+            self._is_built = True
+        else:
+            self._resolve_dtype(device)
+        if mesh is not None and self._sharding is None:
+            self._shard(mesh, filler=filler)
+        self._install_shadows()
+        self.model.train()
+
+    def _find_mesh(self) -> DeviceMesh | None:
+        """The data parallel mesh of a strategy that holds models in pieces, None under any other; what does not fit it is refused."""
+        strategy = None if self._trainer is None else self.trainer.strategy
+        if not isinstance(strategy, ModelParallelStrategy):
+            if self._sharding is not None:
+                raise OptionError("The model is in pieces over the ranks of an earlier Trainer: make a new FineTuner, or use strategy='fastft_fsdp'.")
+            if self.master_dtype_name not in ("auto", self.dtype_name) and not self._wants_masters():
+                raise OptionError(
+                    f"master_dtype={self.master_dtype_name!r} with dtype={self.dtype_name!r} needs a sharded model, "
+                    "Trainer(strategy='fastft_fsdp'); or leave master_dtype at 'auto'."
+                )
+            return None
+        mesh = strategy.device_mesh
+        if mesh["tensor_parallel"].size() != 1:
+            raise OptionError(
+                f"FineTuner is data parallel only, and {type(strategy).__name__} was given tensor_parallel_size={mesh['tensor_parallel'].size()}: "
+                "use Trainer(strategy='fastft_fsdp')."
+            )
+        return mesh["data_parallel"]
+
+    def _wants_masters(self) -> bool:
+        """Whether the optimizer may hold fp32 masters of whole weights; loss scaling of fp16 cannot be part of its pass."""
+        return self.master_dtype_name == "float32" and self.dtype_name in ("auto", "bfloat16")
+
+    def _open_model(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> tuple[PreTrainedModel, Filler | None]:
+        """The finished model; or, where it will be in pieces, one that is still to be filled."""
+        from lightning_fastft.hf.loading import build_model
+
+        assert self.source is not None
+        if not is_sharded:
+            return build_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed), None
+        from lightning_fastft.hf.sharding import open_model, reads_base
+
+        is_read_early = self.lora is not None and reads_base(self.lora)
+        return open_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed, is_read_early=is_read_early)
+
+    def _digest_base(self, model: Any) -> str:  # noqa: ANN401 - a transformers or a PEFT model
+        """Return what identifies the frozen base; empty where it is trained, and so part of every checkpoint, or not in memory yet."""
+        if not self.has_adapters:
+            return ""
+        from lightning_fastft.hf.base_digest import digest_files, digest_tensors
+
+        if self.source is not None and self.source.init == "pretrained":
+            from lightning_fastft.hf.loading import weight_files
+
+            paths = weight_files(self.source)
+            return digest_files(paths) if paths else ""
+        return digest_tensors(model, is_trained_too=not hasattr(model, "peft_config"))
+
+    def _shard(self, mesh: DeviceMesh, *, filler: Filler | None) -> None:
+        """Cut the model over the ranks; adapters keep their dtype, trained bases get masters."""
+        from lightning_fastft.hf.dtypes import DTYPES
+        from lightning_fastft.hf.sharding import shard_model
+
+        master_dtype = None
+        if not self.has_adapters:
+            master_dtype = torch.float32 if self.master_dtype_name == "auto" else DTYPES[self.master_dtype_name]
+            if master_dtype.itemsize < self._compute_dtype.itemsize:
+                raise OptionError(
+                    f"master_dtype={self.master_dtype_name!r} is narrower than the {self._compute_dtype} of the arithmetic: set dtype too."
+                )
+        self._sharding = shard_model(self.model, mesh, filler=filler, compute_dtype=self._compute_dtype, master_dtype=master_dtype)
+
+    def _warn_of_whole_copies(self, model: Any) -> None:  # noqa: ANN401 - a PEFT model
+        """Say that PEFT's copies of whole modules (modules_to_save) compute in their own dtype, so they are no fp32 masters."""
+        others = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.dtype != self.adapter_dtype]
+        if others:
+            rank_zero_warn(f"{len(others)} trained tensors are copies of base modules and stay in {self._compute_dtype}, for example {others[0]}.")
+
+    def _transform(self, model: Any, stage: Stage) -> Any:  # noqa: ANN401 - a transformers or a PEFT model
+        for transform, wanted in self._transforms.values():
+            if wanted == stage:
+                changed = transform(model)
+                model = model if changed is None else changed
+        return model
+
+    def _resolve_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of base and arithmetic; a Trainer precision that would change it is refused by name."""
+        from lightning_fastft.hf.dtypes import check_precision, resolve_dtype
+
+        precision = "32-true" if self._trainer is None else str(self.trainer.precision)
+        is_fit = self._trainer is not None and self.trainer.state.fn == "fit"
+        name: str = self.dtype_name
+        if self.model is not None:
+            standing = str(self._compute_dtype if self._is_built else self.model.dtype).removeprefix("torch.")
+            if name not in ("auto", standing):
+                raise OptionError(f"dtype={name!r} was asked for and the model given has {standing}: cast it yourself, or leave dtype away.")
+            name = standing
+        elif name == "auto" and precision in ("bf16-true", "16-mixed"):
+            name = "bfloat16" if precision == "bf16-true" else "float16"
+        check_precision(precision, dtype=name, adapter_dtype=self.adapter_dtype, has_adapters=self.has_adapters, is_fit=is_fit)
+        matmul_precision = torch.get_float32_matmul_precision()
+        if self.dtype_name == "float32" and matmul_precision != "highest":
+            raise OptionError(
+                f"dtype='float32' is fp32 to the last bit, and torch.get_float32_matmul_precision() is {matmul_precision!r}. Remove "
+                "torch.set_float32_matmul_precision(...) or set it to 'highest'; for speed use dtype='bfloat16'."
+            )
+        return resolve_dtype(name, device=device)
+
+    def _install_shadows(self) -> None:
+        """Give fp32 adapters on a base of lower precision a copy in its dtype to compute with."""
+        if not self.has_adapters or self.adapter_shadows is not None:
+            return
+        from lightning_fastft.core.patcher import SwapLedger
+        from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+
+        ledger = SwapLedger()
+        self.adapter_shadows = install_adapter_shadows(self.model, ledger, compute_dtype=self._compute_dtype)
+        self._undo_shadows = ledger.undo
+
+    def _refresh_shadows(self) -> None:
+        if self.adapter_shadows is not None:
+            self.adapter_shadows.refresh()
+
+    def on_fit_start(self) -> None:
+        """Refresh the compute copies of the adapters after placement, broadcast and a restored checkpoint."""
+        self._refresh_shadows()
+
+    def on_validation_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_shadows()
+
+    def on_test_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_shadows()
+
+    def on_predict_start(self) -> None:
+        """Refresh the compute copies of the adapters."""
+        self._refresh_shadows()
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what restores the model after an exception, where the Trainer has none yet."""
+        has_one = any(isinstance(callback, _RestoreAfterException) for callback in getattr(self.trainer, "callbacks", ()))
+        return [] if has_one else [_RestoreAfterException()]
+
+    def teardown(self, stage: str) -> None:
+        """Leave a plain transformers or PEFT model behind."""
+        self._restore()
+
+    def _restore(self) -> None:
+        """Undo what was done to the model and the optimizers; a second call does nothing."""
+        undo, self.adapter_shadows, self._undo_shadows = self._undo_shadows, None, None
+        if undo is not None:
+            undo()
+        for optimizer in () if self._trainer is None else self.trainer.optimizers:
+            if isinstance(optimizer, FusedAdamW):
+                # Lightning moves the state to the host; tables would hold what it leaves behind.
+                optimizer.release()
+
+    # Steps.
+
+    def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 - as the model's
+        """Call the model."""
+        return self.model(**inputs)
+
+    def training_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int) -> torch.Tensor:
+        """Return the loss of a batch; log ``train_loss``, the mean over its labelled tokens.
+
+        Cost:
+            No host synchronisation of its own.
+        """
+        output = self._call_model(batch)
+        if output.loss is None:
+            raise DataError("The model returned no loss: the batch needs labels.")
+        loss = output.loss.detach()
+        if isinstance(batch, PackedBatch):
+            # The loss is divided for the whole window of accumulation and ranks; what is shown is this batch's own mean.
+            num_labelled = max(1, batch.context.num_labelled)
+            self.log("train_loss", loss * (batch.context.num_items / num_labelled), batch_size=num_labelled)
+        else:
+            self.log("train_loss", loss, batch_size=len(batch["input_ids"]))
+        return output.loss
+
+    @property
+    def logged_names(self) -> frozenset[str] | None:
+        """Names that callbacks can monitor in training; None for a subclass, which may log more."""
+        if type(self) is not FineTuner:
+            return None
+        return frozenset({"train_loss", "val_loss", "val_perplexity", "val_token_accuracy"})
+
+    def validation_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to ``val_loss``, ``val_perplexity`` and ``val_token_accuracy``."""
+        self._evaluate(batch, prefix="val", dataloader_idx=dataloader_idx)
+
+    def test_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to ``test_loss``, ``test_perplexity`` and ``test_token_accuracy``."""
+        self._evaluate(batch, prefix="test", dataloader_idx=dataloader_idx)
+
+    def _call_model(self, batch: PackedBatch | Mapping[str, Any]) -> Any:  # noqa: ANN401 - a ModelOutput
+        if not isinstance(batch, PackedBatch):
+            return self.model(**batch)
+        num_reads = batch.context.num_reads
+        output = self.model(**batch)
+        if batch.context.num_documents > 1 and batch.context.num_reads == num_reads:
+            raise ContextError(
+                f"No attention layer of {type(self.model).__name__} read the context of a packed batch: its documents saw each other. Use "
+                "Trainer(strategy='fastft'), or add the callback PackedTraining() under another strategy."
+            )
+        return output
+
+    def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str, dataloader_idx: int) -> None:
+        """Update and log the token metrics of one loader; no full logits are made where the lazy head is in place."""
+        output = self._call_model(batch)
+        statistics = getattr(output.logits, "statistics", None)
+        if statistics is None:
+            statistics = logits_statistics(output.logits, batch["labels"])
+        nll_sum, num_correct, num_tokens = statistics
+        key = f"{prefix}_{dataloader_idx}"
+        if key not in self.token_metrics:
+            metrics = {"loss": TokenLoss(), "perplexity": TokenPerplexity(), "token_accuracy": TokenAccuracy()}
+            self.token_metrics[key] = nn.ModuleDict(metrics).to(self.device)
+        for name, metric in cast("nn.ModuleDict", self.token_metrics[key]).items():
+            assert isinstance(metric, Metric)
+            metric.update(num_correct if name == "token_accuracy" else nll_sum, num_tokens=num_tokens)
+            attribute = f"token_metrics.{key}.{name}"
+            self.log(f"{prefix}_{name}", metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True)
+
+    # Optimisation.
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's OptimizerLRScheduler
+        """Return the optimizer over every trainable parameter, and its schedule."""
+        optimizer = self._make_optimizer()
+        if isinstance(self.scheduler, str):
+            schedule = LambdaLR(optimizer, self._make_schedule(self.scheduler))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        scheduler = self.scheduler(optimizer)
+        options: dict[str, Any] = {"scheduler": scheduler, "interval": self.scheduler_interval}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            options.update(interval="epoch", monitor=getattr(scheduler, "monitor", "val_loss"))
+        return {"optimizer": optimizer, "lr_scheduler": options}
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
+        """Run the optimizer step, then refresh the compute copies of the adapters that it has not written."""
+        super().optimizer_step(*args, **kwargs)
+        if self.adapter_shadows is not None:
+            self.adapter_shadows.refresh(is_after_step=True)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer | LightningOptimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip by norm inside the optimizer's pass where it can; gradients then stay as they are. All else is Lightning's."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if not isinstance(inner, FusedAdamW) or gradient_clip_algorithm not in (None, "norm"):
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
+        elif gradient_clip_val is not None and gradient_clip_val > 0:
+            inner.clip_next(gradient_clip_val)
+
+    def _make_optimizer(self) -> Optimizer:
+        optimizer = self._choose_optimizer()
+        if isinstance(optimizer, FusedAdamW) and self.adapter_shadows is not None:
+            optimizer.attach_copies(self.adapter_shadows.pairs, on_written=self.adapter_shadows.mark_written)
+        return optimizer
+
+    def _choose_optimizer(self) -> Optimizer:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise OptionError(f"{type(self.model).__name__} has no trainable parameter: give lora, or set requires_grad on what is to be trained.")
+        has_narrow = any(parameter.dtype is torch.bfloat16 for parameter in parameters)
+        wants_masters = has_narrow and self._sharding is None and self.master_dtype_name == "float32"
+        if self.optimizer_factory is not None:
+            if wants_masters:
+                raise OptionError(
+                    "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: leave it out, or give "
+                    "FusedAdamW(..., master_weights=True) and leave master_dtype at 'auto'."
+                )
+            groups = group_parameters(parameters, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+            try:
+                return self.optimizer_factory(groups)
+            except ValueError as error:
+                raise OptionError(
+                    f"The optimizer refused the {len(parameters)} trainable tensors of {type(self.model).__name__}: {error} An optimizer of matrices "
+                    "alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and embeddings."
+                ) from error
+        learning_rate = DEFAULT_LEARNING_RATE if self.learning_rate is None else self.learning_rate
+        groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=self.weight_decay or 0.0)
+        # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
+        is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and self.trainer.scaler is None
+        is_whole = isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) and len({p.device for p in parameters}) == 1
+        is_served = is_fused and is_whole and all(map(is_steppable, parameters))
+        if wants_masters and not is_served:
+            raise OptionError("master_dtype='float32' needs whole, plain bf16 or fp32 weights on one device: use Trainer(strategy='fastft_fsdp').")
+        # Without masters, averages of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
+        if is_served and (wants_masters or all(parameter.dtype is torch.float32 for parameter in parameters)):
+            return FusedAdamW(groups, master_weights=wants_masters)
+        return torch.optim.AdamW(groups, fused=is_fused)
+
+    def _make_schedule(self, name: str) -> Callable[[int], float]:
+        num_steps = self.trainer.estimated_stepping_batches
+        is_endless = math.isinf(num_steps) or num_steps < 0
+        if is_endless and (name != "constant" or (self.warmup_steps is None and self.warmup_share > 0)):
+            raise OptionError(f"scheduler={name!r} needs the length of the run: set max_steps or max_epochs, or 'constant' with warmup_steps.")
+        num_steps = 0 if is_endless else int(num_steps)
+        num_warmup_steps = math.ceil(self.warmup_share * num_steps) if self.warmup_steps is None else self.warmup_steps
+        return learning_rate_schedule(name, num_steps=num_steps, num_warmup_steps=num_warmup_steps, end_share=self.min_learning_rate_share)
+
+    # Saving.
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the trained parameters only where adapters are trained, else everything."""
+        destination = {} if destination is None else destination
+        if not (self._is_built and self.has_adapters):
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                destination[prefix + name] = parameter if keep_vars else parameter.detach()
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as torch's
+        """Load trained parameters, and refresh the compute copies of adapters.
+
+        Raises:
+            ResumeError: Adapter weights are missing, or there are weights that are no adapter's.
+        """
+        if self._is_built and self.has_adapters:
+            expected, given = set(self.state_dict()), set(state_dict)
+            if expected != given:
+                raise ResumeError(
+                    f"The checkpoint does not hold the adapters of this run: {_some(expected - given)} missing, {_some(given - expected)} left over. "
+                    "Use the lora settings of the run that wrote it."
+                )
+            strict = False
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self._refresh_shadows()
+        return result
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note which base the trained parameters belong to."""
+        name = None if self.source is None else self.source.name
+        init = "given" if self.source is None else self.source.init
+        checkpoint["fastft_base"] = {"name": name, "init": init, "seed": self._seed, "digest": self._base_digest}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse adapters that were trained on another base; a checkpoint without a digest of it is taken.
+
+        Raises:
+            ResumeError: The base of this run has other weights, or was initialised with another seed.
+        """
+        base = checkpoint.get("fastft_base", {})
+        if self.has_adapters and base.get("init") == "random" and self._is_built and base["seed"] != self._seed:
+            raise ResumeError(
+                f"The adapters were trained on a base initialised with seed {base['seed']}, this run has {self._seed}: "
+                f"call seed_everything({base['seed']})."
+            )
+        saved, present = str(base.get("digest", "")), self._base_digest
+        # Files and tensors in memory are not comparable.
+        is_known = bool(saved and present) and saved.partition(":")[0] == present.partition(":")[0]
+        if self.has_adapters and is_known and saved != present:
+            told = f"The adapters were trained on the base {base.get('name') or 'of the run'} with other weights than the present one has"
+            if not self.accept_other_base:
+                raise ResumeError(
+                    f"{told} (digest {saved.partition(':')[2][:12]}, now {present.partition(':')[2][:12]}). Give the base of that run, or accept "
+                    "this one: FineTuner(..., accept_other_base=True), --model.accept_other_base true, or --accept-other-base in an export."
+                )
+            rank_zero_warn(f"{told}; they are loaded all the same (accept_other_base=True).")
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
+
+        Args:
+            folder: Made if it is not there, by rank 0; a sharded model is gathered, so every rank makes this call. ``PeftModel.from_pretrained`` or
+                ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
+
+        Raises:
+            OptionError: There is no model yet.
+            UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
+        """
+        if self.model is None:
+            raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
+        if hasattr(self.model, "peft_config"):
+            from lightning_fastft.hf.export import check_readable
+
+            check_readable(self.model)
+        # "auto" would ask the hub whether the vocabulary was resized; it never is here.
+        options: dict[str, Any] = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
+        if self._sharding is not None:
+            from lightning_fastft.hf.sharding import gather_state
+
+            # What leaves is in the dtype of the model, as without masters.
+            dtype = None if self.has_adapters else self._compute_dtype
+            options["state_dict"] = gather_state(self.model, is_trained_only=self.has_adapters, dtype=dtype)
+        if self._trainer is not None and not self.trainer.is_global_zero:
+            return
+        self.model.save_pretrained(folder, **options)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    # Generation.
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
+        *,
+        max_new_tokens: int = 128,
+        **options: Any,  # noqa: ANN401 - transformers' own
+    ) -> list[str]:
+        """Return what the model writes after each prompt, in evaluation mode; the mode of every module is restored.
+
+        Args:
+            prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
+            max_new_tokens: Most tokens to write.
+            **options: Of transformers' ``generate``, for example ``do_sample=False``.
+
+        Raises:
+            OptionError: There is no model or no tokenizer.
+        """
+        from lightning_fastft.hf.generation import generate_texts
+
+        tokenizer = self.tokenizer
+        if self.model is None or tokenizer is None:
+            raise OptionError(f"generate needs a model and a tokenizer; {'the model is not built' if self.model is None else 'tokenizer is None'}.")
+        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options)
+
+
+def _check_kinds(*, revision: object, optimizer: object, scheduler: object) -> None:
+    """Refuse what is neither a name nor to be called."""
+    if revision is not None:
+        check_string("revision", revision)  # type: ignore[arg-type]
+    if optimizer is not None and not callable(optimizer):
+        raise OptionError(f"optimizer must be called with the parameters, got {optimizer!r} ({type(optimizer).__name__}).")
+    if not callable(scheduler):
+        check_choice("scheduler", scheduler, SCHEDULES)
+
+
+def _check_optional_numbers(*, learning_rate: float | None, weight_decay: float | None, warmup_steps: int | None) -> None:
+    """Refuse numbers that are given and cannot be."""
+    if learning_rate is not None:
+        check_float("learning_rate", learning_rate, low=0.0, high=LARGEST_RATE)
+    if weight_decay is not None:
+        check_float("weight_decay", weight_decay, low=0.0, high=LARGEST_RATE)
+    if warmup_steps is not None:
+        check_int("warmup_steps", warmup_steps, low=0, high=LARGEST_STEP)
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return up to three names and the count."""
+    ordered = sorted(names)
+    return f"{len(ordered)} ({', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''})" if ordered else "0"
+
+
+class _RestoreAfterException(Callback):
+    """Restore a FineTuner's model after an exception: Lightning calls ``teardown`` of no module then."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(pl_module, FineTuner):
+            pl_module._restore()

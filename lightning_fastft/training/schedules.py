@@ -1,0 +1,70 @@
+"""Parameter groups and learning-rate schedules, as plain functions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_fastft.core.checks import check_choice
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def group_parameters(
+    parameters: Sequence[torch.nn.Parameter], *, learning_rate: float | None = None, weight_decay: float | None = None
+) -> list[dict[str, Any]]:
+    """Return the groups an optimizer is called with, each parameter in exactly one.
+
+    Args:
+        parameters: What is trained.
+        learning_rate: Rate of every group; None leaves the optimizer's own.
+        weight_decay: Decay of matrices, with 0 for vectors (norms, biases); None leaves the optimizer's own for all.
+
+    Example:
+        >>> norm, matrix = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))
+        >>> [(group["weight_decay"], len(group["params"])) for group in group_parameters([norm, matrix], weight_decay=0.1)]
+        [(0.1, 1), (0.0, 1)]
+    """
+    shared = {} if learning_rate is None else {"lr": learning_rate}
+    if weight_decay is None:
+        return [{"params": list(parameters), **shared}]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay, **shared}, {"params": vectors, "weight_decay": 0.0, **shared}]
+    return [group for group in groups if group["params"]]
+
+
+def learning_rate_schedule(name: str, *, num_steps: int, num_warmup_steps: int, end_share: float = 0.0) -> Callable[[int], float]:
+    """Return the function from optimizer step (from 0) to share of the peak learning rate; never 0 in the warm-up.
+
+    Args:
+        name: "cosine", "linear" or "constant": the way down after the warm-up.
+        num_steps: Optimizer steps of the run; what comes after stays at end_share.
+        num_warmup_steps: Steps of the linear rise, the last of which has the peak.
+        end_share: Share of the peak at which "cosine" and "linear" end.
+
+    Raises:
+        OptionError: name is unknown.
+
+    Example:
+        >>> share = learning_rate_schedule("linear", num_steps=6, num_warmup_steps=2)
+        >>> [share(step) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    check_choice("scheduler", name, SCHEDULES)
+
+    return functools.partial(_share_of_peak, name, num_steps, num_warmup_steps, end_share)
+
+
+def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: float, step: int) -> float:
+    if step < num_warmup_steps:
+        return (step + 1) / num_warmup_steps
+    if name == "constant":
+        return 1.0
+    done = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))
+    falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return end_share + (1.0 - end_share) * falling

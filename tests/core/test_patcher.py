@@ -1,0 +1,48 @@
+"""SwapLedger: every change is taken back, in reverse order, and state is shared, never copied."""
+
+import pytest
+from torch import nn
+
+from lightning_fastft.core.errors import SwapError
+from lightning_fastft.core.patcher import SwapLedger, share_state
+
+
+class LoudLinear(nn.Linear):
+    pass
+
+
+def test_undo_restores_modules_and_attributes_in_reverse_order():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 3)))
+    old, weight = model[1][0], model[1][0].weight
+    ledger = SwapLedger()
+    ledger.replace_module(model, "1.0", share_state(old, LoudLinear))
+    ledger.replace_module(model, "1.0", nn.Identity())
+    ledger.set_attribute(model, "fresh", 1)
+    ledger.set_attribute(model, "fresh", 2)
+    calls = []
+    ledger.add_undo(lambda: calls.append("undone"))
+    assert len(ledger) == 5
+    ledger.undo()
+    ledger.undo()
+    assert model[1][0] is old
+    assert model[1][0].weight is weight
+    assert not hasattr(model, "fresh")
+    assert calls == ["undone"]
+
+
+def test_shared_state_keeps_parameters_and_keys():
+    old = nn.Linear(2, 2)
+    new = share_state(old, LoudLinear)
+    assert type(new) is LoudLinear
+    assert new.weight is old.weight
+    new.weight = nn.Parameter(old.weight.detach() + 1)
+    assert old.weight is new.weight
+    assert list(new.state_dict()) == list(old.state_dict())
+
+
+def test_unknown_names_and_foreign_classes_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(SwapError, match="no submodule '7'"):
+        SwapLedger().replace_module(model, "7", nn.Identity())
+    with pytest.raises(SwapError, match="must extend Linear"):
+        share_state(model[0], nn.Conv1d)

@@ -1,0 +1,127 @@
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.hf.families import FAMILIES, check_servable, decoder_layers, find_causal_models, num_decoder_layers
+from lightning_fastft.kernels.attention.op import BACKENDS
+from tests.support.tiny_models import TINY, VOCABULARY, build_tiny
+
+
+def build_unallocated(model_type, **overrides):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **overrides))
+
+
+def test_every_claimed_family_has_a_tiny_model():
+    assert {model_type for model_type, _ in TINY.values()} == set(FAMILIES)
+
+
+def test_claimed_backends_exist():
+    assert {backend for backends in FAMILIES.values() for backend in backends} == set(BACKENDS)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_tested_families_are_servable(name):
+    model = build_tiny(name)
+    check_servable(model)
+    assert num_decoder_layers(model) == 2
+    assert decoder_layers(model) == list(model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "reason"),
+    [
+        ("falcon", {}, "attention interface"),
+        ("bloom", {}, "attention interface"),
+        ("mpt", {}, "attention interface"),
+        ("gptj", {"n_layer": 2}, "attention interface"),
+        ("qwen3_next", {}, "linear_attention"),
+        ("qwen3_5_text", {}, "linear_attention"),
+        ("kimi_linear", {}, "linear_attention"),
+        ("mamba", {}, "Mamba|linear_attention"),
+        ("mamba2", {}, "Mamba|linear_attention"),
+        ("falcon_h1", {}, "hybrid|Mamba"),
+        ("bamba", {}, "linear_attention|Mamba"),
+        ("nemotron_h", {}, "linear_attention|Mamba"),
+        ("jamba", {}, "linear_attention|Mamba"),
+        ("zamba", {}, "hybrid|Mamba"),
+        ("zamba2", {}, "hybrid|Mamba"),
+        ("recurrent_gemma", {}, "Conv1d|linear_attention"),
+        ("minimax", {}, "linear_attention|Lightning"),
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv|linear_attention"),
+        ("llama4_text", {}, "chunked attention"),
+        ("deepseek_v32", {}, "sparse attention"),
+        ("glm_moe_dsa", {}, "sparse attention"),
+        ("deepseek_v4", {}, "compressed"),
+        ("stablelm", {"num_hidden_layers": 1}, "StableLmDecoderLayer does not pass keyword"),
+        ("nemotron", {"num_hidden_layers": 1, "num_key_value_heads": 8}, "NemotronDecoderLayer does not pass keyword"),
+        ("whisper", {"is_encoder_decoder": False}, "loss of its own"),
+        ("doge", {"num_hidden_layers": 1}, "mask of its own"),
+        ("llama", {"is_causal": False, "num_hidden_layers": 1}, "not causal"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(model_type, overrides, reason):
+    model = build_unallocated(model_type, **overrides)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        check_servable(model)
+    assert type(model).__name__ in str(caught.value)
+    assert f"({model_type})" in str(caught.value)
+
+
+def test_a_state_space_mixer_under_a_plain_configuration_is_refused():
+    class MyMambaMixer(nn.Module):
+        pass
+
+    model = build_tiny("llama")
+    model.model.layers[1].mixer = MyMambaMixer()
+    with pytest.raises(UnsupportedModelError, match="MyMambaMixer carries state"):
+        check_servable(model)
+
+
+def test_a_convolution_over_tokens_is_refused():
+    model = build_tiny("llama")
+    model.model.layers[1].mixer = nn.Conv1d(4, 4, 3)
+    with pytest.raises(UnsupportedModelError, match="Conv1d"):
+        check_servable(model)
+
+
+def test_a_model_without_positions_is_refused():
+    model = build_tiny("llama")
+    model.model.forward = lambda input_ids: None
+    with pytest.raises(UnsupportedModelError, match="takes no position_ids"):
+        check_servable(model)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "olmo3", "cohere2"])
+def test_families_on_the_interface_pass(model_type):
+    check_servable(build_unallocated(model_type))
+
+
+def test_causal_models_are_found_inside_modules_and_adapters():
+    from peft import LoraConfig, get_peft_model
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = get_peft_model(build_tiny("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+            self.more = nn.ModuleList([build_tiny("qwen3"), nn.Linear(2, 2)])
+
+    holder = Holder()
+    found = find_causal_models(holder)
+    assert [name for name, _ in found] == ["first.base_model.model", "more.0"]
+    assert [model for _, model in found] == [holder.get_submodule(name) for name, _ in found]
+    check_servable(found[0][1])
+
+
+def test_a_root_that_is_a_model_has_the_empty_name():
+    model = build_tiny("llama")
+    assert find_causal_models(model) == [("", model)]
+
+
+def test_encoders_are_left_out():
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    assert find_causal_models(nn.ModuleList([BertModel(config)])) == []

@@ -1,0 +1,50 @@
+"""LoRA configurations of strangers: they import nothing, read no file, and ask for work that ends."""
+
+import pytest
+from peft import LoraConfig
+from torch import nn
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf import lora as lora_module
+from lightning_fastft.hf.lora import check_patterns, parse_lora
+
+NAMES = [name for name, _ in nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(4))).named_modules()] + ["model.layers.0.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"megatron_config": {"a": 1}, "megatron_core": "hostile"},
+        {"megatron_core": "hostile"},
+        {"auto_mapping": {"parent_library": "hostile"}},
+        {"init_lora_weights": "pissa_niter_1000000000"},
+        {"layer_replication": [[0, 10**9]]},
+        {"layer_replication": [1]},
+        {"rank_pattern": {"q_proj": 2**40}},
+        {"target_modules": "q*" * 10_000},
+    ],
+)
+def test_a_configuration_that_imports_or_never_ends_is_refused_as_a_mapping_and_as_an_object(fields):
+    with pytest.raises(OptionError, match="lora"):
+        parse_lora(fields)
+    with pytest.raises(OptionError, match="lora"):
+        parse_lora(LoraConfig(**fields))
+
+
+def test_patterns_that_end_are_taken():
+    for pattern in (r".*\.(q|k|v|o)_proj", r"model\.layers\.(0|[1-9][0-9]*)\..*_proj", "all-linear", "q_proj", r"^(?!.*vision).*proj$"):
+        check_patterns(parse_lora({"target_modules": pattern, "rank_pattern": {r".*\.q_proj": 4}}), NAMES)
+    assert parse_lora({"init_lora_weights": "pissa_niter_16"}).init_lora_weights == "pissa_niter_16"
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_patterns_that_never_end_are_refused(field, monkeypatch):
+    monkeypatch.setattr(lora_module, "PATTERN_SECONDS", 0.5)
+    pattern = "(([a-z_0-9.])+)+!"
+    with pytest.raises(OptionError, match="pattern"):
+        check_patterns(parse_lora({field: {pattern: 4} if field == "rank_pattern" else pattern}), NAMES)
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(OptionError, match="no regular expression"):
+        check_patterns(parse_lora({"target_modules": "(q.*"}), NAMES)

@@ -1,0 +1,30 @@
+"""Files of a checkpoint are judged before quantisation hides what is in them."""
+
+import pytest
+import torch
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.hf.loading import ModelSource, _check_files_finite, build_model
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+def test_files_with_values_that_are_not_finite_are_refused_by_name(tmp_path, value, shard_size):
+    model = build_model(ModelSource(CONFIG, init="random"), device=torch.device("cpu"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "good", max_shard_size=shard_size)
+    _check_files_finite(ModelSource(str(tmp_path / "good")), device=torch.device("cpu"))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    model.save_pretrained(tmp_path / "bad", max_shard_size=shard_size)
+    with pytest.raises(DataError, match=r"infinity in model\.layers\.1\.mlp\.up_proj\.weight\."):
+        _check_files_finite(ModelSource(str(tmp_path / "bad")), device=torch.device("cpu"))

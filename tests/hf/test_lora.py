@@ -1,0 +1,68 @@
+"""LoRA from plain values: on every linear layer unless told otherwise, in the dtype asked for, equal after equal seeds."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf.lora import add_adapters, describe_lora, parse_lora, to_plain
+from tests.hf.test_loading import random_model
+
+
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_on_every_linear_layer_in_the_dtype_asked_for(base_dtype, adapter_dtype):
+    model = random_model(dtype=base_dtype)
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"}
+    adapted = add_adapters(model, lora=LoraConfig(r=4), adapter_dtype=adapter_dtype)
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert {name.removeprefix("base_model.model.").split(".lora_")[0] for name in trained} == linear
+    assert {parameter.dtype for parameter in trained.values()} == {adapter_dtype}
+    assert {parameter.dtype for parameter in adapted.parameters() if not parameter.requires_grad} == {base_dtype}
+
+
+def test_adapters_follow_their_seed_and_keep_targets_and_configuration():
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    weights = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(len(weights))
+        adapted = add_adapters(random_model(), lora=lora, adapter_dtype=torch.float32, seed=seed)
+        weights.append({name: value for name, value in adapted.named_parameters() if value.requires_grad})
+    assert all("q_proj" in name for name in weights[0])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+    assert lora.task_type is None
+    assert adapted.peft_config["default"].task_type == "CAUSAL_LM"
+
+
+def test_adapters_are_the_same_under_any_default_device():
+    """Lightning's strategies build a model under default devices of their own, some on the GPU and some on the host."""
+    weights = []
+    for device in ("cpu", "meta"):
+        model = random_model()
+        with torch.device(device):
+            adapted = add_adapters(model, lora=LoraConfig(r=4, init_lora_weights=False), adapter_dtype=torch.float32, seed=1)
+        weights.append({name: value for name, value in adapted.named_parameters() if value.requires_grad})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_lora_that_fits_nothing_or_is_misspelt_is_refused():
+    with pytest.raises(OptionError, match="no_such_layer"):
+        add_adapters(random_model(), lora=LoraConfig(target_modules=["no_such_layer"]), adapter_dtype=torch.float32)
+    with pytest.raises(OptionError, match="most used r, lora_alpha") as refusal:
+        parse_lora({"rank": 4})
+    assert str(refusal.value).splitlines()[:2] == ["lora has the unknown fields ['rank'].", "Did you mean r?"]
+    assert max(map(len, str(refusal.value).splitlines())) <= 150
+    with pytest.raises(OptionError, match="refused by PEFT"):
+        parse_lora({"r": 4, "layers_pattern": "layers"})
+
+
+def test_described_lora_is_plain_and_gives_the_same_configuration():
+    lora = LoraConfig(r=3, target_modules=["v_proj", "q_proj"], rank_pattern={"q_proj": 2}, use_rslora=True)
+    plain = describe_lora(lora)
+    assert json.loads(json.dumps(plain)) == plain
+    assert parse_lora(plain).to_dict() == lora.to_dict()
+    assert to_plain({1: (torch.float32, {3, 2}, None)}) == {"1": ["torch.float32", [2, 3], None]}

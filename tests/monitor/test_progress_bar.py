@@ -1,0 +1,127 @@
+"""FastFTProgressBar: loss and tokens per second from values that have arrived, none read from the device."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_fastft.monitor.progress_bar import FastFTProgressBar
+from lightning_fastft.strategies.registry import register_strategies
+from tests.support.training_parts import PlainModule, packed_loader, tiny_llama
+
+register_strategies()
+
+
+class RecordingBar(FastFTProgressBar):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def get_metrics(self, trainer, pl_module):
+        shown = super().get_metrics(trainer, pl_module)
+        self.seen.append(shown)
+        return shown
+
+
+def fit(tmp_path, module, bar, **options):
+    import lightning.pytorch as pl
+
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", devices=1, strategy="fastft", callbacks=[bar], logger=False, enable_checkpointing=False,
+        enable_model_summary=False, max_epochs=1, num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+    trainer.fit(module, packed_loader(6), packed_loader(2, seed=30))
+    return trainer
+
+
+class KeepsLosses(PlainModule):
+    def __init__(self, model):
+        super().__init__(model)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss))
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_shows_the_loss_of_the_step_and_tokens_per_second(tmp_path, accumulate):
+    """That of a whole window, whose micro-batches alone say how many labels they have as much as how well they are predicted."""
+    module, bar = KeepsLosses(tiny_llama()), RecordingBar()
+    fit(tmp_path, module, bar, accumulate_grad_batches=accumulate)
+    truth, shown = [], None
+    for end in range(1, 7):
+        # The last window of the epoch may be a short one.
+        if end % accumulate == 0 or end == 6:
+            window = module.losses[(end - 1) // accumulate * accumulate : end]
+            shown = f"{sum(window) / len(window):.3f}"
+        truth.append(shown)
+    assert [metrics.get("loss") for metrics in bar.seen[:6]] == truth
+    assert float(bar.seen[5]["tok/s"].replace(",", "")) > 0
+
+
+def test_refresh_inside_a_window_shows_the_last_whole_step(tmp_path):
+    module, bar = KeepsLosses(tiny_llama()), RecordingBar(refresh_rate=3)
+    fit(tmp_path, module, bar, accumulate_grad_batches=2)
+    shown = [metrics["loss"] for metrics in bar.seen if "loss" in metrics]
+    assert shown[0] == f"{sum(module.losses[:2]) / 2:.3f}"
+    assert shown[-1] == f"{sum(module.losses[4:6]) / 2:.3f}"
+
+
+def test_micro_batches_are_shown_under_manual_optimization_of_anybodys(tmp_path):
+    class Manual(KeepsLosses):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx).detach()}
+
+    module, bar = Manual(tiny_llama()), RecordingBar()
+    fit(tmp_path, module, bar)
+    assert [metrics["loss"] for metrics in bar.seen[:6]] == [f"{loss:.3f}" for loss in module.losses]
+
+
+def test_shows_what_validation_logs_for_the_bar_and_nothing_else(tmp_path):
+    class Module(PlainModule):
+        def training_step(self, batch, batch_idx):
+            self.log("lr", 0.5, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.log("F1", 0.25, prog_bar=True)
+
+    bar = RecordingBar()
+    fit(tmp_path, Module(tiny_llama()), bar, val_check_interval=3)
+    after_validation = [metrics for metrics in bar.seen if "F1" in metrics]
+    assert after_validation
+    assert {metrics["F1"] for metrics in after_validation} == {"0.250"}
+    assert all("val_loss" not in metrics and "lr" not in metrics for metrics in bar.seen)
+
+
+def test_values_that_have_not_arrived_are_not_waited_for(tmp_path):
+    bar = RecordingBar()
+    with mock.patch.object(bar._copies, "poll", return_value=[]):
+        fit(tmp_path, PlainModule(tiny_llama()), bar)
+    assert all("loss" not in metrics for metrics in bar.seen)
+
+
+def test_refresh_rate_limits_the_copies(tmp_path):
+    bar = RecordingBar(refresh_rate=3)
+    with mock.patch.object(bar._copies, "push", wraps=bar._copies.push) as push:
+        fit(tmp_path, PlainModule(tiny_llama()), bar)
+    assert push.call_count == 2
+
+
+@pytest.mark.gpu
+def test_no_host_wait_on_a_gpu():
+    bar = FastFTProgressBar()
+    loss = torch.ones((), device="cuda")
+    torch.cuda._sleep(50_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bar._copies.push((10, True), loss)
+        bar._take_in()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bar._shown == {}

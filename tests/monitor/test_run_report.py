@@ -1,0 +1,782 @@
+"""RunReport: true figures, the same in HTML and JSON, whatever ends the run; safe to open and to pass on."""
+
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from html.parser import HTMLParser
+from unittest import mock
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
+from lightning_fastft.checkpoint.resume import ExactResume
+from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.status import Status
+from lightning_fastft.monitor import run_report
+from lightning_fastft.monitor.report.copies import Copy, Kernel, StepTrace, copy_use, read_events
+from lightning_fastft.monitor.report.findings import describe_profile
+from lightning_fastft.monitor.report.losses import StepLosses, WindowLosses
+from lightning_fastft.monitor.report.page import render_page
+from lightning_fastft.monitor.report.sums import Curve, PackSums, Spread
+from lightning_fastft.packing.collate import Document, collate
+from lightning_fastft.packing.describe import describe_data
+from lightning_fastft.planner.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
+from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.monitor.run_report_worker import GONE_AT, NUM_MICRO_BATCHES, NUM_RANKS, NUM_STEPS, Still, count_labelled, documents_of
+from tests.support.host_waits import count_host_waits
+from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.two_ranks import run_two_ranks
+
+VOID = {"meta", "rect", "line", "polyline", "br"}
+HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(2)>'
+
+
+class Page(HTMLParser):
+    """Tags that are open and close as they should, the figures, and every attribute."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.figures, self.text = [], [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "data":
+            self.figures.append(float(dict(attrs)["value"]))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("style",):
+            self.text += data
+
+
+def numbers_in(value):
+    if isinstance(value, dict):
+        return {number for part in value.values() for number in numbers_in(part)}
+    if isinstance(value, list):
+        return {number for part in value for number in numbers_in(part)}
+    return {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
+
+
+class Keeps(PlainModule):
+    """Keeps its losses; sleeps in one step, or fails in it."""
+
+    def __init__(self, *, sleep_at=None, fail_at=None, error=None):
+        super().__init__(tiny_llama())
+        self.losses, self.sleep_at, self.fail_at, self.error = [], sleep_at, fail_at, error
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fail_at:
+            raise self.error
+        if batch_idx == self.sleep_at:
+            time.sleep(0.15)
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def fit(tmp_path, module=None, report=None, *, loader=None, callbacks=(), strategy=None, ckpt_path=None, **options):
+    report = report or RunReport(tmp_path / "run.html", profile_step=None)
+    options.setdefault("max_steps", 8)
+    trainer = quiet_trainer(tmp_path, strategy=strategy or FastFTStrategy(), callbacks=[report, *callbacks], num_sanity_val_steps=0, **options)
+    trainer.fit(module or Keeps(), *(loader if isinstance(loader, tuple) else (loader or packed_loader(8),)), ckpt_path=ckpt_path)
+    return trainer
+
+
+def read(tmp_path, name="run"):
+    return json.loads((tmp_path / f"{name}.json").read_text()), (tmp_path / f"{name}.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One whole run with a profiled and a watched step; reads on a line of the user's."""
+
+    class Reads(Keeps):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            loss.item()  # the user's own wait
+            return loss
+
+    torch.manual_seed(0)
+    folder, module = tmp_path_factory.mktemp("report"), Reads()
+    fit(folder, module, RunReport(folder / "run.html", profile_step=4), max_steps=12, loader=packed_loader(12))
+    return (module, *read(folder))
+
+
+def test_every_figure_of_the_page_is_in_the_json_and_the_heads_are_on_the_page(finished):
+    _, data, text = finished
+    page, known = Page(text), numbers_in(data)
+    assert len(page.figures) > 40
+    assert set(page.figures) <= known, set(page.figures) - known
+    heads = [data["head"][name] for name in ("tokens_per_s", "peak_memory_gib", "final_loss", "first_loss", "num_steps")]
+    heads += [data["packing"]["padding"], data["slowest"]["ms"], data["profile"]["busy_ms"], data["waits"]["per_step"], data["times"]["p50_ms"]]
+    heads += [part["mean_ms"] for part in data["times"]["parts"]] + [data["curves"]["loss"]["points"][-1][2]]
+    assert set(map(float, heads)) <= set(page.figures)
+    assert all(sentence in page.text for sentence in data["outcome"]["verdict"])
+    assert all(status["reason"] in page.text for status in data["statuses"])
+    assert (data["schema"], data["schema_version"]) == ("lightning_fastft.run_report", 1)
+
+
+def test_page_loads_nothing_and_runs_nothing(finished):
+    _, _, text = finished
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert not [value for name, value in page.attributes if name in ("src", "href", "srcset", "action") or name.startswith("on")]
+    assert not re.search(r"https?:|//\w|url\(|@import", text)
+    assert '<meta name="viewport" content="width=device-width' in text
+    assert "prefers-color-scheme: dark" in text
+    assert "max-width: 600px" in text
+    # Tables scroll inside themselves.
+    assert text.count("<table") == text.count('<div class="scroll"><table')
+
+
+def test_losses_tokens_and_packs_are_those_of_the_run(finished):
+    module, data, _ = finished
+    losses = module.losses
+    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx(losses)
+    assert data["head"]["first_loss"] == pytest.approx(sum(losses[:3]) / 3)
+    assert data["head"]["final_loss"] == pytest.approx(sum(losses[-3:]) / 3)
+    contexts = [batch.context for batch in packed_batches(12)]
+    lengths = np.concatenate([np.diff(context.start_host_S1.numpy()) for context in contexts])
+    packing = data["packing"]
+    assert (packing["num_packs"], packing["num_documents"], packing["longest_document_tokens"]) == (12, len(lengths), int(lengths.max()))
+    assert packing["num_real_tokens"] == int(lengths.sum())
+    assert packing["num_labelled"] == sum(context.num_labelled for context in contexts)
+    for bar in packing["lengths"]:
+        assert bar["count"] == int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum())
+    assert sum(bar["count"] for bar in packing["lengths"]) == len(lengths)
+    assert data["head"]["num_trained"] == sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_padding_is_no_document_and_no_token(tmp_path):
+    fit(tmp_path, loader=packed_loader(8, pad_to=96))
+    data, _ = read(tmp_path)
+    contexts = [batch.context for batch in packed_batches(8)]
+    packing, num_real = data["packing"], sum(context.num_tokens for context in contexts)
+    assert (packing["num_documents"], packing["num_tokens"], packing["num_real_tokens"]) == (8 * 3, 8 * 96, num_real)
+    assert packing["longest_document_tokens"] == max(context.max_length for context in contexts)
+    assert (packing["fill"], packing["max_tokens"]) == (None, None)
+    assert packing["padding"] == pytest.approx(1 - num_real / (8 * 96))
+    assert data["slowest"]["num_tokens"] == contexts[data["slowest"]["step"]].num_tokens
+    assert any("of the tokens in the packs are padding" in sentence for sentence in data["outcome"]["verdict"])
+    assert not any("full" in sentence for sentence in data["outcome"]["verdict"])
+
+
+@pytest.mark.parametrize("pad_to_max", [False, True])
+def test_fill_is_the_share_of_max_tokens_that_the_data_module_tells(tmp_path, pad_to_max):
+    rows = [{"input_ids": list(range(1, 41))} for _ in range(8)]
+    datamodule = PackedDataModule(rows, max_tokens=96, pad_to_max=pad_to_max, num_workers=0, num_proc=1, cache_dir=None, show_progress=False)
+    report = RunReport(tmp_path / "run.html", profile_step=None)
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[report], max_steps=4)
+    trainer.fit(Keeps(), datamodule=datamodule)
+    data, text = read(tmp_path)
+    told = re.search(r"fill ([\d.]+) %", describe_data(datamodule))[1]
+    assert data["packing"]["fill"] == pytest.approx(80 / 96)
+    assert f"{100 * data['packing']['fill']:.2f}" == told
+    assert "Packs of 96 tokens are 83.3 % full" in " ".join(Page(text).text.split())
+    assert "Packs are only 83 % full." in data["outcome"]["verdict"]
+
+
+def test_what_was_made_once_in_a_batch_is_told_apart(tmp_path):
+    def note(trainer, pl_module, batch, batch_idx):
+        if batch_idx in (4, 6):
+            batch.context.set_up = "layers were recorded as CUDA graphs"
+
+    fit(tmp_path, loader=packed_loader(10), callbacks=[LambdaCallback(on_train_batch_start=note)])
+    data, text = read(tmp_path)
+    ((what, num_batches, ms),) = [tuple(made.values()) for made in data["times"]["set_ups"]]
+    assert (what, num_batches) == ("layers were recorded as CUDA graphs", 2)
+    assert ms > 0
+    assert data["slowest"]["step"] not in (4, 6)
+    assert "Another 2, in which layers were recorded as CUDA graphs, took" in " ".join(Page(text).text.split())
+
+
+def test_times_leave_out_warmup_and_disturbed_steps(finished):
+    _, data, _ = finished
+    times = data["times"]
+    # 12 batches: 3 of warm-up, 1 profiled, 1 watched.
+    assert (times["num_batches"], times["has_warmup"]) == (7, False)
+    assert sum(part["share"] for part in times["parts"]) == pytest.approx(1)
+    assert {part["kind"] for part in times["parts"] if part["mean_ms"] > 0} == {"between", "forward", "backward", "optimizer"}
+    assert times["p10_ms"] <= times["p50_ms"] <= times["p90_ms"] <= data["slowest"]["ms"] * 1.01
+    assert data["head"]["tokens_per_s"] > 0
+    assert data["slowest"]["step"] in {3, *range(6, 12)}
+
+
+def test_profile_and_host_waits_are_of_the_steps_asked_for(finished):
+    _, data, _ = finished
+    profile, waits = data["profile"], data["waits"]
+    assert profile["step"] == 4
+    assert 0 < profile["busy_ms"] <= profile["step_ms"]
+    assert max(profile["lanes"][0]["shares"]) > 0
+    assert any("aten::" in row["name"] for row in profile["longest"])
+    assert (waits["num_steps"], waits["is_prediction"]) == (1, True)
+    # Both reads of the user's module; what the callbacks of this package read has been copied to the host.
+    assert [row["per_step"] for row in waits["rows"]] == [1, 1]
+    assert all("test_run_report.py" in row["place"] for row in waits["rows"])
+    assert "the user's own wait" in " ".join(row["text"] for row in waits["rows"])
+
+
+def test_findings_of_a_detector_of_the_users_are_shown(tmp_path):
+    detector = HostWaitDetector(steps=[2, 3])
+    fit(tmp_path, callbacks=[detector])
+    data, _ = read(tmp_path)
+    assert (data["waits"]["num_steps"], data["waits"]["per_step"]) == (2, sum(detector.waits.values()) / 2)
+    assert data["times"]["num_batches"] == 8 - 3 - 1
+
+
+def test_slowest_pack_and_verdict(tmp_path):
+    fit(tmp_path, Keeps(sleep_at=6))
+    data, _ = read(tmp_path)
+    context = packed_batches(8)[6].context
+    slowest = data["slowest"]
+    assert (slowest["step"], slowest["num_tokens"], slowest["num_documents"]) == (6, context.num_real_tokens, 3)
+    assert slowest["longest_document"] == context.max_length
+    assert slowest["ms"] >= 150
+    assert slowest["times_median"] == pytest.approx(slowest["ms"] / data["times"]["p50_ms"])
+    parts = {part["kind"]: part["mean_ms"] for part in data["times"]["parts"]}
+    assert parts["forward"] >= 150 / 5
+    assert data["outcome"]["verdict"][0] == "The run finished after 8 optimizer steps."
+
+
+def test_first_batch_of_an_epoch_is_no_slow_pack(tmp_path):
+    """Beside it the loader begins, whatever the pack holds."""
+    fit(tmp_path, Keeps(sleep_at=0), loader=packed_loader(4), max_epochs=4, max_steps=-1)
+    data, text = read(tmp_path)
+    assert data["slowest"]["batch"] % 4 != 0
+    ((what, num_batches, ms),) = [tuple(made.values()) for made in data["times"]["set_ups"]]
+    assert (what, num_batches, data["times"]["num_batches"]) == ("an epoch and its data loader began", 3, 16 - 3 - 3)
+    assert ms >= 3 * 150
+    assert "Another 3, in which an epoch and its data loader began, took" in " ".join(Page(text).text.split())
+
+
+def test_epochs_of_one_batch_are_timed_all_the_same(tmp_path):
+    fit(tmp_path, loader=packed_loader(1), max_epochs=6, max_steps=-1)
+    data, _ = read(tmp_path)
+    assert (data["times"]["num_batches"], data["times"]["set_ups"]) == (6, [])
+    assert data["head"]["tokens_per_s"] > 0
+
+
+def signal_at(number, batch_idx):
+    return LambdaCallback(on_train_batch_start=lambda trainer, module, batch, index: os.kill(os.getpid(), number) if index == batch_idx else None)
+
+
+@pytest.mark.parametrize("is_resume_first", [False, True])
+def test_run_that_a_signal_stopped_was_saved_and_did_not_fail(tmp_path, is_resume_first):
+    """Whether ExactResume ends the run before or after the report has counted the step."""
+    report = RunReport(tmp_path / "run.html", profile_step=None)
+    callbacks = [ExactResume(), report] if is_resume_first else [report]
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[signal_at(signal.SIGTERM, 4), *callbacks], max_steps=8)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(Keeps(), packed_loader(8))
+    path = str(tmp_path / "stopped-step=5.ckpt")
+    data, text = read(tmp_path)
+    outcome = data["outcome"]
+    assert ended.value.code == 143
+    assert (outcome["state"], outcome["error"], outcome["level"]) == ("stopped", None, "warn")
+    assert outcome["stop"] == {"signal": "SIGTERM", "step": 5, "checkpoint": path, "exit_code": 143}
+    assert outcome["verdict"][0] == (
+        f"The run was stopped by SIGTERM after 5 optimizer steps; saved at {path}; go on with --ckpt_path {path} (in Python: ckpt_path= of fit)."
+    )
+    assert (data["head"]["num_steps"], data["head"]["last_step"]) == (5, 5)
+    assert "SystemExit" not in text + json.dumps(data)
+    assert "failed" not in Page(text).text
+
+
+def test_resumed_run_says_from_where_it_went_on(tmp_path):
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=[signal_at(signal.SIGTERM, 4)])
+    path, module = tmp_path / "stopped-step=5.ckpt", Keeps(sleep_at=8)
+    loader = packed_loader(12)
+    with pytest.warns(UserWarning, match="max_steps was 8 and is 12"):
+        fit(tmp_path, module, RunReport(tmp_path / "run.html", profile_step=1), loader=loader, ckpt_path=path, max_steps=12)
+    data, text = read(tmp_path)
+    assert data["resumed"] == {"step": 5, "checkpoint": str(path)}
+    assert (data["head"]["num_steps"], data["head"]["last_step"]) == (7, 12)
+    assert [point[:2] for point in data["curves"]["loss"]["points"]] == [[step, step] for step in range(5, 12)]
+    assert [point[0] for point in data["curves"]["tokens_per_s"]["points"]][-1] == 11
+    assert data["profile"]["step"] == 6
+    assert data["slowest"]["step"] == 8
+    assert data["outcome"]["verdict"][0] == f"The run went on from step 5 (checkpoint {path}) to 12, and finished after 7 optimizer steps."
+    shown = " ".join(Page(text).text.split())
+    assert "step 5step 11" in shown
+    assert "from step 5 on" in shown
+
+
+def test_run_from_the_beginning_is_not_resumed(finished):
+    _, data, text = finished
+    assert data["resumed"] is None
+    assert "went on from" not in Page(text).text
+
+
+def test_last_validation_is_on_the_page(tmp_path):
+    class Validates(Keeps):
+        def validation_step(self, batch, batch_idx):
+            self.model(**batch)
+            self.log("val_loss", torch.tensor(float(self.trainer.global_step)))
+            self.log("val_accuracy", 0.25)
+            self.log("other", 1.0)
+
+    fit(tmp_path, Validates(), loader=(packed_loader(8), packed_loader(1)), val_check_interval=3, max_steps=6)
+    data, text = read(tmp_path)
+    assert data["validation"]["step"] == 6
+    assert {metric["name"]: metric["value"] for metric in data["validation"]["metrics"]} == {"val_loss": 6.0, "val_accuracy": 0.25}
+    shown = " ".join(Page(text).text.split())
+    assert re.search(r"Last validation, after step 6: val_\w+ [\d.]+, val_\w+ [\d.]+", shown)
+
+
+def test_run_without_a_validation_shows_none(finished):
+    _, data, text = finished
+    assert data["validation"] is None
+    assert "Last validation" not in Page(text).text
+
+
+def test_end_of_a_fit_is_told_in_one_line(tmp_path, caplog):
+    checkpoint = ModelCheckpoint(tmp_path / "saved", filename="{step}", save_last=True)
+    caplog.set_level("INFO")
+    fit(tmp_path, callbacks=[checkpoint], enable_checkpointing=True)
+    head = read(tmp_path)[0]["head"]
+    (told,) = (message for message in caplog.messages if "Run report: " in message)
+    first, second = told.splitlines()
+    loss = f"loss {head['first_loss']:.4g} to {head['final_loss']:.4g}"
+    assert first.startswith(f"8 optimizer steps; {loss} (means of the first 2 and the last 2 steps; the first step alone ")
+    assert first.endswith(f"; {head['tokens_per_s']:,.0f} tokens/s; last checkpoint {tmp_path / 'saved' / 'last.ckpt'}")
+    assert second == f"Run report: {tmp_path / 'run.html'}"
+
+
+def test_best_checkpoint_is_told_where_one_is_watched_for(tmp_path, caplog):
+    checkpoint = ModelCheckpoint(tmp_path / "saved", monitor="train_loss", every_n_train_steps=1)
+    caplog.set_level("INFO")
+    fit(tmp_path, callbacks=[checkpoint], enable_checkpointing=True)
+    assert read(tmp_path)[0]["checkpoints"] == {"best": checkpoint.best_model_path}
+    assert f"; best checkpoint {checkpoint.best_model_path}\n" in caplog.text
+
+
+def test_verdict_says_of_how_many_steps_a_loss_is(finished):
+    module, data, _ = finished
+    first, final = (sum(part) / 3 for part in (module.losses[:3], module.losses[-3:]))
+    alone = f"the first step alone {module.losses[0]:.4g})."
+    assert data["head"]["first_step_loss"] == pytest.approx(module.losses[0])
+    assert any(
+        f"from {first:.4g} to {final:.4g} (means of the first 3 and the last 3 steps; {alone}" in sentence for sentence in data["outcome"]["verdict"]
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(70, 120), (3, 9000), (1, 1), (40, 44)])
+def test_lengths_of_documents_are_seen_in_bins_over_those_that_occur(low, high):
+    lengths = np.random.default_rng(0).integers(low, high + 1, size=400)
+    lengths[:2] = low, high
+    sums = PackSums()
+    for part in np.split(lengths, 20):
+        sums.add(collate([Document(np.ones(length, dtype=np.int64), np.ones(length, dtype=np.int64)) for length in part]).context)
+    bars = sums.to_dict(max_tokens=None)["lengths"]
+    assert min(7, high - low + 1) <= len(bars) <= 12
+    assert (bars[0]["low"], bars[-1]["high"]) == (low, high)
+    assert [bar["low"] for bar in bars[1:]] == [bar["high"] + 1 for bar in bars[:-1]]
+    assert [bar["count"] for bar in bars] == [int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum()) for bar in bars]
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+def test_what_only_logged_steps_read_is_named_and_no_verdict(tmp_path, reads):
+    class Reads(Keeps):
+        def training_step(self, batch, batch_idx):
+            loss = PlainModule.training_step(self, batch, batch_idx)
+            for _ in range(reads):
+                loss.item()
+            return loss
+
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, Reads(), RunReport(tmp_path / "run.html", profile_step=4), logger=logger, log_every_n_steps=1)
+    data, text = read(tmp_path)
+    (logged,) = (row for row in data["waits"]["rows"] if row["is_logging"])
+    assert "reading what self.log was given (train_loss), on logged steps only" in Page(text).text
+    assert "apply_func" not in logged["place"] + str(logged["library"])
+    told = [sentence for sentence in data["outcome"]["verdict"] if "would wait" in sentence]
+    times = {0: [], 1: ["1 time a step"], 2: ["2 times a step"]}[reads]
+    assert told == [f"On a GPU the host would wait {number}; the table names the lines." for number in times]
+
+
+class SlowLoader(torch.utils.data.DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            time.sleep(0.05)
+            yield batch
+
+
+def test_waiting_for_data_is_told_apart(tmp_path):
+    fit(tmp_path, loader=SlowLoader(packed_batches(8), batch_size=None))
+    data, _ = read(tmp_path)
+    (between,) = (part for part in data["times"]["parts"] if part["kind"] == "between")
+    assert between["mean_ms"] >= 45
+    assert any("between micro-batches" in sentence for sentence in data["outcome"]["verdict"])
+
+
+def test_validation_is_in_no_time(tmp_path):
+    class Validates(Keeps):
+        def validation_step(self, batch, batch_idx):
+            time.sleep(0.2)
+            super().validation_step(batch, batch_idx)
+
+    fit(tmp_path, Validates(), loader=(packed_loader(8), packed_loader(1)), val_check_interval=4, limit_val_batches=1)
+    data, _ = read(tmp_path)
+    (between,) = (part for part in data["times"]["parts"] if part["kind"] == "between")
+    assert between["mean_ms"] < 20
+    assert data["slowest"]["ms"] < 200
+
+
+def test_windows_of_accumulation_count_as_steps(tmp_path):
+    module = Keeps()
+    fit(tmp_path, module, max_steps=4, accumulate_grad_batches=2)
+    data, _ = read(tmp_path)
+    assert (data["head"]["num_steps"], data["head"]["num_batches"]) == (4, 8)
+    assert [point[:2] for point in data["curves"]["loss"]["points"]] == [[step, step] for step in range(4)]
+    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx([sum(pair) / 2 for pair in np.split(np.array(module.losses), 4)])
+
+
+def test_loss_of_a_step_is_the_mean_over_the_labelled_tokens_of_its_window(tmp_path):
+    """Micro-batches of 1 and 30 labelled tokens: alone, each loss is scaled by its share."""
+    rng = np.random.default_rng(0)
+    documents = []
+    for num_labelled in (1, 30, 30, 1):
+        ids = rng.integers(1, 90, size=40)
+        documents.append(Document(ids, np.where(np.arange(40) >= 40 - num_labelled, ids, -100)))
+    loader = torch.utils.data.DataLoader([collate([document], num_items=31 / 2) for document in documents], batch_size=None)
+
+    class Still(Keeps):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module = Still()
+    fit(tmp_path, module, loader=loader, max_steps=2, accumulate_grad_batches=2)
+    data, text = read(tmp_path)
+    singly = [module.model(**collate([document])).loss.item() for document in documents]
+    truth = [(singly[0] + 30 * singly[1]) / 31, (30 * singly[2] + singly[3]) / 31]
+    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx(truth, rel=1e-4)
+    assert (data["head"]["first_loss"], data["head"]["final_loss"]) == pytest.approx(truth, rel=1e-4)
+    assert "Each point is one optimizer step." in Page(text).text
+
+
+def test_window_with_a_loss_that_is_not_finite_has_no_point():
+    window = WindowLosses()
+    values = [1.0, float("nan"), 3.0, 5.0]
+    assert [window.add(value, is_last=bool(index % 2)) for index, value in enumerate(values)] == [None, None, None, 4.0]
+    assert window.num_not_finite == 1
+
+
+@pytest.mark.parametrize(("error", "state"), [(ArithmeticError("broken " + HOSTILE), "failed"), (KeyboardInterrupt(), "interrupted")])
+def test_report_is_written_when_the_run_is_ended(tmp_path, error, state):
+    with pytest.raises(SystemExit if state == "interrupted" else ArithmeticError):
+        fit(tmp_path, Keeps(fail_at=5, error=error), RunReport(tmp_path / "run.html", profile_step=5))
+    data, text = read(tmp_path)
+    assert data["outcome"]["state"] == state
+    assert data["outcome"]["error"]["type"] == type(error).__name__
+    assert data["outcome"]["verdict"][0].startswith(f"The run {'was interrupted' if state == 'interrupted' else 'failed'} after 5 optimizer steps")
+    assert data["outcome"]["level"] == ("warn" if state == "interrupted" else "bad")
+    assert (data["head"]["num_steps"], len(data["curves"]["loss"]["points"]), data["times"]["num_batches"]) == (5, 5, 2)
+    assert {"packed attention", "loss head"} <= {status["name"] for status in data["statuses"] if status["state"] == "active"}
+    assert not torch.autograd._profiler_enabled()
+    assert "script" not in Page(text).tags
+
+
+def test_error_of_the_report_does_not_replace_the_error_of_the_run(tmp_path):
+    broken = mock.patch.object(run_report, "describe_model", side_effect=RuntimeError("no model"))
+    with broken, pytest.warns(UserWarning, match="could not be made"), pytest.raises(ArithmeticError):
+        fit(tmp_path, Keeps(fail_at=1, error=ArithmeticError()))
+
+
+def test_full_disk_does_not_end_a_trained_run(tmp_path):
+    with (
+        mock.patch("lightning_fastft.packing.dataset.replace_file", side_effect=OSError("No space left")),
+        pytest.warns(UserWarning, match="No space"),
+    ):
+        fit(tmp_path, max_steps=2)
+
+
+def test_folder_that_cannot_be_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    module = Keeps()
+    with pytest.raises(OSError, match="file"):
+        fit(tmp_path, module, RunReport(tmp_path / "file" / "run.html"))
+    assert not module.losses
+
+
+def test_hostile_texts_are_escaped_and_secrets_are_nowhere(tmp_path, monkeypatch):
+    token = "hf_" + "a" * 20
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hf_token", token, "--api_key=abc123", f"--name={HOSTILE}", "--data.max_tokens=4096"])
+    monkeypatch.setenv("SECRET_FOR_TEST", "environment-is-not-read")
+
+    class Hostile(Keeps):
+        def __init__(self, name, api_key, password):
+            super().__init__()
+            self.save_hyperparameters()
+            self.model.config._name_or_path = name
+
+    class Refuses(pl.Callback):
+        def status(self):
+            return Status(HOSTILE, "refused", f"see ftp://me:hunter2@host/{HOSTILE} {token}", HOSTILE)
+
+    fit(tmp_path, Hostile(HOSTILE, "abc123", "hunter3"), callbacks=[Refuses()], max_steps=2)
+    data, text = read(tmp_path)
+    page = Page(text)
+    assert not {"script", "img"} & set(page.tags)
+    assert page.text.count('<script>alert("1")</script>') >= 4
+    assert data["head"]["name"] == HOSTILE
+    both = text + json.dumps(data)
+    assert not [secret for secret in (token, "abc123", "hunter2", "hunter3", "environment-is-not-read") if secret in both]
+    assert data["options"]["module"]["api_key"] == "[removed]"
+    assert "--data.max_tokens=4096" in data["command"]
+    assert any("Refused:" in sentence for sentence in data["outcome"]["verdict"])
+
+
+def test_losses_that_are_not_finite_are_counted_and_the_json_stays_strict(tmp_path):
+    class Breaks(Keeps):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 2 else loss
+
+    fit(tmp_path, Breaks(), max_steps=4)
+    data, _ = read(tmp_path)
+    assert data["curves"]["loss"]["num_not_finite"] >= 1
+    assert data["outcome"]["level"] == "bad"
+    assert "NaN" not in (tmp_path / "run.json").read_text()
+
+
+def test_second_fit_begins_afresh(tmp_path):
+    report = RunReport(tmp_path / "run.html", profile_step=1)
+    fit(tmp_path, report=report, max_steps=6)
+    fit(tmp_path, report=report, max_steps=4)
+    data, _ = read(tmp_path)
+    assert (data["head"]["num_steps"], data["packing"]["num_packs"], len(data["curves"]["loss"]["points"])) == (4, 4, 4)
+
+
+def test_module_of_anybodys_under_a_foreign_strategy(tmp_path):
+    class Linear(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.manual_backward(self.linear(batch).square().mean())
+                self.optimizers().step()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    report = RunReport(profile_step=None)
+    fit(tmp_path, Linear(), report, loader=torch.utils.data.DataLoader(torch.randn(8, 4)), strategy="auto", max_steps=16)
+    assert report.html_path == tmp_path / "run_report.html"
+    data, text = read(tmp_path, "run_report")
+    assert (data["head"]["tokens_per_s"], data["head"]["final_loss"], data["packing"], data["head"]["num_steps"]) == (None, None, None, 8)
+    assert "unknown" in Page(text).text
+    assert {part["kind"] for part in data["times"]["parts"] if part["mean_ms"] > 0} == {"between", "forward", "backward", "optimizer"}
+
+
+def test_plan_is_drawn_layer_by_layer(tmp_path):
+    mib = 2**20
+    values = (ValueCost("attention", 80 * mib, 4.0), ValueCost("mlp.up_proj", 140 * mib, 3.0))
+    cost = StepCost((SegmentCost(40 * mib, 900 * mib, 12.0, 24.0, 11.0, values, 200 * mib, 400 * mib, 0),) * 6, 2048 * mib, 300 * mib, 60.0, 20.0)
+    plan = make_plan(cost, vram_budget_bytes=5000 * mib, host_budget_bytes=4096 * mib, machine=Machine("test", 20e9, 20e9))
+    with mock.patch.object(run_report, "_find_plans", return_value=[(cost, plan)]):
+        fit(tmp_path, max_steps=2)
+    data, text = read(tmp_path)
+    (shown,) = data["plans"]
+    assert [layer["is_kept"] for layer in shown["layers"]] == [segment.is_kept for segment in plan.segments]
+    assert [tuple(moment) for moment in shown["memory"]] == list(plan.prediction.memory)
+    assert shown["peak_gib"] == plan.prediction.peak_bytes / 2**30
+    picture = text[text.index('aria-label="device memory over a step"') :].partition("</svg>")[0]
+    heights = [float(height) for height in re.findall(r'height="([\d.]+)"><title>', picture)]
+    assert heights == pytest.approx([150 * num_bytes / plan.prediction.peak_bytes for _, num_bytes in plan.prediction.memory], abs=0.01)
+    assert Page(text).text.count("predicted peak") == 1
+
+
+def test_plans_are_found_where_the_strategy_keeps_them():
+    stack, unplanned = mock.Mock(cost="cost", plan="plan"), mock.Mock(cost=None, plan=None)
+    trainer = mock.Mock(callbacks=[], strategy=mock.Mock())
+    trainer.strategy.packed_steps.activations.stacks = [unplanned, stack]
+    assert run_report._find_plans(trainer) == [("cost", "plan")]
+
+
+def test_only_rank_zero_writes(tmp_path):
+    with mock.patch.object(pl.Trainer, "is_global_zero", False):
+        fit(tmp_path, report=RunReport(tmp_path / "other" / "run.html"), max_steps=2)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run_two_ranks("tests.monitor.run_report_worker", folder)
+    return folder
+
+
+def losses_of_parts(step):
+    """Sums over the labelled tokens of each part of a step, and the tokens."""
+    module, parts = Still(), [documents_of(step, part) for part in range(NUM_MICRO_BATCHES * NUM_RANKS)]
+    # One document at a time: outside of a run nothing keeps the documents of a pack apart.
+    sums = [sum(module.model(**collate([document])).loss.item() * count_labelled([document]) for document in documents) for documents in parts]
+    return np.array(sums), np.array([count_labelled(documents) for documents in parts])
+
+
+@pytest.mark.slow
+def test_loss_of_several_ranks_is_the_mean_over_the_labelled_tokens_of_all(two_ranks):
+    data, text = read(two_ranks / "whole")
+    sums_and_numbers = [losses_of_parts(step) for step in range(NUM_STEPS)]
+    truth = [sums.sum() / numbers.sum() for sums, numbers in sums_and_numbers]
+    of_rank_0 = [sums[::NUM_RANKS].sum() * NUM_RANKS / numbers.sum() for sums, numbers in sums_and_numbers]
+    loss = data["curves"]["loss"]
+    assert [point[2] for point in loss["points"]] == pytest.approx(truth, rel=1e-4)
+    assert of_rank_0 != pytest.approx(truth, rel=0.1), "the ranks are to differ"
+    assert (data["head"]["first_loss"], data["head"]["final_loss"]) == pytest.approx((truth[0], truth[-1]), rel=1e-4)
+    assert (loss["ranks"], loss["why_alone"]) == ([0, 1], "")
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
+    assert data["head"]["peak_memory_gib"] == max(rank["peak_memory_gib"] for rank in data["ranks"]) > 0
+    assert data["head"]["tokens_per_s"] == pytest.approx(sum(rank["tokens_per_s"] for rank in data["ranks"]))
+    assert "The mean over all 2 ranks" in " ".join(Page(text).text.split())
+
+
+@pytest.mark.slow
+def test_report_of_a_run_whose_other_rank_is_gone_says_that_it_is_rank_zeros_alone(two_ranks):
+    data, text = read(two_ranks / "broken")
+    assert (data["outcome"]["state"], data["head"]["num_steps"]) == ("failed", GONE_AT)
+    loss = data["curves"]["loss"]
+    sums, numbers = losses_of_parts(0)
+    assert loss["points"][0][2] == pytest.approx(sums[::NUM_RANKS].sum() * NUM_RANKS / numbers.sum(), rel=1e-4)
+    assert (len(loss["points"]), loss["ranks"]) == (GONE_AT, [0])
+    assert loss["why_alone"] == "the run ended before the other ranks could be asked"
+    assert f"Of rank 0 alone, scaled by its share of the labels, as are the first and the last loss above: {loss['why_alone']}." in " ".join(
+        Page(text).text.split()
+    )
+
+
+def test_ranks_that_noted_different_steps_are_told(tmp_path):
+    def gather(self, own_V):
+        other = StepLosses()
+        other.add(0, 1.0, is_last=True)
+        return torch.stack([own_V, torch.cat([own_V[:2], torch.from_numpy(other.to_array())])])
+
+    with mock.patch.object(FastFTStrategy, "all_gather", gather), mock.patch.object(pl.Trainer, "world_size", 2):
+        fit(tmp_path)
+    data, text = read(tmp_path)
+    assert (data["curves"]["loss"]["ranks"], len(data["curves"]["loss"]["points"])) == ([0], 8)
+    assert data["curves"]["loss"]["why_alone"] == "the ranks noted different steps"
+    assert "Of rank 0 alone" in Page(text).text
+
+
+def test_hooks_read_nothing_from_the_device(tmp_path):
+    """Of what the dispatcher sees in steps, nothing is the callback's; the host's own offsets it may read."""
+
+    class Counts(pl.Callback):
+        def on_train_start(self, *args):
+            self.waits = count_host_waits()
+            self.waits.__enter__()
+
+        def on_train_end(self, *args):
+            self.waits.__exit__()
+
+    counts, report = Counts(), RunReport(tmp_path / "run.html", profile_step=None)
+    with mock.patch.object(LateCopies, "poll", return_value=[]):
+        trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[counts, report], max_steps=4)
+        trainer.fit(PlainModule(tiny_llama()), packed_loader(4))
+    assert not [origin for origin in counts.waits.origin if "run_report.py" in origin or "timing.py" in origin]
+    assert {origin.partition(":")[0] for origin in counts.waits.origin if "report/" in origin} == {"numpy"}
+
+
+def test_curve_loses_no_value_and_stays_bounded():
+    curve, values = Curve(max_points=8), np.random.default_rng(0).normal(size=1001)
+    for step, value in enumerate(values):
+        curve.add(step, float(value))
+        assert len(curve.points()) <= 8
+    points = curve.points()
+    assert (points[0].first_step, points[-1].last_step) == (0, 1000)
+    for point, after in zip(points, [*points[1:], None]):
+        assert point.value == pytest.approx(values[point.first_step : point.last_step + 1].mean())
+        assert after is None or after.first_step == point.last_step + 1
+    assert {point.last_step - point.first_step + 1 for point in points[:-1]} == {curve.values_per_point}
+
+
+def test_spread_is_right_to_a_percent():
+    spread, values = Spread(), np.random.default_rng(0).lognormal(3, 1, size=5000)
+    for value in values:
+        spread.add(float(value))
+    for percent in (10, 50, 90, 100):
+        assert spread.percentile(percent) == pytest.approx(np.percentile(values, percent), rel=0.01)
+
+
+def trace_events():
+    def event(category, start, duration, correlation=0, name="kernel", **arguments):
+        return {"ph": "X", "cat": category, "ts": start, "dur": duration, "name": name, "args": {"correlation": correlation, **arguments}}
+
+    return [
+        event("cuda_runtime", 0, 5, 1), event("kernel", 100, 100, 1), event("cuda_runtime", 10, 5, 2), event("kernel", 400, 100, 2),
+        event("gpu_memcpy", 150, 250, 3, "Memcpy DtoH (Device -> Pinned)", bytes=2**24), event("gpu_memcpy", 0, 9, 4, "Memcpy HtoD", bytes=8),
+    ]  # fmt: skip
+
+
+def test_copies_of_a_trace_are_judged_by_what_waited_for_them():
+    kernels, copies = read_events(trace_events())
+    assert kernels == [Kernel(100, 200, 0), Kernel(400, 500, 10)]
+    assert copies == [Copy("d2h", 150, 400, 2**24)]
+    use = copy_use(kernels, copies)
+    # The second kernel was launched long before and started when the copy ended: all of the gap but the least one is the copy's.
+    assert (use.step_ms, use.busy_ms, use.copy_ms, use.exposed_ms) == pytest.approx((0.4, 0.2, 0.25, 0.195))
+    assert use.covered_share == pytest.approx(0.2)
+    assert use.hidden_share == pytest.approx(1 - 0.195 / 0.25)
+
+
+def test_lanes_of_a_gpu_profile_are_on_the_page(finished):
+    _, data, _ = finished
+    trace = StepTrace(*read_events(trace_events()), [("kernel", 2, 200.0)])
+    profile = describe_profile(trace, step=4, is_cuda=True, why_not="")
+    assert [lane["name"] for lane in profile["lanes"]] == ["compute", "copies to the host", "copies to the device"]
+    compute, down, up = ([sum(lane["shares"][i * 50 : (i + 1) * 50]) / 50 for i in range(4)] for lane in profile["lanes"])
+    assert compute == pytest.approx([1, 0, 0, 1])
+    assert down == pytest.approx([0.5, 1, 1, 0])
+    assert up == [0, 0, 0, 0]
+    page = Page(render_page({**data, "profile": profile}))
+    assert {profile["hidden_share"], profile["exposed_ms"], profile["d2h_gib"]} <= set(page.figures)
+    assert math.isclose(profile["d2h_gib"], 2**24 / 2**30)
+
+
+@pytest.mark.parametrize("options", [{"path": "run.txt"}, {"path": "folder"}, {"profile_step": -1}, {"profile_step": 1.5}])
+def test_refuses_options_that_cannot_be(options):
+    with pytest.raises(OptionError):
+        RunReport(**options)
+
+
+@pytest.mark.gpu
+def test_gpu_report_has_device_times_lanes_and_adds_no_wait(tmp_path):
+    detector = HostWaitDetector(steps=[6, 7])
+    module = PlainModule(tiny_llama())
+    fit(
+        tmp_path, module, RunReport(tmp_path / "run.html", profile_step=4), callbacks=[detector], max_steps=12, accelerator="gpu",
+        loader=torch.utils.data.DataLoader(packed_batches(12), batch_size=None, pin_memory=True),
+    )  # fmt: skip
+    data, text = read(tmp_path)
+    Page(text)
+    assert data["times"]["clock"] == "CUDA events"
+    assert data["times"]["num_batches"] == 12 - 3 - 1 - 2
+    assert [lane["kind"] for lane in data["profile"]["lanes"]] == ["compute", "d2h", "h2d"]
+    assert data["profile"]["busy_ms"] > 0
+    assert len(data["curves"]["loss"]["points"]) == 12
+    assert data["head"]["tokens_per_s"] > 0
+    assert not [wait for wait in detector.waits if "lightning_fastft/callbacks" in wait.place.file or "lightning_fastft/report" in wait.place.file]

@@ -1,0 +1,387 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.packing.collate import collate
+from lightning_fastft.packing.context import Document
+from lightning_fastft.patches.head import LazyHead, LazyLogits, install_head
+from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.truth import Watch
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "granite", "cohere", "gpt_oss", "mixtral")
+
+
+def build(name="llama", **overrides):
+    if name == "gemma3_text":
+        overrides = {"final_logit_softcapping": 4.0, **overrides}
+    if name != "cohere":
+        return build_tiny(name, **overrides)
+    config = AutoConfig.for_model(
+        "cohere", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        logit_scale=0.3, pad_token_id=0, **overrides,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def make_batch(*, seed=0, num_items=None, pad_to=48, share_labelled=0.5):
+    random = np.random.default_rng(seed)
+    documents = []
+    for length in (11, 1, 17, 6):
+        ids = random.integers(3, VOCABULARY, length)
+        documents.append(Document(ids, np.where(random.random(length) < share_labelled, ids, -100)))
+    return collate(documents, pad_to=pad_to, num_items=num_items)
+
+
+def run(model, batch, **kwargs):
+    model.zero_grad(set_to_none=True)
+    output = model(**{**dict(zip(batch.keys(), map(batch.__getitem__, batch.keys()))), **kwargs})
+    output.loss.backward()
+    return output, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(expected, ours, *, tolerance=1e-6):
+    (output, gradients), (our_output, our_gradients) = expected, ours
+    torch.testing.assert_close(our_output.loss, output.loss, rtol=tolerance, atol=0)
+    assert gradients.keys() == our_gradients.keys()
+    for name, gradient in gradients.items():
+        error = (our_gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+        assert error <= 2 * tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_loss_and_gradients_equal_transformers_own(name, tie):
+    model = build(name, tie_word_embeddings=tie).train()
+    batch = make_batch(num_items=7.5)
+    expected = run(model, batch)
+    status = install_head(model, SwapLedger())
+    assert status.state == "active"
+    ours = run(model, batch)
+    assert isinstance(ours[0].logits, LazyLogits)
+    assert ours[0].logits._tensor is None
+    assert_same(expected, ours)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lazy_logits_become_the_models_own_logits(name):
+    model = build(name).eval()
+    batch = make_batch()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        install_head(model, SwapLedger())
+        lazy = model(**batch).logits
+    assert isinstance(lazy, LazyLogits)
+    assert lazy.shape == expected.shape
+    assert torch.equal(lazy.tensor(), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_reports_statistics_without_logits(name, mode):
+    model = build(name).eval()
+    batch = make_batch()
+    with mode():
+        expected = model(**batch)
+        install_head(model, SwapLedger())
+        output = model(**batch)
+    targets = batch["labels"][0, 1:]
+    logits_TV = expected.logits[0, :-1].float()
+    is_labelled_T = targets != -100
+    nll_sum, num_correct, num_labelled = output.logits.statistics
+    assert output.logits._tensor is None
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(nll_sum, torch.nn.functional.cross_entropy(logits_TV, targets, reduction="sum"), rtol=1e-6, atol=0)
+    assert num_correct.item() == (logits_TV.argmax(-1)[is_labelled_T] == targets[is_labelled_T]).sum().item()
+    assert num_labelled == is_labelled_T.sum().item() == batch.context.num_labelled
+
+
+def test_accumulated_micro_batches_equal_one_loss_over_all():
+    model = build().train()
+    batches = [make_batch(seed=seed, num_items=23.0) for seed in (1, 2)]
+    gradients = []
+    for is_ours in (False, True):
+        if is_ours:
+            install_head(model, SwapLedger())
+        model.zero_grad(set_to_none=True)
+        for batch in batches:
+            model(**batch).loss.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+def test_a_batch_without_labels_trains_nothing_and_breaks_nothing():
+    model = build().train()
+    install_head(model, SwapLedger())
+    output, gradients = run(model, make_batch(share_labelled=0.0))
+    assert output.loss.item() == 0.0
+    assert all((gradient == 0).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("num_items", [None, 5, 5.5, torch.tensor(5), torch.tensor(5.5)])
+def test_every_form_of_num_items_means_what_transformers_means(num_items):
+    model, batch = build().train(), make_batch()
+    expected = run(model, batch, num_items_in_batch=num_items)
+    install_head(model, SwapLedger())
+    assert_same(expected, run(model, batch, num_items_in_batch=num_items))
+
+
+def test_full_logits_never_exist_and_the_host_never_waits():
+    model = build().train()
+    batch = make_batch(pad_to=300)
+    rows = {}
+    for is_ours in (False, True):
+        if is_ours:
+            install_head(model, SwapLedger())
+        with Watch() as watch:
+            model(**batch).loss.backward()
+        rows[is_ours] = max(shape[:-1].numel() for shape in watch.shapes if shape and shape[-1] == VOCABULARY)
+    # The bucket of labelled rows, not the pack.
+    assert rows == {False: 300, True: 128}
+    assert watch.waits == []
+
+
+def test_a_peft_model_is_served():
+    model = get_peft_model(build(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).train()
+    batch = make_batch(num_items=3.0)
+    expected = run(model, batch)
+    assert install_head(model.get_base_model(), SwapLedger()).state == "active"
+    ours = run(model, batch)
+    assert isinstance(ours[0].logits, LazyLogits)
+    assert_same(expected, ours)
+    assert all("lora" in name for name in ours[1])
+
+
+@pytest.mark.parametrize("config", [{"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_an_adapted_output_layer_keeps_its_own_path(config):
+    model = get_peft_model(build(), LoraConfig(r=4, init_lora_weights=False, **config)).train()
+    batch = make_batch(num_items=3.0)
+    expected = run(model, batch)
+    ledger = SwapLedger()
+    status = install_head(model.get_base_model(), ledger)
+    assert status.state == "inactive"
+    assert "output layer" in status.reason
+    assert status.remedy
+    assert len(ledger) == 0
+    ours = run(model, batch)
+    assert isinstance(ours[0].logits, torch.Tensor)
+    assert_same(expected, ours, tolerance=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_checkpointing_changes_nothing(name):
+    model, batch = build(name).train(), make_batch(num_items=9.0)
+    expected = run(model, batch)
+    install_head(model, SwapLedger())
+    model._set_gradient_checkpointing(
+        enable=True, gradient_checkpointing_func=lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    )
+    assert_same(expected, run(model, batch))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_the_auxiliary_loss_of_routers_stays_in_the_loss(name):
+    model, batch = build(name, router_aux_loss_coef=0.5).train(), make_batch(num_items=9.0)
+    expected = run(model, batch, output_router_logits=True)
+    install_head(model, SwapLedger())
+    ours = run(model, batch, output_router_logits=True)
+    assert_same(expected, ours)
+    torch.testing.assert_close(ours[0].aux_loss, expected[0].aux_loss)
+    assert (run(model, batch)[0].loss - ours[0].loss).abs() > 1e-3
+
+
+def test_labels_of_the_callers_own_are_used():
+    model, batch = build().train(), make_batch(num_items=9.0)
+    other = batch["labels"].clone()
+    other[0, 2:9] = 7
+    shifted = torch.randint(0, VOCABULARY, other.shape)
+    expected = [run(model, batch, labels=other), run(model, batch, shift_labels=shifted), run(model, batch, labels=batch["labels"].clone())]
+    install_head(model, SwapLedger())
+    ours = [run(model, batch, labels=other), run(model, batch, shift_labels=shifted), run(model, batch, labels=batch["labels"].clone())]
+    for one, two in zip(expected, ours):
+        assert isinstance(two[0].logits, LazyLogits)
+        assert_same(one, two)
+
+
+def test_labels_changed_in_place_are_used():
+    model, batch = build().train(), make_batch(num_items=9.0)
+    batch["labels"][0, 2:9] = 7
+    expected = run(model, batch)
+    install_head(model, SwapLedger())
+    assert_same(expected, run(model, batch))
+
+
+def test_sliced_states_give_tensor_logits():
+    model, batch = build().train(), make_batch(num_items=9.0)
+    keep = batch.context.labelled_row_R[: batch.context.num_labelled]
+    arguments = {"logits_to_keep": keep, "shift_labels": batch.context.labelled_target_R[None, : batch.context.num_labelled]}
+    expected = run(model, batch, **arguments)
+    install_head(model, SwapLedger())
+    ours = run(model, batch, **arguments)
+    assert isinstance(ours[0].logits, torch.Tensor)
+    assert_same(expected, ours)
+
+
+@pytest.mark.parametrize("how", ["keyword", "context", "installation"])
+def test_logits_can_be_asked_for(how):
+    model, batch = build().train(), make_batch(num_items=9.0)
+    expected = run(model, batch)
+    install_head(model, SwapLedger(), output_logits=how == "installation")
+    batch.context.output_logits = how == "context"
+    ours = run(model, batch, **({"output_logits": True} if how == "keyword" else {}))
+    assert isinstance(ours[0].logits, torch.Tensor)
+    assert torch.equal(ours[0].logits, expected[0].logits)
+    assert_same(expected, ours)
+
+
+def test_without_a_context_nothing_changes():
+    model = build().eval()
+    batch = make_batch()
+    ids, mask = batch["input_ids"][:, :12], torch.ones(1, 12, dtype=torch.int64)
+    arguments = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    generation = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        expected, generated = model(**arguments), model.generate(ids, attention_mask=mask, **generation)
+        install_head(model, SwapLedger())
+        model(**batch)
+        output = model(**arguments)
+        assert torch.equal(model.generate(ids, attention_mask=mask, **generation), generated)
+    assert isinstance(output.logits, torch.Tensor)
+    assert torch.equal(output.logits, expected.logits)
+    assert torch.equal(output.loss, expected.loss)
+
+
+def test_a_forward_that_failed_leaves_no_armed_head():
+    model, batch = build().train(), make_batch()
+    install_head(model, SwapLedger())
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch)
+    handle.remove()
+    assert isinstance(model(input_ids=batch["input_ids"]).logits, torch.Tensor)
+
+
+def test_the_head_is_armed_for_one_call():
+    model, batch = build().train(), make_batch()
+    install_head(model, SwapLedger())
+    states = model.model(input_ids=batch["input_ids"], context=batch.context).last_hidden_state
+    assert isinstance(model.lm_head(states), LazyLogits)
+    assert isinstance(model.lm_head(states), torch.Tensor)
+
+
+def test_undo_restores_everything():
+    model, batch = build().train(), make_batch(num_items=9.0)
+    before_head, before_loss, before_keys = model.lm_head, model.loss_function, list(model.state_dict())
+    before_attributes, before_vars = set(vars(model)), set(vars(model.lm_head))
+    expected = run(model, batch)
+    ledger = SwapLedger()
+    install_head(model, ledger)
+    assert list(model.state_dict()) == before_keys
+    assert type(model.lm_head) is LazyHead
+    assert model.lm_head.weight is before_head.weight
+    ledger.undo()
+    assert model.lm_head is before_head
+    assert model.loss_function is before_loss
+    assert (set(vars(model)), set(vars(model.lm_head))) == (before_attributes, before_vars)
+    assert not model.model._forward_pre_hooks
+    assert_same(expected, run(model, batch), tolerance=0)
+
+
+def test_installing_twice_changes_nothing_more():
+    model, ledger = build(), SwapLedger()
+    install_head(model, SwapLedger())
+    assert install_head(model, ledger).state == "active"
+    assert len(ledger) == 0
+
+
+def test_saved_files_and_copies_are_the_models_own(tmp_path):
+    model, batch = build().train(), make_batch(num_items=9.0)
+    expected = run(model, batch)
+    install_head(model, SwapLedger())
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
+    assert_same(expected, run(reloaded, batch), tolerance=0)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert isinstance(twin(**batch).logits, LazyLogits)
+    assert_same(expected, run(model, batch))
+    assert isinstance(twin(input_ids=batch["input_ids"]).logits, torch.Tensor)
+
+
+def test_a_loss_or_a_head_of_the_models_own_is_left_alone():
+    model = build()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    assert install_head(model, SwapLedger()).state == "inactive"
+    assert install_head(build().model, SwapLedger()).state == "inactive"
+    model = build()
+    model.lm_head.forward = model.lm_head.forward
+    assert "forward" in install_head(model, SwapLedger()).reason
+
+
+class TestLazyLogits:
+    @pytest.fixture
+    def lazy(self):
+        model, batch = build(), make_batch()
+        install_head(model, SwapLedger())
+        return model(**batch).logits
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda logits: logits[..., :5],
+            lambda logits: logits.float(),
+            lambda logits: torch.softmax(logits, dim=-1),
+            lambda logits: torch.nn.functional.cross_entropy(logits[0], torch.zeros(48, dtype=torch.int64)),
+            lambda logits: logits + 1,
+            lambda logits: 1 - logits,
+            lambda logits: logits * torch.arange(VOCABULARY),
+            lambda logits: logits / torch.full((1,), 2.0),
+            lambda logits: logits > 0,
+            lambda logits: torch.cat([logits, logits]),
+            lambda logits: torch.tanh(torch.tanh(logits)),
+            lambda logits: logits.argmax(-1),
+            lambda logits: (2 * (logits / 3)) + 0,
+            lambda logits: torch.mul(logits, 0.5) * 1,
+            lambda logits: torch.stack(list(logits)),
+            lambda logits: -logits,
+            lambda logits: logits**2,
+        ],
+    )
+    def test_any_other_use_gives_what_the_tensor_gives(self, lazy, use):
+        result = use(lazy)
+        result = result.tensor() if isinstance(result, LazyLogits) else result
+        assert torch.equal(result, use(lazy.tensor()))
+
+    def test_gradients_flow_through_the_tensor(self, lazy):
+        (lazy * 2)[0, 3].sum().backward()
+        assert lazy.weight.grad is not None
+
+    @pytest.mark.parametrize(
+        ("use", "scale", "softcap"),
+        [
+            (lambda logits: logits * 2 / 8, 0.25, None),
+            (lambda logits: torch.tanh(logits / 5) * 5, 1.0, 5.0),
+            (lambda logits: torch.tanh(logits * 3 / 6) * 4 / 2, 1.0, 2.0),
+        ],
+    )
+    def test_scale_and_softcap_are_recorded(self, lazy, use, scale, softcap):
+        recorded = use(lazy)
+        assert isinstance(recorded, LazyLogits)
+        assert recorded.scale == pytest.approx(scale)
+        assert recorded.softcap == (None if softcap is None else pytest.approx(softcap))
+        assert recorded._tensor is None
+        assert torch.equal(recorded.tensor(), use(lazy.tensor()))
+
+    def test_probing_for_protocols_costs_nothing(self, lazy):
+        assert not hasattr(lazy, "__array__")
+        assert lazy.device.type == "cpu"
+        assert lazy.dtype is torch.float32
+        assert len(lazy) == 1
+        assert "LazyLogits" in repr(lazy)
+        assert lazy._tensor is None

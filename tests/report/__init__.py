@@ -1,1 +1,0 @@
-"""Tests of what a run report is made of."""

@@ -1,0 +1,70 @@
+"""Packed batches and their documents one by one, for tests of models."""
+
+import numpy as np
+import torch
+
+from lightning_fastft.packing.collate import Document, collate
+from tests.support.tiny_models import VOCABULARY
+
+LENGTHS = (7, 1, 12, 9)
+
+
+def make_documents(lengths=LENGTHS, *, seed=0, labelled=0.7):
+    generator = np.random.default_rng(seed)
+    documents = []
+    for length in lengths:
+        ids = generator.integers(3, VOCABULARY, length)
+        documents.append(Document(ids, np.where(generator.random(length) < labelled, ids, -100)))
+    return documents
+
+
+def make_batch(lengths=LENGTHS, *, seed=0, pad_to=None, backend="auto"):
+    batch = collate(make_documents(lengths, seed=seed), pad_to=pad_to)
+    batch.context.attention_backend = backend
+    return batch
+
+
+def summed_loss(logits, labels):
+    """Next-token loss of one row, summed over labelled tokens."""
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum", ignore_index=-100)
+
+
+def run_packed(model, batch):
+    """Loss and logits of the packed batch, gradients left in the parameters."""
+    output = model(**batch)
+    output.loss.backward()
+    return output.loss.detach(), output.logits[0].detach()
+
+
+def run_one_by_one(model, documents, *, num_items):
+    """The same numbers, each document in a forward of its own, without padding and without a context."""
+    total, logits = 0.0, []
+    for document in documents:
+        output = model(input_ids=torch.as_tensor(document.input_ids)[None], use_cache=False).logits[0]
+        loss = summed_loss(output, torch.as_tensor(document.labels)) / num_items
+        loss.backward()
+        total += loss.detach()
+        logits.append(output.detach())
+    return total, torch.cat(logits)
+
+
+def take_gradients(model):
+    """Gradients by parameter name; the model is left without any."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def relative_error(value, truth):
+    return float((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30))
+
+
+def assert_close(value, truth, *, bound=1e-5):
+    """Compare tensors, or dicts of them, by relative norm."""
+    if isinstance(truth, dict):
+        assert value.keys() == truth.keys()
+        errors = {name: relative_error(value[name], truth[name]) for name in truth}
+        assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
+    else:
+        assert value.shape == truth.shape
+        assert relative_error(value, truth) <= bound, relative_error(value, truth)

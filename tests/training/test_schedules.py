@@ -1,0 +1,51 @@
+"""Parameter groups hold everything once; schedules rise to the peak and end where they should."""
+
+import itertools
+
+import pytest
+import torch
+
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.training.schedules import SCHEDULES, group_parameters, learning_rate_schedule
+
+
+@pytest.mark.parametrize("weight_decay", [None, 0.0, 0.1])
+@pytest.mark.parametrize("learning_rate", [None, 0.5])
+def test_groups_hold_each_parameter_once_with_the_options_given(learning_rate, weight_decay):
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((), (3,), (2, 2), (1, 4), (2, 3, 4))]
+    groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=weight_decay)
+    assert sorted(id(parameter) for group in groups for parameter in group["params"]) == sorted(id(parameter) for parameter in parameters)
+    for group in groups:
+        assert group.get("lr") == learning_rate
+        if weight_decay is not None:
+            assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] == weight_decay} or weight_decay == 0.0
+        else:
+            assert "weight_decay" not in group
+
+
+def test_groups_are_never_empty():
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    for parameter in (matrix, vector):
+        groups = group_parameters([parameter], weight_decay=0.1)
+        assert len(groups) == 1
+        torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_warmup_steps", [0, 1, 7, 100])
+@pytest.mark.parametrize("num_steps", [0, 1, 50])
+@pytest.mark.parametrize("end_share", [0.0, 0.1, 1.0])
+def test_schedule_is_never_0_before_the_end_and_falls_to_its_end(name, num_steps, num_warmup_steps, end_share):
+    share = learning_rate_schedule(name, num_steps=num_steps, num_warmup_steps=num_warmup_steps, end_share=end_share)
+    values = [share(step) for step in range(max(num_steps, num_warmup_steps) + 3)]
+    assert all(0 <= value <= 1 for value in values)
+    assert all(value > 0 for value in values[:num_steps])
+    assert all(before <= after for before, after in itertools.pairwise(values[:num_warmup_steps]))
+    assert all(before >= after for before, after in itertools.pairwise(values[num_warmup_steps:]))
+    assert num_warmup_steps == 0 or values[num_warmup_steps - 1] == 1.0
+    assert values[-1] == pytest.approx(1.0 if name == "constant" else end_share)
+
+
+def test_unknown_schedule_is_refused():
+    with pytest.raises(OptionError, match="cosine"):
+        learning_rate_schedule("cosin", num_steps=1, num_warmup_steps=0)
