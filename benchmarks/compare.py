@@ -1,15 +1,18 @@
-r"""The comparison anyone can rerun: every system that can be imported here, on the same packs, weights and adapters, with a table and a picture.
+r"""The comparison anyone can rerun: every system that can be imported here, on the same packs, weights and adapters,
+with a table and a picture.
 
     python -m benchmarks.compare --workload qwen3-14b-qlora
     python -m benchmarks.compare --workload tiny --device cpu --systems plain ours
 
-Builds what is missing, names every system that cannot run here with its error, and measures the others in the order A B C ... A' | A' ... C B A: each
-setting in two processes, half of its timed steps in each; A' is the first of ours once more, the A/A control. Judge, clock and proof that steps train
-are the ruler's (benchmarks/train_step.py). If the control's two medians differ by more than 2 %, no row is written and nothing is said of who is
-faster. On a CPU the run shows only that everything runs: no rows, no ratios, exit status 0 where every process ran and was judged.
+Builds what is missing, names every system that cannot run here with its error, and measures the others in the order A B
+C ... A' | A' ... C B A: each setting in two processes, half of its timed steps in each; A' is the first of ours once
+more, the A/A control. Judge, clock and proof that steps train are the ruler's (benchmarks/train_step.py). If the
+control's two medians differ by more than 2 %, no row is written and nothing is said of who is faster. On a CPU the run
+shows only that everything runs: no rows, no ratios, exit status 0 where every process ran and was judged.
 
-In OUT: raw.jsonl (every process), log.txt (what they print), clocks.csv, table.txt, rows.csv (columns of results.csv), chart.png. A run that ended
-for want of time goes on with the same --out: processes that are in raw.jsonl are not run again.
+In OUT: raw.jsonl (every process), log.txt (what they print), clocks.csv, table.txt, rows.csv (columns of results.csv),
+chart.png. A run that ended for want of time goes on with the same --out: processes that are in raw.jsonl are not run
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +41,15 @@ from benchmarks.results import append_rows
 from benchmarks.ruler.cases import Case
 from benchmarks.ruler.clocks import ClockLog, read_clocks
 from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
-from benchmarks.ruler.pairs import CONTROL, UNFINISHED, comparison_rows, comparison_table, control_of, find_unfinished, pool
+from benchmarks.ruler.pairs import (
+    CONTROL,
+    UNFINISHED,
+    comparison_rows,
+    comparison_table,
+    control_of,
+    find_unfinished,
+    pool,
+)
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, find_gap, missing_module, settings_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, num_weights
@@ -70,19 +81,33 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", required=True, choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workload", required=True, choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts]
+    )
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
-    parser.add_argument("--root", type=Path, help="where weights are built; by default a folder in memory where they fit, else runs/weights")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        help="where weights are built; by default a folder in memory where they fit, else runs/weights",
+    )
     parser.add_argument("--out", type=Path, help="folder of results; by default a new one in runs/compare")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
         "--optimizer",
         default="adamw_8bit",
         choices=("adamw_8bit", "adamw_fused"),
-        help="adamw_8bit: averages in 8 bits, by bitsandbytes at the peers and by FusedAdamW in ours; adamw_fused: in 32",
+        help="adamw_8bit: averages in 8 bits, by bitsandbytes at the peers and by FusedAdamW in ours; adamw_fused: in "
+        "32",
     )
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of a setting, over both of its processes; 10 where one exceeds 3 s")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        help="timed steps of a setting, over both of its processes; 10 where one exceeds 3 s",
+    )
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
     parser.add_argument("--arm-s", type=float, default=400.0, help="most for one process")
@@ -102,7 +127,9 @@ def default_root(workload: str) -> Path:
 
 
 def find_settings(systems: Iterable[str], *, device: str) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return (arm, mode) of every setting that can run here, in the order of the first pass, and why others cannot, by their names."""
+    """Return (arm, mode) of every setting that can run here, in the order of the first pass, and why others
+    cannot, by their names.
+    """
     found, gaps = [], {}
     for name in (name for name in SYSTEMS if name in set(systems)):
         system = SYSTEMS[name]
@@ -134,7 +161,12 @@ class ComparisonRun:
         self.out = out
         self.raw = out / "raw.jsonl"
         self._template = Case(
-            options.workload, "", "", optimizer=options.optimizer, num_warmup=options.warmup, num_steps=max(1, (options.steps + 1) // 2)
+            options.workload,
+            "",
+            "",
+            optimizer=options.optimizer,
+            num_warmup=options.warmup,
+            num_steps=max(1, (options.steps + 1) // 2),
         )
         self._deadline = time.monotonic() + options.budget_s
         self._longest_s = LEAST_SECONDS
@@ -148,7 +180,15 @@ class ComparisonRun:
         """
         if self.files.is_built():
             return
-        words = ["build", "--workload", self.options.workload, "--root", str(self.files.folder.parent), "--device", self.options.device]
+        words = [
+            "build",
+            "--workload",
+            self.options.workload,
+            "--root",
+            str(self.files.folder.parent),
+            "--device",
+            self.options.device,
+        ]
         subprocess.run([sys.executable, "-m", "benchmarks.train_step", *words], check=True)
 
     def measure(self, settings: Sequence[tuple[str, str]]) -> None:
@@ -250,7 +290,10 @@ def _report_cpu(rows: Sequence[Mapping[str, Any]], *, is_finished: bool) -> int:
     """Say whether everything ran, the case that is measured twice with it; return 0 if it did."""
     failed = [row["title"] for row in rows if row["reason"]]
     if is_finished and not failed and any(row["repeat"] for row in rows):
-        print(f"everything ran: {len(rows)} cases in two processes each, gradients judged; no row is written on a CPU", flush=True)
+        print(
+            f"everything ran: {len(rows)} cases in two processes each, gradients judged; no row is written on a CPU",
+            flush=True,
+        )
         return 0
     print(f"not everything ran: {', '.join(failed) or 'some cases are still to be measured'}", flush=True)
     return 1

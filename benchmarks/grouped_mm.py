@@ -1,17 +1,19 @@
 """Products of rows sorted by expert: torch's grouped GEMM against our own kernel.
 
-    python -m benchmarks.grouped_mm --out runs/grouped_mm
-    python -m benchmarks.grouped_mm --out runs/adapters --adapters
-    python -m benchmarks.grouped_mm --out runs/tiles --cases "qwen3-30b-a3b gate_up" --tiles 128,64,128,8,3 128,64,256,8,3 64,64,256,8,4
+    python -m benchmarks.grouped_mm --out runs/grouped_mm python -m benchmarks.grouped_mm --out runs/adapters --adapters
+    python -m benchmarks.grouped_mm --out runs/tiles --cases "qwen3-30b-a3b gate_up" --tiles 128,64,128,8,3
+    128,64,256,8,3 64,64,256,8,4
 
-The products of Qwen3-30B-A3B (8,192 tokens, 8 of 128 experts) and gpt-oss-20b (8,192 tokens, 4 of 32) in bf16: forward, gradient of the rows (the
-stored matrix read the other way), gradient of the matrices, the thin products of rank-16 adapters, and products with low-rank part and bias. Rows
-spread evenly, or half of them on a tenth of the experts; one expert has none. Every arm is first compared with a loop over experts in fp32: error at
-most twice that of the loop in bf16, or one unit in the last place of the largest value. Then 5 warm-up runs and 30 timed ones by CUDA events: p50 in
+The products of Qwen3-30B-A3B (8,192 tokens, 8 of 128 experts) and gpt-oss-20b (8,192 tokens, 4 of 32) in bf16: forward,
+gradient of the rows (the stored matrix read the other way), gradient of the matrices, the thin products of rank-16
+adapters, and products with low-rank part and bias. Rows spread evenly, or half of them on a tenth of the experts; one
+expert has none. Every arm is first compared with a loop over experts in fp32: error at most twice that of the loop in
+bf16, or one unit in the last place of the largest value. Then 5 warm-up runs and 30 timed ones by CUDA events: p50 in
 the table, p10 and p90 in rows.csv. Tiles (rows, inputs, outputs, warps, stages) given by hand are further arms.
 
-With --adapters only what an adapter of rank 16 adds to a step, rows spread evenly, in one short table: the thin products, their gradients in fp32,
-what is added to a wide result, and the wide products with it, each with the tiles in use and with candidates for them.
+With --adapters only what an adapter of rank 16 adds to a step, rows spread evenly, in one short table: the thin
+products, their gradients in fp32, what is added to a wide result, and the wide products with it, each with the tiles in
+use and with candidates for them.
 """
 
 from __future__ import annotations
@@ -42,14 +44,16 @@ MODELS = {
 }
 
 
-# Candidates for the table of tiles in kernels/grouped_mm/triton.py, beside what stands there: rows, inputs, outputs, warps, stages.
+# Candidates for the table of tiles in kernels/grouped_mm/triton.py, beside what stands there: rows, inputs, outputs,
+# warps, stages.
 CANDIDATES = {
     "thin": ("128,64,16,4,4", "128,128,16,4,3", "64,256,16,4,2", "64,64,16,4,5", "32,256,16,4,3"),
     "grad": ("64,16,256,4,3", "128,16,128,4,3", "32,16,256,4,4"),
     "add": ("64,32,256,8,1", "128,32,128,8,1", "32,32,256,4,1"),
     "fused": ("128,64,256,8,3", "128,64,256,8,4", "256,64,128,8,3", "128,128,256,8,2"),
 }
-# Cycles for which the device sleeps before it is timed, so that the host is ahead of kernels that take less than a launch.
+# Cycles for which the device sleeps before it is timed, so that the host is ahead of kernels that take less than a
+# launch.
 SLEEP_CYCLES = 20_000_000
 
 
@@ -89,9 +93,12 @@ def main(arguments: list[str] | None = None) -> int:
     command = "python -m benchmarks.grouped_mm " + " ".join(sys.argv[1:])
     found = versions()
     shared = {
-        "benchmark": "grouped_mm", "version": f"torch {found['torch']}; triton {found.get('triton', 'none')}", "n": options.runs, "command": command,
+        "benchmark": "grouped_mm",
+        "version": f"torch {found['torch']}; triton {found.get('triton', 'none')}",
+        "n": options.runs,
+        "command": command,
         "device": found.get("device", "cpu"),
-    }  # fmt: skip
+    }
     failed = False
     print(f"{'case':<42} {'load':<9} {'arm':<28} {'p50 ms':>9} {'TFLOP/s':>9} {'of torch':>9}")
     for case in all_cases(is_small=not is_cuda):
@@ -103,7 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
             truth, bound = check_values(case, inputs)
             torch_ms = None
             for name, arm in all_arms(case, tiles=options.tiles, is_cuda=is_cuda).items():
-                reason, milliseconds = measure(arm, inputs, truth=truth, bound=bound, num_runs=options.runs, is_cuda=is_cuda)
+                reason, milliseconds = measure(
+                    arm, inputs, truth=truth, bound=bound, num_runs=options.runs, is_cuda=is_cuda
+                )
                 if reason is not None:
                     failed = failed or not reason.startswith("refused")
                     print(f"{case.name:<42} {load:<9} {name:<28} {reason}", flush=True)
@@ -113,7 +122,13 @@ def main(arguments: list[str] | None = None) -> int:
                 rate = 2 * case.num_rows * case.num_inputs * case.num_outputs / told["median"] / 1e9
                 share = f"{told['median'] / torch_ms:9.2f}" if torch_ms else " " * 9
                 print(f"{case.name:<42} {load:<9} {name:<28} {told['median']:9.3f} {rate:9.1f} {share}", flush=True)
-                row = {"workload": f"{case.name}, {load}", "system": name, "metric": "time", "value": told["median"], "unit": "ms"}
+                row = {
+                    "workload": f"{case.name}, {load}",
+                    "system": name,
+                    "metric": "time",
+                    "value": told["median"],
+                    "unit": "ms",
+                }
                 append_rows([{**shared, **row, "p10": told["p10"], "p90": told["p90"]}], path=options.out / "rows.csv")
     return int(failed)
 
@@ -123,9 +138,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[], help="parts of the names of the cases to run; all without")
     parser.add_argument("--tiles", nargs="*", default=[], help="rows,inputs,outputs,warps,stages of further arms")
-    parser.add_argument("--adapters", action="store_true", help="only what an adapter adds, with candidates for its tiles")
+    parser.add_argument(
+        "--adapters", action="store_true", help="only what an adapter adds, with candidates for its tiles"
+    )
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes, to see that the script runs")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes, to see that the script runs"
+    )
     return parser
 
 
@@ -141,7 +160,9 @@ def all_cases(*, is_small: bool) -> list[Case]:
             # As transformers stores them: gpt-oss (E, I, O), the others (E, O, I).
             is_transposed = not model.startswith("gpt-oss")
             forward = Case(name, num_experts, num_rows, num_inputs, num_outputs, is_transposed)
-            backward = forward._replace(name=f"{name} dX", num_inputs=num_outputs, num_outputs=num_inputs, is_transposed=not is_transposed)
+            backward = forward._replace(
+                name=f"{name} dX", num_inputs=num_outputs, num_outputs=num_inputs, is_transposed=not is_transposed
+            )
             cases += [
                 forward,
                 forward._replace(name=f"{name} + low rank + bias", has_addend=True),
@@ -157,7 +178,9 @@ def all_cases(*, is_small: bool) -> list[Case]:
 
 
 def spread_rows(num_rows: int, num_experts: int, load: str) -> list[int]:
-    """Return the rows of each expert: as even as can be, or half of them on a tenth of the experts; the last has none."""
+    """Return the rows of each expert: as even as can be, or half of them on a tenth of the experts; the last has
+    none.
+    """
     num_busy = max(1, num_experts // 10) if load == "skewed" else 0
     num_others = num_experts - 1 - num_busy
     busy_rows = num_rows // 2 if num_busy else 0
@@ -185,7 +208,14 @@ def make_inputs(case: Case, load: str, *, device: str) -> Inputs:
         addend = RowAddend(bias_EO, values(case.num_rows, RANK), values(case.num_experts, RANK, case.num_outputs), 0.5)
     end_E = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     weight_EIO.mul_(case.num_inputs**-0.5)
-    return Inputs(values(case.num_rows, case.num_inputs), weight_EIO, values(case.num_rows, case.num_outputs), end_E, addend, counts)
+    return Inputs(
+        values(case.num_rows, case.num_inputs),
+        weight_EIO,
+        values(case.num_rows, case.num_outputs),
+        end_E,
+        addend,
+        counts,
+    )
 
 
 def all_arms(case: Case, *, tiles: Sequence[str], is_cuda: bool) -> dict[str, Arm]:
@@ -195,9 +225,15 @@ def all_arms(case: Case, *, tiles: Sequence[str], is_cuda: bool) -> dict[str, Ar
         if case.is_grad:
             return lambda inputs: grouped_weight_grad(inputs.x_NI, inputs.d_NO, inputs.end_E, backend=backend)
         return lambda inputs: grouped_mm(
-            inputs.x_NI, inputs.weight_EIO, inputs.end_E, bias_EO=inputs.addend.bias_EO, low_NR=inputs.addend.low_NR, low_ERO=inputs.addend.low_ERO,
-            low_scale=inputs.addend.low_scale, backend=backend,
-        )  # fmt: skip
+            inputs.x_NI,
+            inputs.weight_EIO,
+            inputs.end_E,
+            bias_EO=inputs.addend.bias_EO,
+            low_NR=inputs.addend.low_NR,
+            low_ERO=inputs.addend.low_ERO,
+            low_scale=inputs.addend.low_scale,
+            backend=backend,
+        )
 
     arms = {name: public(name) for name in ("torch", "triton" if is_cuda else "reference")}
     for text in tiles if is_cuda else ():
@@ -207,9 +243,13 @@ def all_arms(case: Case, *, tiles: Sequence[str], is_cuda: bool) -> dict[str, Ar
 
         def arm(inputs: Inputs, size: triton.Tiles = size) -> torch.Tensor:
             if case.is_grad:
-                return triton.grouped_weight_grad(inputs.x_NI, inputs.d_NO, inputs.end_E, dtype=inputs.x_NI.dtype, tiles=size)
+                return triton.grouped_weight_grad(
+                    inputs.x_NI, inputs.d_NO, inputs.end_E, dtype=inputs.x_NI.dtype, tiles=size
+                )
             out_NO = inputs.x_NI.new_empty(case.num_rows, case.num_outputs)
-            return triton.grouped_mm(inputs.x_NI, inputs.weight_EIO, inputs.end_E, addend=inputs.addend, out_NO=out_NO, tiles=size)
+            return triton.grouped_mm(
+                inputs.x_NI, inputs.weight_EIO, inputs.end_E, addend=inputs.addend, out_NO=out_NO, tiles=size
+            )
 
         arms[f"triton {text}"] = arm
     return arms
@@ -234,12 +274,16 @@ def loop_over_experts(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.T
             continue
         part = inputs.x_NI[rows].to(dtype) @ inputs.weight_EIO[expert].to(dtype)
         if inputs.addend.low_NR is not None and inputs.addend.low_ERO is not None:
-            part += inputs.addend.low_scale * (inputs.addend.low_NR[rows].to(dtype) @ inputs.addend.low_ERO[expert].to(dtype))
+            part += inputs.addend.low_scale * (
+                inputs.addend.low_NR[rows].to(dtype) @ inputs.addend.low_ERO[expert].to(dtype)
+            )
         parts.append(part if inputs.addend.bias_EO is None else part + inputs.addend.bias_EO[expert].to(dtype))
     return torch.cat(parts)
 
 
-def measure(arm: Arm, inputs: Inputs, *, truth: torch.Tensor, bound: float, num_runs: int, is_cuda: bool) -> tuple[str | None, list[float]]:
+def measure(
+    arm: Arm, inputs: Inputs, *, truth: torch.Tensor, bound: float, num_runs: int, is_cuda: bool
+) -> tuple[str | None, list[float]]:
     """Compare one arm with the truth, then time it; returns why it has no time, or its milliseconds."""
     try:
         result = arm(inputs)
@@ -284,13 +328,17 @@ def adapters_table(options: argparse.Namespace, *, is_cuda: bool) -> int:
         inputs = make_inputs(case, "balanced", device=options.device)
         truth, bound = check_values(case, inputs) if kind != "add" else check_sum(inputs)
         for name, arm in adapter_arms(kind, tiles=options.tiles, is_cuda=is_cuda).items():
-            reason, milliseconds = measure(arm, inputs, truth=truth, bound=bound, num_runs=options.runs, is_cuda=is_cuda)
+            reason, milliseconds = measure(
+                arm, inputs, truth=truth, bound=bound, num_runs=options.runs, is_cuda=is_cuda
+            )
             if reason is not None:
                 failed = failed or not reason.startswith("refused")
                 lines.append(f"{case.name:<44} {name:<24} {reason}")
             else:
                 median = summarise_ms(milliseconds)["median"]
-                amount, unit = (adapter_case.num_flop, "TFLOP/s") if kind == "fused" else (adapter_case.num_bytes, "TB/s")
+                amount, unit = (
+                    (adapter_case.num_flop, "TFLOP/s") if kind == "fused" else (adapter_case.num_bytes, "TB/s")
+                )
                 lines.append(f"{case.name:<44} {name:<24} {median:8.3f} {amount / median / 1e9:6.2f} {unit}")
             print(lines[-1], flush=True)
     (options.out / "adapters.txt").write_text("\n".join(lines) + "\n")
@@ -311,8 +359,15 @@ def adapter_cases(*, is_small: bool) -> list[AdapterCase]:
         grad = Case(f"{name} thin gradient", experts, rows, RANK, inputs, is_grad=True)
         cases += [
             AdapterCase(thin, "thin", 2 * (rows * inputs + low + experts * RANK * inputs), 2 * rows * inputs * RANK),
-            AdapterCase(grad, "grad", 2 * (rows * inputs + low) + 4 * experts * RANK * inputs, 2 * rows * inputs * RANK),
-            AdapterCase(whole._replace(name=f"{name} add to rows"), "add", 2 * (2 * rows * outputs + low + factor), 2 * rows * outputs * RANK),
+            AdapterCase(
+                grad, "grad", 2 * (rows * inputs + low) + 4 * experts * RANK * inputs, 2 * rows * inputs * RANK
+            ),
+            AdapterCase(
+                whole._replace(name=f"{name} add to rows"),
+                "add",
+                2 * (2 * rows * outputs + low + factor),
+                2 * rows * outputs * RANK,
+            ),
             AdapterCase(whole, "fused", 0, 2 * rows * inputs * outputs),
         ]
     return cases
@@ -323,12 +378,20 @@ def adapter_arms(kind: str, *, tiles: Sequence[str], is_cuda: bool) -> dict[str,
 
     def product(backend: str) -> Arm:
         return lambda inputs: grouped_mm(
-            inputs.x_NI, inputs.weight_EIO, inputs.end_E, bias_EO=inputs.addend.bias_EO, low_NR=inputs.addend.low_NR, low_ERO=inputs.addend.low_ERO,
-            low_scale=inputs.addend.low_scale, backend=backend,
-        )  # fmt: skip
+            inputs.x_NI,
+            inputs.weight_EIO,
+            inputs.end_E,
+            bias_EO=inputs.addend.bias_EO,
+            low_NR=inputs.addend.low_NR,
+            low_ERO=inputs.addend.low_ERO,
+            low_scale=inputs.addend.low_scale,
+            backend=backend,
+        )
 
     def gradient(backend: str) -> Arm:
-        return lambda inputs: grouped_weight_grad(inputs.x_NI, inputs.d_NO, inputs.end_E, dtype=torch.float32, backend=backend)
+        return lambda inputs: grouped_weight_grad(
+            inputs.x_NI, inputs.d_NO, inputs.end_E, dtype=torch.float32, backend=backend
+        )
 
     ours = "triton" if is_cuda else "reference"
     arms: dict[str, Arm] = {}
@@ -344,7 +407,9 @@ def adapter_arms(kind: str, *, tiles: Sequence[str], is_cuda: bool) -> dict[str,
 
 
 def added(text: str | None) -> Arm:
-    """Return the sum of d_NO and the addend: the plain twin for None, else our kernel, with tiles where the text holds some."""
+    """Return the sum of d_NO and the addend: the plain twin for None, else our kernel, with tiles where the text
+    holds some.
+    """
 
     def arm(inputs: Inputs) -> torch.Tensor:
         out_NO = torch.empty_like(inputs.d_NO)
@@ -370,13 +435,17 @@ def with_tiles(kind: str, text: str) -> Arm:
         if kind == "grad":
             return triton.grouped_weight_grad(inputs.x_NI, inputs.d_NO, inputs.end_E, dtype=torch.float32, tiles=tiles)
         out_NO = inputs.x_NI.new_empty(inputs.x_NI.shape[0], inputs.weight_EIO.shape[2])
-        return triton.grouped_mm(inputs.x_NI, inputs.weight_EIO, inputs.end_E, addend=inputs.addend, out_NO=out_NO, tiles=tiles)
+        return triton.grouped_mm(
+            inputs.x_NI, inputs.weight_EIO, inputs.end_E, addend=inputs.addend, out_NO=out_NO, tiles=tiles
+        )
 
     return arm
 
 
 def check_sum(inputs: Inputs) -> tuple[torch.Tensor, float]:
-    """Return d_NO and what is added to it in fp32, and the largest error that is allowed: a rounding of the largest value."""
+    """Return d_NO and what is added to it in fp32, and the largest error that is allowed: a rounding of the
+    largest value.
+    """
     bias_EO, low_NR, low_ERO = (None if part is None else part.float() for part in inputs.addend[:3])
     wide = RowAddend(bias_EO, low_NR, low_ERO, inputs.addend.low_scale)
     d_NO = inputs.d_NO.float()

@@ -1,7 +1,9 @@
-"""Compare packed documents with the same documents one by one, for every causal language model type that transformers knows.
+"""Compare packed documents with the same documents one by one, for every causal language model type that transformers
+knows.
 
-Each type is built tiny with random weights, in fp32 on the CPU. It ends as "exact", as "refused" (one of the package's errors), as "not built" with
-the reason, or as a fault: "wrong" (no error, other loss or gradients) or "raw" (an error that is not the package's). A fault makes the exit code 1.
+Each type is built tiny with random weights, in fp32 on the CPU. It ends as "exact", as "refused" (one of the package's
+errors), as "not built" with the reason, or as a fault: "wrong" (no error, other loss or gradients) or "raw" (an error
+that is not the package's). A fault makes the exit code 1.
 
     python -m benchmarks.model_types                   # all types, about two minutes on two cores
     python -m benchmarks.model_types llama phi3 opt    # these
@@ -23,11 +25,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from lightning_fastft.core.errors import FastFTError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import check_servable
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
@@ -39,26 +44,68 @@ LENGTHS = (7, 1, 12, 9)
 BOUND = 2e-4
 MOST_PARAMETERS = 20_000_000
 FAULTS = ("wrong", "raw")
-# Sizes of a tiny model, under the names that configurations use; a name that a configuration does not have is not given to it.
+# Sizes of a tiny model, under the names that configurations use; a name that a configuration does not have is not given
+# to it.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "word_embed_proj_dim", "decoder_hidden_size", "embedding_size"), 64),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp", "mlp_dim"), 48
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "embed_dim",
+            "dim",
+            "word_embed_proj_dim",
+            "decoder_hidden_size",
+            "embedding_size",
+        ),
+        64,
     ),
     **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "ffn_hidden_size",
+            "n_inner",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "intermediate_size_mlp",
+            "mlp_dim",
+        ),
+        48,
     ),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "n_layers", "depth"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "encoder_attention_heads", "n_heads"), 4),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "expert_ffn_hidden_size",
+        ),
+        24,
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "n_layers", "depth"), 2
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "encoder_attention_heads", "n_heads"),
+        4,
+    ),
     **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "max_source_positions"), 256),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k"), 2),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "max_source_positions"), 256
+    ),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4
+    ),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k"), 2
+    ),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), 1),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "head_dim", "kv_channels"), 16),
-    **dict.fromkeys(("mamba_d_state", "state_size", "mamba_d_head", "mamba_head_dim", "ssm_state_size", "mamba_expand_dim"), 8),
+    **dict.fromkeys(
+        ("mamba_d_state", "state_size", "mamba_d_head", "mamba_head_dim", "ssm_state_size", "mamba_expand_dim"), 8
+    ),
     "qk_rope_head_dim": 8,
     "hidden_size_per_layer_input": 8,
     "sliding_window": 5,
@@ -97,9 +144,20 @@ ALTERNATIVES: tuple[dict[str, Any], ...] = (
 
 # What only these types have, or leave open in their defaults.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2, "topk_method": "greedy", "n_group": None, "topk_group": None},
+    "deepseek_v2": {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 2,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 48},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": 48,
+    },
     "gemma4_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma4_unified_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -125,7 +183,11 @@ def _tiny_config(config_class: Any, sizes: dict[str, Any], changes: dict[str, An
     values = {name: value for name, value in sizes.items() if _has(default, name)}
     values = {name: value for name, value in values.items() if changes.get(name) is not DEFAULT}
     given = {name: value for name, value in changes.items() if value is not DEFAULT}
-    values |= {name: value for name, value in given.items() if name in vars(default) or name in getattr(default, "attribute_map", {})}
+    values |= {
+        name: value
+        for name, value in given.items()
+        if name in vars(default) or name in getattr(default, "attribute_map", {})
+    }
     values |= {name: 0.0 for name, value in vars(default).items() if "drop" in name and isinstance(value, float)}
     if getattr(default, "is_decoder", None) is False:
         values["is_decoder"] = True
@@ -135,7 +197,9 @@ def _tiny_config(config_class: Any, sizes: dict[str, Any], changes: dict[str, An
             part_sizes = VISION_SIZES if any(word in name for word in VISION_PARTS) else sizes
             is_tower = part_sizes is VISION_SIZES
             part_changes = {key: value for key, value in changes.items() if not (is_tower and key == "rope_parameters")}
-            values[name] = _tiny_config(type(part) if part_class.__name__ == "AutoConfig" else part_class, part_sizes, part_changes)
+            values[name] = _tiny_config(
+                type(part) if part_class.__name__ == "AutoConfig" else part_class, part_sizes, part_changes
+            )
     return config_class(**values)
 
 
@@ -169,7 +233,10 @@ def build_model(model_type: str, *, is_composite: bool = False) -> PreTrainedMod
                 return model
             # Whatever a foreign model's constructor or forward raises is the reason why it is not compared.
             except Exception as error:  # noqa: BLE001
-                reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                reason = (
+                    reason
+                    or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                )
     return reason
 
 
@@ -210,9 +277,9 @@ def draw_batch() -> tuple[PackedBatch, list[Document]]:
 
 def compare(model_type: str, model: PreTrainedModel) -> Outcome:
     """Return how a model treats packed documents."""
-    (batch, documents), ledger = draw_batch(), SwapLedger()
+    (batch, documents), patcher = draw_batch(), ModelPatcher()
     try:
-        statuses = install_packed_training(model, ledger).statuses
+        statuses = install_packed_training(model, patcher).statuses
         model.zero_grad()
         output = model(**batch)
         if batch.context.num_reads == 0:
@@ -221,27 +288,41 @@ def compare(model_type: str, model: PreTrainedModel) -> Outcome:
         output.loss.backward()
         is_lazy = any(status.name == HEAD_STATUS and status.state == "active" for status in statuses)
         logits = vars(output).get("logits")
-        claim = "" if not is_lazy or (isinstance(logits, LazyLogits) and logits._tensor is None) else "claims a lazy head, forms full logits"
+        claim = (
+            ""
+            if not is_lazy or (isinstance(logits, LazyLogits) and logits._tensor is None)
+            else "claims a lazy head, forms full logits"
+        )
     except FastFTError as error:
         return Outcome(model_type, "refused", f"{type(error).__name__}: {error}")
     # Whatever else is raised is the fault that this script looks for.
     except Exception as error:  # noqa: BLE001
-        return Outcome(model_type, "raw", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        return Outcome(
+            model_type,
+            "raw",
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+        )
     finally:
-        ledger.undo()
+        patcher.undo()
     packed_loss, packed = output.loss.detach(), _take_gradients(model)
     loss = torch.zeros(())
     for document in documents:
         logits_of_one = model(input_ids=torch.as_tensor(document.input_ids)[None], use_cache=False).logits[0]
         label_T = torch.as_tensor(document.labels)
         of_one = (
-            torch.nn.functional.cross_entropy(logits_of_one[:-1].float(), label_T[1:], reduction="sum", ignore_index=-100) / batch.context.num_items
+            torch.nn.functional.cross_entropy(
+                logits_of_one[:-1].float(), label_T[1:], reduction="sum", ignore_index=-100
+            )
+            / batch.context.num_items
         )
         if of_one.requires_grad:
             of_one.backward()
         loss += of_one.detach()
     truth = _take_gradients(model)
-    difference = sum(float((packed.get(name, 0.0) - gradient).double().square().sum()) for name, gradient in truth.items()) ** 0.5
+    difference = (
+        sum(float((packed.get(name, 0.0) - gradient).double().square().sum()) for name, gradient in truth.items())
+        ** 0.5
+    )
     norm = sum(float(gradient.double().square().sum()) for gradient in truth.values()) ** 0.5
     error = max(abs(float(packed_loss - loss)) / float(loss), difference / max(norm, 1e-30))
     detail = f"{batch.context.num_reads} reads"
@@ -268,7 +349,9 @@ def sweep(model_types: Iterable[str], *, is_composite: bool = False) -> list[Out
             outcomes.append(Outcome(model_type, "refused" if refusal else "not built", refusal or model))
         del model
         gc.collect()
-        sys.stderr.write(f"{outcomes[-1].model_type}: {outcomes[-1].outcome} {outcomes[-1].error:.1e} {outcomes[-1].detail}\n")
+        sys.stderr.write(
+            f"{outcomes[-1].model_type}: {outcomes[-1].outcome} {outcomes[-1].error:.1e} {outcomes[-1].detail}\n"
+        )
         sys.stderr.flush()
     return outcomes
 

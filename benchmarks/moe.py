@@ -1,19 +1,23 @@
-r"""Whole training steps of mixture models in the ruler: transformers' experts, the published form, ours with BincountRouter, Unsloth.
+r"""Whole training steps of mixture models in the ruler: transformers' experts, the published form, ours with
+BincountRouter, Unsloth.
 
     python -m benchmarks.train_step build --workload qwen3-30b-a3b-12l-lora --root /dev/shm/fastft
     python -m benchmarks.moe run --workload qwen3-30b-a3b-12l-lora --root /dev/shm/fastft --out runs/moe \
-        --arms plain:reference ours:recompute,keep unsloth:unsloth unsloth:off plain:recompute+grouped_mm,recompute+eager,recompute+published
+        --arms plain:reference ours:recompute,keep unsloth:unsloth unsloth:off
+        plain:recompute+grouped_mm,recompute+eager,recompute+published
     python -m benchmarks.moe table runs/moe/raw.jsonl
 
-Judge, clock and files are those of ``benchmarks.train_step``; arms are its arms on mixture models, LoRA on q, k, v, o and on both stacks of expert
-weights. Modes:
+Judge, clock and files are those of ``benchmarks.train_step``; arms are its arms on mixture models, LoRA on q, k, v, o
+and on both stacks of expert weights. Modes:
 
-- ``plain``: recompute or keep, with +eager, +grouped_mm or +published (the experts function of transformers; without one its own default); +flex for
-  FlexAttention where the family has sinks (its default, eager attention, builds every score of the pack).
+- ``plain``: recompute or keep, with +eager, +grouped_mm or +published (the experts function of transformers; without
+  one its own default); +flex for FlexAttention where the family has sinks (its default, eager attention, builds every
+  score of the pack).
 - ``ours``: as in the ruler; BincountRouter is always there, FusedKernels with +fused.
-- ``unsloth``: unsloth (its default) and off; +paddedN for models that it never packs: length-grouped batches of N documents, right-padded. The judged
-  step has the documents of the first pack. Then all documents of the token file, sorted by length and cut into batches, in an order in which every
-  beginning holds short and long ones; only real tokens are counted, and the rate is that of all timed steps together.
+- ``unsloth``: unsloth (its default) and off; +paddedN for models that it never packs: length-grouped batches of N
+  documents, right-padded. The judged step has the documents of the first pack. Then all documents of the token file,
+  sorted by length and cut into batches, in an order in which every beginning holds short and long ones; only real
+  tokens are counted, and the rate is that of all timed steps together.
 
 A run that follows in the same folder goes on where the last one ended: cases that have a verdict are not repeated.
 """
@@ -53,9 +57,14 @@ from benchmarks.ruler.plans import describe_plan, least_warmup, parse_mode
 from benchmarks.ruler.report import read_records, render_table, result_rows
 from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
 
-# Issue's bars: ours against Unsloth, in tokens/s. The third is asked of the fastest of ours that needs no more memory than Unsloth's default.
+# Issue's bars: ours against Unsloth, in tokens/s. The third is asked of the fastest of ours that needs no more memory
+# than Unsloth's default.
 BARS = {
-    "qwen3_moe": (("its default", 2.0, False), ("its best", 1.5, False), ("its default, at no more than its memory", 1.5, True)),
+    "qwen3_moe": (
+        ("its default", 2.0, False),
+        ("its best", 1.5, False),
+        ("its default, at no more than its memory", 1.5, True),
+    ),
     "gpt_oss": (("its best", 2.5, False),),
 }
 # What tells one case from another.
@@ -67,7 +76,8 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def parse_plain_mode(mode: str) -> tuple[bool, str | None, bool]:
-    """Return whether everything is kept, the experts implementation (None for transformers' default), and whether FlexAttention is asked for.
+    """Return whether everything is kept, the experts implementation (None for transformers' default), and whether
+    FlexAttention is asked for.
 
     Raises:
         ValueError: There is no such mode.
@@ -82,7 +92,10 @@ def parse_plain_mode(mode: str) -> tuple[bool, str | None, bool]:
     name, *added = mode.split("+")
     experts = [names[part] for part in added if part in names]
     if name not in ("recompute", "keep") or len(experts) > 1 or len(experts) + added.count("flex") != len(added):
-        raise ValueError(f"A mode of plain is recompute or keep, with one of +eager, +grouped_mm, +published, and +flex; got {mode!r}.")
+        raise ValueError(
+            "A mode of plain is recompute or keep, with one of +eager, +grouped_mm, +published, and +flex; got "
+            f"{mode!r}."
+        )
     return name == "keep", experts[0] if experts else None, "flex" in added
 
 
@@ -131,17 +144,23 @@ def _load_plain(files: WorkloadFiles, *, device: str) -> Any:
         options["quantization_config"] = quantise_experts_too(quantization)
     attention = "eager" if files.workload.model_type == "gpt_oss" else "flash_attention_2" if is_cuda else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
-        files.model, dtype=base_dtype(is_cuda=is_cuda), attn_implementation=attention, device_map={"": 0 if is_cuda else "cpu"}, **options
+        files.model,
+        dtype=base_dtype(is_cuda=is_cuda),
+        attn_implementation=attention,
+        device_map={"": 0 if is_cuda else "cpu"},
+        **options,
     )
     model.config.use_cache = False
     return get_peft_model(model, lora_config(files.workload)).train()
 
 
-def isolate_documents(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def isolate_documents(
+    model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hand gpt-oss the masks that keep packed documents apart; a forward pre-hook.
 
-    The family builds its masks without positions, so that documents in one row see each other unless a flash kernel separates them. It takes ready
-    masks: transformers' own functions make them here, from the positions of the batch.
+    The family builds its masks without positions, so that documents in one row see each other unless a flash kernel
+    separates them. It takes ready masks: transformers' own functions make them here, from the positions of the batch.
     """
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -154,7 +173,10 @@ def isolate_documents(model: Any, arguments: tuple[Any, ...], keywords: dict[str
             "past_key_values": None,
             "position_ids": keywords["position_ids"],
         }
-        masks = {"full_attention": create_causal_mask(**given), "sliding_attention": create_sliding_window_causal_mask(**given)}
+        masks = {
+            "full_attention": create_causal_mask(**given),
+            "sliding_attention": create_sliding_window_causal_mask(**given),
+        }
         keywords = {**keywords, "attention_mask": masks}
     return arguments, keywords
 
@@ -163,7 +185,9 @@ def isolate_documents(model: Any, arguments: tuple[Any, ...], keywords: dict[str
 
 
 def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
-    """Run the cases through FineTuner, FastFTStrategy and Trainer with BincountRouter; cases with the same optimizer share one FineTuner."""
+    """Run the cases through FineTuner, FastFTStrategy and Trainer with BincountRouter; cases with the same
+    optimizer share one FineTuner.
+    """
     from benchmarks.ruler.arms import ours
 
     is_cuda, packs, adapter = device == "cuda", files.read_packs(), files.read_adapter()
@@ -173,7 +197,8 @@ def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: s
         name = recorder.case.optimizer
         if name not in held:
             held.clear()
-            # A tuner and what trained it refer to each other: without this the next model would stand beside the last one.
+            # A tuner and what trained it refer to each other: without this the next model would stand beside the last
+            # one.
             gc.collect()
             held[name] = ours.make_tuner(files, optimizer=name, is_cuda=is_cuda)
         _train_ours(held[name], recorder, adapter=adapter, is_cuda=is_cuda)
@@ -208,7 +233,7 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
     try:
         trainer.fit(tuner, train_dataloaders=loader)
     finally:
-        measure.ledger.undo()
+        measure.patcher.undo()
     recorder.record["statuses"] = measure.status_table
     recorder.record["router"] = [status._asdict() for status in router.status()]
     recorder.record["fused"] = [status._asdict() for callback in fused for status in callback.status()]
@@ -230,8 +255,12 @@ def parse_unsloth_mode(mode: str) -> tuple[str, int]:
     """
     name, _, added = mode.partition("+")
     size = added.removeprefix("padded")
-    if name not in ("unsloth", "off", "skip-auto", "skip-max") or (added and not (added.startswith("padded") and size.isdecimal() and int(size))):
-        raise ValueError(f"A mode of unsloth is unsloth, off, skip-auto or skip-max, and +paddedN with N documents; got {mode!r}.")
+    if name not in ("unsloth", "off", "skip-auto", "skip-max") or (
+        added and not (added.startswith("padded") and size.isdecimal() and int(size))
+    ):
+        raise ValueError(
+            f"A mode of unsloth is unsloth, off, skip-auto or skip-max, and +paddedN with N documents; got {mode!r}."
+        )
     return name, int(size) if added else 0
 
 
@@ -246,9 +275,15 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
     name, batch_size = parse_unsloth_mode(cases[0].mode)
     workload, is_cuda = files.workload, device == "cuda"
     model, tokenizer = FastLanguageModel.from_pretrained(
-        str(files.model), max_seq_length=workload.max_tokens, load_in_4bit=False, dtype=base_dtype(is_cuda=is_cuda), local_files_only=True
+        str(files.model),
+        max_seq_length=workload.max_tokens,
+        load_in_4bit=False,
+        dtype=base_dtype(is_cuda=is_cuda),
+        local_files_only=True,
     )
-    model = add_adapters(model, workload, target_modules=[*ATTENTION_MODULES, *EXPERT_PARAMETERS.values()], mode=MODES[name])
+    model = add_adapters(
+        model, workload, target_modules=[*ATTENTION_MODULES, *EXPERT_PARAMETERS.values()], mode=MODES[name]
+    )
     print("unsloth trains, in layer 0:", json.dumps(trained_in_layer(model, 0)), flush=True)
     arguments = {**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), "packing": not batch_size}
     trainer = SFTTrainer(
@@ -266,10 +301,14 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
 def trained_in_layer(model: torch.nn.Module, number: int) -> dict[str, list[int]]:
     """Return names and shapes of what is trained in one layer, as the system itself calls it."""
     start = f"layers.{number}."
-    return {name: list(tensor.shape) for name, tensor in model.named_parameters() if tensor.requires_grad and start in name}
+    return {
+        name: list(tensor.shape) for name, tensor in model.named_parameters() if tensor.requires_grad and start in name
+    }
 
 
-def run_padded_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool, batch_size: int) -> None:
+def run_padded_cases(
+    cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool, batch_size: int
+) -> None:
     """Train on padded batches with the trainer's own collator, model, loss and step.
 
     A row of the data set is a whole batch, so that the judged one may have as many documents as the first pack.
@@ -313,7 +352,10 @@ def _batches_data_set(groups: Sequence[Pack], *, share: float) -> Any:
 
     documents = [group.documents(share) for group in groups]
     return Dataset.from_dict(
-        {name: [[pair[place].tolist() for pair in group] for group in documents] for place, name in enumerate(("input_ids", "labels"))}
+        {
+            name: [[pair[place].tolist() for pair in group] for group in documents]
+            for place, name in enumerate(("input_ids", "labels"))
+        }
     )
 
 
@@ -330,7 +372,8 @@ def padded_batches(packs: Sequence[Pack], *, batch_size: int, num_warmup: int, n
     documents.sort(key=len, reverse=True)
     groups = [documents[start : start + batch_size] for start in range(0, len(documents), batch_size)]
     made = [Pack(input_id_T=np.concatenate(group), lengths=[len(ids) for ids in group]) for group in groups]
-    # Steps of the golden ratio from the middle: every beginning of the order is spread over all lengths, and 10 batches have their mean within 10 %.
+    # Steps of the golden ratio from the middle: every beginning of the order is spread over all lengths, and 10 batches
+    # have their mean within 10 %.
     places = (int((0.5 + number * _GOLDEN) % 1 * len(made)) for number in itertools.count())
     order: dict[int, None] = {}
     while len(order) < len(made):
@@ -360,7 +403,12 @@ def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np
         length = len(own_ids)
         # The first label of a document is no target of anything.
         same = np.array_equal(ids[row, :length], own_ids) and np.array_equal(labels[row, 1:length], own_labels[1:])
-        if not same or mask[row].sum() != length or not mask[row, :length].all() or (labels[row, length:] != -100).any():
+        if (
+            not same
+            or mask[row].sum() != length
+            or not mask[row, :length].all()
+            or (labels[row, length:] != -100).any()
+        ):
             raise ValueError(f"Row {row} of the trainer's batch is not document {row} with padding behind it.")
 
 
@@ -369,7 +417,9 @@ def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np
 ARMS: dict[str, Callable[..., None]] = {"plain": run_plain, "ours": run_ours, "unsloth": run_unsloth}
 
 
-def _recorder(case: Case, *, files: WorkloadFiles, packs: list[Pack], is_cuda: bool, is_reference: bool = False) -> CaseRecorder:
+def _recorder(
+    case: Case, *, files: WorkloadFiles, packs: list[Pack], is_cuda: bool, is_reference: bool = False
+) -> CaseRecorder:
     """Return the recorder of a case whose record also says how rows are spread over experts."""
     recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
     recorder.record["routing"] = json.loads(files.routing.read_text(encoding="utf-8"))
@@ -385,13 +435,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run arms and print the table")
-    run.add_argument("--workload", required=True, choices=[name for name, workload in WORKLOADS.items() if workload.num_experts])
+    run.add_argument(
+        "--workload", required=True, choices=[name for name, workload in WORKLOADS.items() if workload.num_experts]
+    )
     run.add_argument("--arms", nargs="+", required=True)
     run.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, log.txt, rows.csv and table.txt")
     run.add_argument("--steps", type=int, default=30)
     run.add_argument("--warmup", type=int, default=6)
     run.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
-    run.add_argument("--diagnose", action="store_true", help="time refused cases for the raw log; they still get no row")
+    run.add_argument(
+        "--diagnose", action="store_true", help="time refused cases for the raw log; they still get no row"
+    )
     run.add_argument("--budget-s", type=float, default=3600.0)
     run.add_argument("--arm-s", type=float, default=400.0)
     arm = commands.add_parser("arm", help="one process of run")
@@ -400,7 +454,9 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print the table of raw logs")
     table.add_argument("raw", type=Path, nargs="+")
     for command in (run, arm):
-        command.add_argument("--root", type=Path, required=True, help="where the workloads are built: a folder in memory")
+        command.add_argument(
+            "--root", type=Path, required=True, help="where the workloads are built: a folder in memory"
+        )
         command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 
@@ -409,7 +465,13 @@ def _run(options: argparse.Namespace) -> int:
     from benchmarks.results import append_rows
 
     template = Case(
-        options.workload, "", "", optimizer=options.optimizer, num_warmup=options.warmup, num_steps=options.steps, diagnose=options.diagnose
+        options.workload,
+        "",
+        "",
+        optimizer=options.optimizer,
+        num_warmup=options.warmup,
+        num_steps=options.steps,
+        diagnose=options.diagnose,
     )
     arms = [parse_arm(text, template=template) for text in options.arms]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -450,17 +512,23 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def is_done(case: Case, records: Sequence[dict[str, Any]], *, files: WorkloadFiles) -> bool:
-    """Whether a case needs no other try: it was measured, refused or failed; reference gradients must lie where this machine can read them."""
+    """Whether a case needs no other try: it was measured, refused or failed; reference gradients must lie where
+    this machine can read them.
+    """
     if case.num_steps == 0:
         return files.reference(case.label_share).exists()
     return any(
-        all(record[name] == getattr(case, name) for name in _KEY) and record.get("num_steps") != 0 and not record["reason"].startswith(UNFINISHED)
+        all(record[name] == getattr(case, name) for name in _KEY)
+        and record.get("num_steps") != 0
+        and not record["reason"].startswith(UNFINISHED)
         for record in records
     )
 
 
 def moe_rows(records: Sequence[dict[str, Any]], *, command: str, num_before: int = 0) -> list[dict[str, Any]]:
-    """Return the ruler's rows of the records behind the first num_before, under this benchmark's name and with the routing in the workload."""
+    """Return the ruler's rows of the records behind the first num_before, under this benchmark's name and with
+    the routing in the workload.
+    """
     # An arm that the ruler runs as it is does not look at the routing, which the weights and the tokens decide.
     busiest = {record["workload"]: record["routing"]["busiest_tenth"] for record in records if "routing" in record}
     return [
@@ -479,7 +547,9 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
         told = next((record["routing"] for record in own if "routing" in record), None)
         if told is not None:
             spread = f"layers {told['lowest']:.1%} to {told['highest']:.1%}"
-            lines.append(f"{workload}: the busiest tenth of the experts gets {told['busiest_tenth']:.1%} of the rows ({spread})")
+            lines.append(
+                f"{workload}: the busiest tenth of the experts gets {told['busiest_tenth']:.1%} of the rows ({spread})"
+            )
         lines += [
             f"{workload}: {record['title']}: {record['real_share']:.0%} of the padded tokens are real"
             for record in own
@@ -503,13 +573,24 @@ def bars(records: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     workload = WORKLOADS[records[0]["workload"]]
     for against, factor, is_bounded in BARS[workload.model_type]:
-        rivals = theirs if "best" in against else [record for record in theirs if record["mode"].partition("+")[0] == "unsloth"]
+        rivals = (
+            theirs
+            if "best" in against
+            else [record for record in theirs if record["mode"].partition("+")[0] == "unsloth"]
+        )
         if not rivals:
             continue
         rival = max(rivals, key=_rate)
-        able = [record for record in ours if not is_bounded or record["peak_gib"]["allocated"] <= rival["peak_gib"]["allocated"]]
+        able = [
+            record
+            for record in ours
+            if not is_bounded or record["peak_gib"]["allocated"] <= rival["peak_gib"]["allocated"]
+        ]
         if not able:
-            lines.append(f"{workload.name}: MISSED: no mode of ours within {rival['peak_gib']['allocated']:.1f} GiB of {rival['title']}")
+            lines.append(
+                f"{workload.name}: MISSED: no mode of ours within {rival['peak_gib']['allocated']:.1f} GiB of "
+                f"{rival['title']}"
+            )
             continue
         best = max(able, key=_rate)
         ratio = _rate(best) / _rate(rival)

@@ -1,17 +1,21 @@
-r"""One layer of experts on routed tokens: transformers eager and grouped_mm, the published form, ours; with and without LoRA.
+r"""One layer of experts on routed tokens: transformers eager and grouped_mm, the published form, ours; with and without
+LoRA.
 
-    python -m benchmarks.moe_layer --out runs/moe_layer
-    python -m benchmarks.moe_layer --out runs/moe_layer --shapes gpt-oss-20b --tokens 8192 --loads skewed --adapters lora
+    python -m benchmarks.moe_layer --out runs/moe_layer python -m benchmarks.moe_layer --out runs/moe_layer --shapes
+    gpt-oss-20b --tokens 8192 --loads skewed --adapters lora
 
-The experts modules of Qwen3-30B-A3B and gpt-oss-20b as transformers builds them, bf16, random weights; 8,192 and 16,384 tokens. Routing is given:
-even as random logits make it, or with a bias that sends half of the rows to a tenth of the experts. Without LoRA the gradients of states and routing
-weights are computed, with it (r = 16, PEFT's ``target_parameters``, A and B not zero) those of the adapters too. *Published* is the order by one
-stable argsort, one bincount and a Python loop over the experts that have rows.
+The experts modules of Qwen3-30B-A3B and gpt-oss-20b as transformers builds them, bf16, random weights; 8,192 and 16,384
+tokens. Routing is given:
+even as random logits make it, or with a bias that sends half of the rows to a tenth of the experts. Without LoRA the
+gradients of states and routing weights are computed, with it (r = 16, PEFT's ``target_parameters``, A and B not zero)
+those of the adapters too. *Published* is the order by one stable argsort, one bincount and a Python loop over the
+experts that have rows.
 
-Every arm is compared before it is timed: output and every gradient against the eager form in fp32 on the same tokens, cosine at least 0.999 and norm
-within 2 %. Then 5 runs to warm up and 30 timed ones by CUDA events: p50, p10, p90 of forward and of backward. Peak: allocated during one forward and
-backward, above what stood before. Waits: of the host, in one forward and in one backward (benchmarks/ruler/measure.py). A call that follows in the
-same folder goes on where the last one ended.
+Every arm is compared before it is timed: output and every gradient against the eager form in fp32 on the same tokens,
+cosine at least 0.999 and norm within 2 %. Then 5 runs to warm up and 30 timed ones by CUDA events: p50, p10, p90 of
+forward and of backward. Peak: allocated during one forward and backward, above what stood before. Waits: of the host,
+in one forward and in one backward (benchmarks/ruler/measure.py). A call that follows in the same folder goes on where
+the last one ended.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from benchmarks.ruler.cases import case_failures, drop_frames, versions
 from benchmarks.ruler.measure import HostWaits, StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import ATTENTION_MODULES, EXPERT_PARAMETERS, busiest_share, num_busy
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.moe.install import install_bincount_router
 
 NUM_WARMUP, NUM_RUNS = 5, 30
@@ -49,14 +53,32 @@ _SHARED = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": (
         "qwen3_moe",
-        {"hidden_size": 2048, "intermediate_size": 64, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
     ),
-    "gpt-oss-20b": ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4}),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+    ),
     "tiny-qwen3": (
         "qwen3_moe",
-        {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_experts": 20, "num_experts_per_tok": 4},
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 24,
+            "num_experts": 20,
+            "num_experts_per_tok": 4,
+        },
     ),
-    "tiny-gpt-oss": ("gpt_oss", {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 20, "num_experts_per_tok": 4}),
+    "tiny-gpt-oss": (
+        "gpt_oss",
+        {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 20, "num_experts_per_tok": 4},
+    ),
 }
 _HEADER = ("arm", "fwd ms", "p10", "p90", "bwd ms", "p10", "p90", "n", "GiB", "waits f/b", "min cos", "x eager")
 
@@ -73,7 +95,10 @@ class Case(NamedTuple):
     @property
     def workload(self) -> str:
         """What is computed, for every arm the same."""
-        return f"{self.shape}, {self.num_tokens} tokens, {self.load}, {'LoRA r=16 on experts' if self.adapter == 'lora' else 'frozen experts'}"
+        return (
+            f"{self.shape}, {self.num_tokens} tokens, {self.load}, "
+            f"{'LoRA r=16 on experts' if self.adapter == 'lora' else 'frozen experts'}"
+        )
 
 
 class Inputs(NamedTuple):
@@ -88,10 +113,14 @@ class Inputs(NamedTuple):
 # The published form
 
 
-def published_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Run an experts module of transformers as published: one stable argsort, one bincount, a loop over the experts that have rows.
+def published_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Run an experts module of transformers as published: one stable argsort, one bincount, a loop over the experts
+    that have rows.
 
-    Rows of an expert are a contiguous slice of the order. The sum is fp32: a token occurs once per expert and experts run one after the other.
+    Rows of an expert are a contiguous slice of the order. The sum is fp32: a token occurs once per expert and experts
+    run one after the other.
     """
     num_chosen = top_k_index.shape[1]
     expert_N, weight_N = top_k_index.reshape(-1), top_k_weights.reshape(-1)
@@ -140,14 +169,23 @@ def make_model(shape: str, *, adapter: str, device: str, dtype: torch.dtype) -> 
 
     model_type, differences = SHAPES[shape]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**_SHARED, **differences}), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **{**_SHARED, **differences}), dtype=dtype
+        )
     model.requires_grad_(False)
     if adapter == "lora":
         from peft import LoraConfig, get_peft_model
 
         parameters = [f"mlp.experts.{name}" for name in EXPERT_PARAMETERS.values()]
-        # Without a linear layer of its own PEFT takes no configuration of this kind in some versions; attention has no part in what is measured.
-        config = LoraConfig(r=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules=list(ATTENTION_MODULES), target_parameters=parameters)
+        # Without a linear layer of its own PEFT takes no configuration of this kind in some versions; attention has no
+        # part in what is measured.
+        config = LoraConfig(
+            r=RANK,
+            lora_alpha=RANK,
+            lora_dropout=0.0,
+            target_modules=list(ATTENTION_MODULES),
+            target_parameters=parameters,
+        )
         model = get_peft_model(model, config)
     generator = torch.Generator(device).manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -161,7 +199,9 @@ def make_model(shape: str, *, adapter: str, device: str, dtype: torch.dtype) -> 
 
 @torch.no_grad()
 def _draw(parameter: torch.Tensor, name: str, generator: torch.Generator) -> None:
-    """Fill a parameter so that the columns of every product have a size of about 1, and adapters add a tenth to them."""
+    """Fill a parameter so that the columns of every product have a size of about 1, and adapters add a tenth to
+    them.
+    """
     std = 0.1 if "bias" in name else (parameter.shape[-1] if "lora_A" in name else max(parameter.shape[-2:])) ** -0.5
     if "lora_B" in name:
         std = 0.1 * RANK**-0.5
@@ -209,10 +249,10 @@ def skew_logits(logits_TE: torch.Tensor, *, num_chosen: int) -> torch.Tensor:
     return logits_TE + high * busy_E
 
 
-def set_arm(model: nn.Module, arm: str, ledger: SwapLedger) -> None:
+def set_arm(model: nn.Module, arm: str, patcher: ModelPatcher) -> None:
     """Let the experts of a model run as an arm says; ours goes through what BincountRouter installs."""
     if arm == "ours":
-        install_bincount_router(model, ledger)
+        install_bincount_router(model, patcher)
         return
     register_published()
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -228,7 +268,11 @@ class Layer:
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
-        dtype = next(parameter.dtype for name, parameter in model.named_parameters() if ".experts." in name and "lora_" not in name)
+        dtype = next(
+            parameter.dtype
+            for name, parameter in model.named_parameters()
+            if ".experts." in name and "lora_" not in name
+        )
         self._experts = experts_of(model)
         self.parameters = judging.trainable_adapters(model)
         self._x = inputs.x_TD.to(dtype, copy=True).requires_grad_()
@@ -287,7 +331,9 @@ def measure(layer: Layer, *, truth: dict[str, torch.Tensor], num_runs: int, devi
 
 
 def count_waits(layer: Layer, *, is_cuda: bool) -> tuple[int, int]:
-    """Return how often the host waits for the device in one forward and in one backward; zeros on a CPU, which is never waited for."""
+    """Return how often the host waits for the device in one forward and in one backward; zeros on a CPU, which is
+    never waited for.
+    """
     with HostWaits(is_cuda=is_cuda) as forward:
         y_TD = layer.forward()
     with HostWaits(is_cuda=is_cuda) as backward:
@@ -303,16 +349,16 @@ def run_group(cases: Sequence[Case], *, num_runs: int, device: str, write: Calla
     truth = _truth(first, inputs, device=device)
     for case in cases:
         model = make_model(case.shape, adapter=case.adapter, device=device, dtype=dtype)
-        ledger = SwapLedger()
+        patcher = ModelPatcher()
         record: dict[str, Any] = {**case._asdict(), "busiest_tenth": share, "versions": versions()}
         try:
-            set_arm(model, case.arm, ledger)
+            set_arm(model, case.arm, patcher)
             record |= measure(Layer(model, inputs), truth=truth, num_runs=num_runs, device=device)
         except case_failures() as error:
             record["reason"] = f"{type(error).__name__}: {str(error)[:300]}"
             drop_frames(error)
         finally:
-            ledger.undo()
+            patcher.undo()
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -322,7 +368,7 @@ def run_group(cases: Sequence[Case], *, num_runs: int, device: str, write: Calla
 def _truth(case: Case, inputs: Inputs, *, device: str) -> dict[str, torch.Tensor]:
     """Output and gradients of the eager form in fp32, on the host so that it is no part of what is measured."""
     model = make_model(case.shape, adapter=case.adapter, device=device, dtype=torch.float32)
-    set_arm(model, "eager", SwapLedger())
+    set_arm(model, "eager", ModelPatcher())
     return {name: tensor.cpu() for name, tensor in Layer(model, inputs).results().items()}
 
 
@@ -386,20 +432,45 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
         return []
     found = record["versions"]
     shared = {
-        "benchmark": "moe_layer", "workload": _case(record).workload, "system": record["arm"], "command": command,
+        "benchmark": "moe_layer",
+        "workload": _case(record).workload,
+        "system": record["arm"],
+        "command": command,
         "device": found.get("device", "cpu"),
-        "version": "; ".join(f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers", "peft") if name in found),
-    }  # fmt: skip
+        "version": "; ".join(
+            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers", "peft") if name in found
+        ),
+    }
     rows = []
     for part in ("forward", "backward"):
         told = record[part]
-        rows.append({**shared, "metric": part, "value": told["median"], "unit": "ms", "p10": told["p10"], "p90": told["p90"], "n": told["n"]})
+        rows.append(
+            {
+                **shared,
+                "metric": part,
+                "value": told["median"],
+                "unit": "ms",
+                "p10": told["p10"],
+                "p90": told["p90"],
+                "n": told["n"],
+            }
+        )
     rows += [
         {**shared, "metric": f"host waits {part}", "value": count, "unit": "per pass", "n": 1}
         for part, count in zip(("forward", "backward"), record["waits"])
     ]
-    rows.append({**shared, "metric": "peak above inputs and weights", "value": record["peak_gib"], "unit": "GiB", "n": 1})
-    rows.append({**shared, "metric": "rows of the busiest tenth of the experts", "value": record["busiest_tenth"], "unit": "1", "n": 1})
+    rows.append(
+        {**shared, "metric": "peak above inputs and weights", "value": record["peak_gib"], "unit": "GiB", "n": 1}
+    )
+    rows.append(
+        {
+            **shared,
+            "metric": "rows of the busiest tenth of the experts",
+            "value": record["busiest_tenth"],
+            "unit": "1",
+            "n": 1,
+        }
+    )
     return rows
 
 
@@ -425,9 +496,14 @@ def _total_ms(record: dict[str, Any]) -> float:
 def _row(record: dict[str, Any], eager: float | None) -> tuple[str, ...]:
     spans = [f"{record[part][name]:.3f}" for part in ("forward", "backward") for name in ("median", "p10", "p90")]
     return (
-        record["arm"], *spans, str(record["forward"]["n"]), f"{record['peak_gib']:.2f}", "/".join(str(count) for count in record["waits"]),
-        f"{record['verdict']['worst_cosine'][1]:.5f}", f"{eager / _total_ms(record):.2f}" if eager else "-",
-    )  # fmt: skip
+        record["arm"],
+        *spans,
+        str(record["forward"]["n"]),
+        f"{record['peak_gib']:.2f}",
+        "/".join(str(count) for count in record["waits"]),
+        f"{record['verdict']['worst_cosine'][1]:.5f}",
+        f"{eager / _total_ms(record):.2f}" if eager else "-",
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-r"""Several GPUs: tokens/s of DDP and FSDP2 against one GPU at the same work per GPU, and a model that no single rank ever holds whole.
+r"""Several GPUs: tokens/s of DDP and FSDP2 against one GPU at the same work per GPU, and a model that no single rank
+ever holds whole.
 
-    python -m benchmarks.multi_gpu multi --out runs/multi                      # Qwen3-8B LoRA in bf16, 8,192 tokens per GPU, inputs offloaded; 2 GPUs
-    python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4        # Qwen3-32B in bf16, every weight trained, built in shards
+    python -m benchmarks.multi_gpu multi --out runs/multi                      # Qwen3-8B LoRA in bf16, 8,192 tokens per
+    GPU, inputs offloaded; 2 GPUs python -m benchmarks.multi_gpu full32b --out runs/full32b --ranks 4        # Qwen3-32B
+    in bf16, every weight trained, built in shards
 
-Weights are random and the same in every run (one seed). Every optimizer step learns the same packs of the ruler, spread over ranks or accumulated, so
-that two GPUs and one with an accumulation of two take the same steps: their losses must fall, and agree to 1e-3 while they do. Warm-up 5 steps, then
-the timed ones; time between the ends of steps by CUDA events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
+Weights are random and the same in every run (one seed). Every optimizer step learns the same packs of the ruler, spread
+over ranks or accumulated, so that two GPUs and one with an accumulation of two take the same steps: their losses must
+fall, and agree to 1e-3 while they do. Warm-up 5 steps, then the timed ones; time between the ends of steps by CUDA
+events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
 """
 
 from __future__ import annotations
@@ -93,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--ranks", type=int, default=2)
     one.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
     two = commands.add_parser("full32b", parents=[shared], help="every weight of a large model")
-    two.add_argument("--workload", default="qwen3-32b-qlora", help="whose configuration is trained, in bf16 and without adapters")
+    two.add_argument(
+        "--workload", default="qwen3-32b-qlora", help="whose configuration is trained, in bf16 and without adapters"
+    )
     two.add_argument("--ranks", type=int, default=4)
     two.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     three = commands.add_parser("worker", parents=[shared], help="one rank of a run")
@@ -127,18 +132,46 @@ class Driver:
         num_before = len(read_records(self._raw))
         reason = f"not started: {left:.0f} s of the budget left" if left < LEAST_SECONDS else ""
         if not reason:
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"] if num_ranks > 1 else []
+            launch = (
+                ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+                if num_ranks > 1
+                else []
+            )
             command = [
-                sys.executable, *launch, "-m", "benchmarks.multi_gpu", "worker", "--title", title, "--strategy", strategy, "--out", str(options.out),
-                "--device", options.device, "--tokens", str(options.tokens), "--mode", options.mode, "--steps", str(num_steps),
-                "--workload", options.workload, "--budget-s", str(left), *arguments,
-            ]  # fmt: skip
+                sys.executable,
+                *launch,
+                "-m",
+                "benchmarks.multi_gpu",
+                "worker",
+                "--title",
+                title,
+                "--strategy",
+                strategy,
+                "--out",
+                str(options.out),
+                "--device",
+                options.device,
+                "--tokens",
+                str(options.tokens),
+                "--mode",
+                options.mode,
+                "--steps",
+                str(num_steps),
+                "--workload",
+                options.workload,
+                "--budget-s",
+                str(left),
+                *arguments,
+            ]
             reason = run_command(command, log=options.out / "log.txt", seconds=left)
         records = read_records(self._raw)[num_before:]
         if not records:
             records = [{"title": title, "reason": reason or "its processes left no record"}]
             CaseLog(self._raw).write(records[0])
-        append_rows([row for record in records for row in result_rows(record, command=self._command)], path=options.out / "rows.csv")
+        append_rows(
+            [row for record in records for row in result_rows(record, command=self._command)],
+            path=options.out / "rows.csv",
+        )
         print(f"run: {title}: {records[-1]['reason'] or short(records[-1])}", flush=True)
 
 
@@ -149,7 +182,9 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float) -> str:
         sink.flush()
         # A seed that Lightning left in the environment would be set again by the strategies of several devices only.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
-        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -169,17 +204,29 @@ def multi(driver: Driver, options: argparse.Namespace) -> None:
         driver.run("one GPU", strategy="one", num_ranks=1, num_steps=options.steps)
     if "accumulate" in options.runs:
         arguments = ["--accumulate", str(options.ranks)]
-        driver.run(f"one GPU, accumulation {options.ranks}", strategy="one", num_ranks=1, num_steps=NUM_LOSSES - NUM_WARMUP, arguments=arguments)
+        driver.run(
+            f"one GPU, accumulation {options.ranks}",
+            strategy="one",
+            num_ranks=1,
+            num_steps=NUM_LOSSES - NUM_WARMUP,
+            arguments=arguments,
+        )
     for strategy in ("ddp", "fsdp"):
         if strategy in options.runs:
-            driver.run(f"{strategy} x{options.ranks}", strategy=strategy, num_ranks=options.ranks, num_steps=options.steps)
+            driver.run(
+                f"{strategy} x{options.ranks}", strategy=strategy, num_ranks=options.ranks, num_steps=options.steps
+            )
 
 
 def full(driver: Driver, options: argparse.Namespace) -> None:
     """Full fine-tuning under FSDP2."""
     arguments = ["--full", "--master-dtype", options.master_dtype]
     driver.run(
-        f"full fsdp x{options.ranks}", strategy="fsdp", num_ranks=options.ranks, num_steps=max(1, options.steps - NUM_WARMUP), arguments=arguments
+        f"full fsdp x{options.ranks}",
+        strategy="fsdp",
+        num_ranks=options.ranks,
+        num_steps=max(1, options.steps - NUM_WARMUP),
+        arguments=arguments,
     )
 
 
@@ -190,9 +237,16 @@ def worker(options: argparse.Namespace) -> int:
     workload = replace(WORKLOADS[options.workload], max_tokens=options.tokens, num_packs=num_ranks * options.accumulate)
     torch.manual_seed(0)
     record: dict[str, Any] = {
-        "title": options.title, "workload": options.workload, "strategy": options.strategy, "num_ranks": num_ranks, "accumulate": options.accumulate,
-        "num_tokens": options.tokens, "mode": options.mode, "versions": versions(), "reason": "",
-    }  # fmt: skip
+        "title": options.title,
+        "workload": options.workload,
+        "strategy": options.strategy,
+        "num_ranks": num_ranks,
+        "accumulate": options.accumulate,
+        "num_tokens": options.tokens,
+        "mode": options.mode,
+        "versions": versions(),
+        "reason": "",
+    }
     num_steps = NUM_WARMUP + options.steps
     tuner = make_tuner(workload, is_cuda=is_cuda, is_full=options.full, master_dtype=options.master_dtype)
     mode = parse_mode(options.mode)
@@ -200,12 +254,20 @@ def worker(options: argparse.Namespace) -> int:
     follow = RankCallback(record, num_steps=num_steps, num_micro=num_steps * options.accumulate, is_cuda=is_cuda)
     strategy = STRATEGIES[options.strategy](activations=checkpointing)
     trainer = make_trainer(
-        strategy, follow, max_steps=num_steps, is_cuda=is_cuda, devices=num_ranks, accumulate_grad_batches=options.accumulate, max_epochs=-1
+        strategy,
+        follow,
+        max_steps=num_steps,
+        is_cuda=is_cuda,
+        devices=num_ranks,
+        accumulate_grad_batches=options.accumulate,
+        max_epochs=-1,
     )
     trainer.callbacks.extend(mode.callbacks())
     share = Share(make_packs(workload), rank=rank, num_ranks=num_ranks, accumulate=options.accumulate)
     rows = range(num_steps * options.accumulate)
-    loader = torch.utils.data.DataLoader(rows, batch_size=None, shuffle=False, collate_fn=share.batch, pin_memory=is_cuda)
+    loader = torch.utils.data.DataLoader(
+        rows, batch_size=None, shuffle=False, collate_fn=share.batch, pin_memory=is_cuda
+    )
     follow.begin = time.monotonic()
     trainer.fit(tuner, train_dataloaders=loader)
     if rank == 0:
@@ -216,7 +278,10 @@ def worker(options: argparse.Namespace) -> int:
 def make_tuner(workload: Any, *, is_cuda: bool, is_full: bool, master_dtype: str) -> FineTuner:
     """Return a FineTuner with random weights: adapters on a frozen base, or every weight trained."""
     if is_full:
-        options: dict[str, Any] = {"learning_rate": FULL_LEARNING_RATE, "master_dtype": master_dtype if is_cuda else "auto"}
+        options: dict[str, Any] = {
+            "learning_rate": FULL_LEARNING_RATE,
+            "master_dtype": master_dtype if is_cuda else "auto",
+        }
     else:
         lora = lora_config(workload)
         lora.init_lora_weights = False
@@ -249,7 +314,9 @@ class Share:
         """Return a micro-batch of this rank by its number."""
         num_labelled = sum(int((pack.label_T(1.0) != IGNORED_LABEL).sum()) for pack in self._packs)
         pack = self._packs[(number % self._accumulate) * self._num_ranks + self._rank]
-        return collate([Document(ids, labels) for ids, labels in pack.documents(1.0)], num_items=num_labelled / len(self._packs))
+        return collate(
+            [Document(ids, labels) for ids, labels in pack.documents(1.0)], num_items=num_labelled / len(self._packs)
+        )
 
 
 class RankCallback(Callback):
@@ -284,14 +351,20 @@ class RankCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
         """Note what is active."""
-        self._record["statuses"] = [f"{status.name}: {status.state}: {status.reason}" for status in trainer.strategy.statuses()]
-        self._record["num_trained"] = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
+        self._record["statuses"] = [
+            f"{status.name}: {status.state}: {status.reason}" for status in trainer.strategy.statuses()
+        ]
+        self._record["num_trained"] = sum(
+            parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad
+        )
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
         """Keep the loss, already divided by the accumulation."""
         self._losses.append(loss.detach().float())
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Note the end of an optimizer step."""
         if trainer.global_step == self._num_done:
             return
@@ -318,7 +391,11 @@ class RankCallback(Callback):
             losses=losses.tolist(),
             peak_gib=self._gather(peak["allocated"]),
             reserved_gib=self._gather(peak["reserved"]),
-            tokens_per_s=self._record["num_tokens"] * self._record["num_ranks"] * self._record["accumulate"] / summary["median"] * 1e3,
+            tokens_per_s=self._record["num_tokens"]
+            * self._record["num_ranks"]
+            * self._record["accumulate"]
+            / summary["median"]
+            * 1e3,
             description=describe_plan(trainer.strategy.checkpointing),
         )
 
@@ -340,12 +417,21 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
         "benchmark": "multi_gpu",
         "workload": f"{record['workload']}, packed, {record['num_tokens']} tokens per GPU, {record['mode']}",
         "system": f"ours {record['title']}",
-        "version": "; ".join(f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found),
+        "version": "; ".join(
+            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+        ),
         "command": command,
         "device": f"{record['num_ranks']} x {found.get('device', 'cpu')}",
         "n": summary["n"],
     }
-    step = {**shared, "metric": "step", "value": summary["median"], "p10": summary["p10"], "p90": summary["p90"], "unit": "ms"}
+    step = {
+        **shared,
+        "metric": "step",
+        "value": summary["median"],
+        "p10": summary["p10"],
+        "p90": summary["p90"],
+        "unit": "ms",
+    }
     figures = [
         ("tokens", record["tokens_per_s"], "tokens/s"),
         ("peak allocated, largest rank", max(record["peak_gib"]), "GiB"),
@@ -360,7 +446,8 @@ def short(record: dict[str, Any]) -> str:
     summary = record["summary"]
     peaks = ", ".join(f"{gib:.1f}" for gib in record["peak_gib"])
     return (
-        f"{record['tokens_per_s']:.0f} tokens/s, {summary['median']:.1f} ms [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, "
+        f"{record['tokens_per_s']:.0f} tokens/s, {summary['median']:.1f} ms [{summary['p10']:.1f}, "
+        f"{summary['p90']:.1f}] n={summary['n']}, "
         f"peak {peaks} GiB, built in {record['build_s']:.0f} s"
     )
 
@@ -377,14 +464,20 @@ def multi_table(records: Sequence[dict[str, Any]]) -> str:
             continue
         if one is not None:
             ratio = record["tokens_per_s"] / one["tokens_per_s"]
-            lines.append(f"  bar: {record['title']}: {ratio:.3f} times one GPU, at least {least} wanted: {_verdict(ratio >= least)}")
+            lines.append(
+                f"  bar: {record['title']}: {ratio:.3f} times one GPU, at least {least} wanted: "
+                f"{_verdict(ratio >= least)}"
+            )
         reference = timed.get(("one", record["num_ranks"]))
         if reference is not None:
             pairs = list(zip(record["losses"], reference["losses"]))
             worst = max(abs(own - other) / abs(other) for own, other in pairs)
             fall = 1 - pairs[-1][1] / pairs[0][1]
             is_met = worst <= LOSS_TOLERANCE and fall >= LEAST_FALL * LOSS_TOLERANCE
-            lines.append(f"  bar: {record['title']}: losses of {len(pairs)} steps fell by {fall:.1%} and differ by {worst:.1e}: {_verdict(is_met)}")
+            lines.append(
+                f"  bar: {record['title']}: losses of {len(pairs)} steps fell by {fall:.1%} and differ by {worst:.1e}: "
+                f"{_verdict(is_met)}"
+            )
     return "\n".join(lines)
 
 

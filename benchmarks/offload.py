@@ -1,15 +1,18 @@
-r"""Activation offload: what double buffering gains, how much of the copies lies under compute, the front of time against memory, small cards.
+r"""Activation offload: what double buffering gains, how much of the copies lies under compute, the front of time
+against memory, small cards.
 
-    python -m benchmarks.offload buffers --out runs/offload --cells qwen3-8b-qlora@16384,49152 qwen3-14b-qlora@16384 qwen3-32b-qlora@16384
-    python -m benchmarks.offload overlap --out runs/offload --cells qwen3-0.6b-lora@8192 qwen3-14b-qlora@16384
-    python -m benchmarks.offload small-cards --out runs/offload --cards qwen3-8b-qlora=8 qwen3-14b-qlora=12 qwen3-32b-qlora=24
-    python -m benchmarks.offload front --out runs/offload --root /dev/shm/fastft --workload qwen3-14b-qlora qwen3-14b-qlora-16k
-    python -m benchmarks.offload plot benchmarks/results.csv --out benchmarks/plots
+    python -m benchmarks.offload buffers --out runs/offload --cells qwen3-8b-qlora@16384,49152 qwen3-14b-qlora@16384
+    qwen3-32b-qlora@16384 python -m benchmarks.offload overlap --out runs/offload --cells qwen3-0.6b-lora@8192
+    qwen3-14b-qlora@16384 python -m benchmarks.offload small-cards --out runs/offload --cards qwen3-8b-qlora=8
+    qwen3-14b-qlora=12 qwen3-32b-qlora=24 python -m benchmarks.offload front --out runs/offload --root /dev/shm/fastft
+    --workload qwen3-14b-qlora qwen3-14b-qlora-16k python -m benchmarks.offload plot benchmarks/results.csv --out
+    benchmarks/plots
 
-Models have random weights, made on the device once per size; every run starts from the same adapters and takes the same packs of the ruler's
-documents, with fused AdamW and clipping. Per run: 3 warm-up steps (7 where a plan is measured first), 30 timed steps (10 where one exceeds 3 s, fewer
-where the budget ends; the count is in the row), then profiled ones. A time counts only if the losses of all steps and the norm of the first gradients
-are those of the first run on the same packs. ``front`` goes through the ruler (benchmarks/offload_front.py) instead. Results are flushed after every
+Models have random weights, made on the device once per size; every run starts from the same adapters and takes the same
+packs of the ruler's documents, with fused AdamW and clipping. Per run: 3 warm-up steps (7 where a plan is measured
+first), 30 timed steps (10 where one exceeds 3 s, fewer where the budget ends; the count is in the row), then profiled
+ones. A time counts only if the losses of all steps and the norm of the first gradients are those of the first run on
+the same packs. ``front`` goes through the ruler (benchmarks/offload_front.py) instead. Results are flushed after every
 run; runs that raw.jsonl has already are not repeated.
 """
 
@@ -37,13 +40,15 @@ from benchmarks.ruler.cases import CaseLog
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import WORKLOADS
 
-# Published for Unsloth on a B200: steps per second of double buffers against single ones in per cent, and their extra memory in GB.
+# Published for Unsloth on a B200: steps per second of double buffers against single ones in per cent, and their extra
+# memory in GB.
 PUBLISHED = {"qwen3-8b-qlora": (8.40, 0.37), "qwen3-14b-qlora": (6.70, 0.47), "qwen3-32b-qlora": (4.61, 0.23)}
 MIN_HIDDEN_SHARE = 0.95
 MAX_EXPOSED_SHARE = 0.01
 MAX_SERIAL_SHARE = 0.20
 LATE_HOST_SHARE = 0.05
-# For a first guess at the length of a step: the rate of QLoRA with recompute, from results.csv (14B: 1,485 ms for 8,192 tokens).
+# For a first guess at the length of a step: the rate of QLoRA with recompute, from results.csv (14B: 1,485 ms for 8,192
+# tokens).
 GUESSED_FLOPS_PER_S = 4.2e14
 
 
@@ -96,7 +101,9 @@ class Session:
         self.deadline = time.monotonic() + options.budget_s
         self.out: Path = options.out
         self.command: str = options.command
-        self._records = [record for record in read_records(self.out / "raw.jsonl") if record.get("command_name") == self.command]
+        self._records = [
+            record for record in read_records(self.out / "raw.jsonl") if record.get("command_name") == self.command
+        ]
         self._log = CaseLog(self.out / "raw.jsonl")
         self._command_line = "python -m benchmarks.offload " + " ".join(sys.argv[1:])
 
@@ -127,7 +134,9 @@ class Session:
 
     def write_table(self) -> str:
         """Write the table of all records and return it."""
-        table = {"buffers": buffers_table, "overlap": overlap_table, "small-cards": cards_table}[self.command](self.records)
+        table = {"buffers": buffers_table, "overlap": overlap_table, "small-cards": cards_table}[self.command](
+            self.records
+        )
         (self.out / "table.txt").write_text(table + "\n", encoding="utf-8")
         return table
 
@@ -165,7 +174,11 @@ def buffers(session: Session, options: argparse.Namespace) -> None:
                 # As many steps as a rate needs at the least, and the ones around them.
                 needed_s = guess_step_s(name, num_tokens) * 10 if session.is_cuda else 0.0
                 if session.left_s < needed_s:
-                    session.refuse(name, run, f"not started: {session.left_s:.0f} s of the budget left, about {needed_s:.0f} s needed")
+                    session.refuse(
+                        name,
+                        run,
+                        f"not started: {session.left_s:.0f} s of the budget left, about {needed_s:.0f} s needed",
+                    )
                     continue
                 rig = _rig_for(rig, name, session)
                 record = rig.measure(run, deadline=session.deadline)
@@ -179,23 +192,31 @@ def buffers(session: Session, options: argparse.Namespace) -> None:
 
 
 def overlap(session: Session, options: argparse.Namespace) -> None:
-    """Profile inputs on the host and full tensors on the host, on time and with a late host, and the control on one stream."""
+    """Profile inputs on the host and full tensors on the host, on time and with a late host, and the control on
+    one stream.
+    """
     rig: Rig | None = None
     delay = options.delay_ms
     for name, num_tokens in parse_cells(options.cells):
         shared = {"num_tokens": num_tokens, "num_steps": min(3, options.steps), "num_profiles": 3}
-        # The plan is replaced after one step, only what was measured is needed: no host memory for it. On a CPU a budget keeps "auto" from keeping.
+        # The plan is replaced after one step, only what was measured is needed: no host memory for it. On a CPU a
+        # budget keeps "auto" from keeping.
         auto = {"mode": "auto:0.001" if session.is_cuda else "auto=1000", "plan": FULL_HOST_PLAN, **shared}
         runs = [
-            Run("offload", **shared), Run("offload", delay_ms=delay, **shared), Run("offload", is_serial=True, **shared),
-            Run(**auto), Run(delay_ms=delay, **auto),
-        ]  # fmt: skip
+            Run("offload", **shared),
+            Run("offload", delay_ms=delay, **shared),
+            Run("offload", is_serial=True, **shared),
+            Run(**auto),
+            Run(delay_ms=delay, **auto),
+        ]
         for run in runs:
             if session.find(name, run) is not None:
                 continue
             needed_s = guess_step_s(name, num_tokens) * 12 if session.is_cuda else 0.0
             if session.left_s < needed_s:
-                session.refuse(name, run, f"not started: {session.left_s:.0f} s of the budget left, about {needed_s:.0f} s needed")
+                session.refuse(
+                    name, run, f"not started: {session.left_s:.0f} s of the budget left, about {needed_s:.0f} s needed"
+                )
                 continue
             rig = _rig_for(rig, name, session)
             record = session.write(rig.measure(run, deadline=session.deadline))
@@ -225,7 +246,9 @@ def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argp
     record["cap_gib"] = cap_gib
     if session.is_cuda:
         # The build and the warm-up had the same cap; the largest of all is what the card must have.
-        record["reserved_gib"] = max(torch.cuda.max_memory_reserved() / 2**30, record.get("peak_gib_warmup", {}).get("reserved", 0.0))
+        record["reserved_gib"] = max(
+            torch.cuda.max_memory_reserved() / 2**30, record.get("peak_gib_warmup", {}).get("reserved", 0.0)
+        )
     rig.close()
     return record
 
@@ -247,7 +270,9 @@ def _dropped(rig: Rig) -> None:
 def guess_step_s(name: str, num_tokens: int) -> float:
     """Return about how long a step with recompute takes: three products per token and weight of the layers."""
     config = WORKLOADS[name].model_config
-    attention = 2 * config["hidden_size"] * config["head_dim"] * (config["num_attention_heads"] + config["num_key_value_heads"])
+    attention = (
+        2 * config["hidden_size"] * config["head_dim"] * (config["num_attention_heads"] + config["num_key_value_heads"])
+    )
     num_weights = config["num_hidden_layers"] * (attention + 3 * config["hidden_size"] * config["intermediate_size"])
     return 6 * num_weights * num_tokens / GUESSED_FLOPS_PER_S
 
@@ -261,7 +286,9 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
         "benchmark": f"offload {record['command_name']}",
         "workload": f"{record['workload']}, packed, {record['num_tokens']} tokens",
         "system": f"ours {record['title']}",
-        "version": "; ".join(f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found),
+        "version": "; ".join(
+            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+        ),
         "command": command,
         "device": found.get("device", "cpu"),
         "n": summary["n"],
@@ -278,7 +305,14 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
             ("copies under kernels", min(use["covered_share"] for use in uses) * 100, "%"),
             ("copies not waited for", min(use["hidden_share"] for use in uses) * 100, "%"),
         ]
-    step = {**shared, "metric": "step", "value": summary["median"], "p10": summary["p10"], "p90": summary["p90"], "unit": "ms"}
+    step = {
+        **shared,
+        "metric": "step",
+        "value": summary["median"],
+        "p10": summary["p10"],
+        "p90": summary["p90"],
+        "unit": "ms",
+    }
     return [step, *({**shared, "metric": metric, "value": value, "unit": unit} for metric, value, unit in figures)]
 
 
@@ -290,7 +324,10 @@ def _line(record: dict[str, Any]) -> str:
     head = f"{record['workload']} {record['num_tokens']} {record['title']}"
     if record["reason"]:
         return f"run: {head}: {record['reason']}"
-    return f"run: {head}: {record['summary']['median']:.1f} ms, {record['peak_gib']['allocated']:.2f} GiB, {record['seconds']:.0f} s"
+    return (
+        f"run: {head}: {record['summary']['median']:.1f} ms, {record['peak_gib']['allocated']:.2f} GiB, "
+        f"{record['seconds']:.0f} s"
+    )
 
 
 def buffers_table(records: Sequence[dict[str, Any]]) -> str:
@@ -327,19 +364,28 @@ def _gains(timed: dict[str, dict[str, Any]], workload: str) -> list[str]:
         copy_ms = uses[0]["h2d_ms"] / max(1, uses[0]["num_h2d"])
         saved = timed["offload1"]["summary"]["median"] - double["summary"]["median"]
         formula = (layers - 1) * min(copy_ms, backward_ms)
-        lines.append(f"c = {copy_ms:.2f} ms a copy, g = {backward_ms:.2f} ms a layer: (L-1)*min(c, g) = {formula:.1f} ms, measured {saved:.1f} ms")
+        lines.append(
+            f"c = {copy_ms:.2f} ms a copy, g = {backward_ms:.2f} ms a layer: (L-1)*min(c, g) = {formula:.1f} ms, "
+            f"measured {saved:.1f} ms"
+        )
     return lines
 
 
 def _figures(record: dict[str, Any]) -> str:
     summary = record["summary"]
-    told = f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, {record['peak_gib']['allocated']:.2f} GiB"
+    told = (
+        f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, "
+        f"{record['peak_gib']['allocated']:.2f} GiB"
+    )
     return f"{told}, exposed {exposed_ms(record):.2f}" if record.get("copies") else told
 
 
 def overlap_table(records: Sequence[dict[str, Any]]) -> str:
     """Return the share of copy time under kernels, what compute waited, and whether each bar is met."""
-    lines = ["overlap: copy ms, under kernels, not waited for, exposed ms and share of the step, late host ms (worst of the profiled steps)"]
+    lines = [
+        "overlap: copy ms, under kernels, not waited for, exposed ms and share of the step, late host ms (worst of the "
+        "profiled steps)"
+    ]
     for record in records:
         head = f"  {record['workload']} {record['num_tokens']} {record['title']:<48}"
         uses = record.get("copies") or []
@@ -354,9 +400,12 @@ def overlap_table(records: Sequence[dict[str, Any]]) -> str:
         else:
             # A host that is late leaves nothing to copy under; then it counts what compute waited for.
             is_host_late = worst["late_host_ms"] > LATE_HOST_SHARE * worst["step_ms"]
-            is_met = (worst["hidden_share"] if is_host_late else covered) >= MIN_HIDDEN_SHARE and share < MAX_EXPOSED_SHARE
+            is_met = (
+                worst["hidden_share"] if is_host_late else covered
+            ) >= MIN_HIDDEN_SHARE and share < MAX_EXPOSED_SHARE
         lines.append(
-            f"{head} {worst['copy_ms']:.1f}, {covered:.1%}, {worst['hidden_share']:.1%}, {worst['exposed_ms']:.2f} = {share:.2%}, "
+            f"{head} {worst['copy_ms']:.1f}, {covered:.1%}, {worst['hidden_share']:.1%}, {worst['exposed_ms']:.2f} = "
+            f"{share:.2%}, "
             f"{worst['late_host_ms']:.0f}: {_verdict(is_met)}"
         )
     return "\n".join(lines)
@@ -372,7 +421,8 @@ def cards_table(records: Sequence[dict[str, Any]]) -> str:
         else:
             reserved = record.get("reserved_gib", 0.0)
             lines.append(
-                f"{head}: {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.2f}, {reserved:.2f}: "
+                f"{head}: {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.2f}, "
+                f"{reserved:.2f}: "
                 f"{_verdict(reserved <= record['cap_gib'])}"
             )
     return "\n".join(lines)

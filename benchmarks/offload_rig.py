@@ -1,7 +1,9 @@
-"""One model with random weights on the device, trained for some steps under one activation policy after the other, each time from the same adapters.
+"""One model with random weights on the device, trained for some steps under one activation policy after the other, each
+time from the same adapters.
 
-A run is a fresh Trainer with FastFTStrategy on the same FineTuner: warm-up, timed steps, then steps that are profiled one by one. Its losses and the
-norm of its first gradients are kept, so that runs can be compared before their times are.
+A run is a fresh Trainer with FastFTStrategy on the same FineTuner: warm-up, timed steps, then steps that are profiled
+one by one. Its losses and the norm of its first gradients are kept, so that runs can be compared before their times
+are.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from benchmarks.ruler.workloads import Pack, Workload, lora_config, make_packs, 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.stack import SegmentStack
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.planner.step import SegmentPlan, StepCost, uniform_plan
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -37,7 +39,8 @@ LEAST_STEPS = 3
 # Losses of the same step may differ by the order of sums in the backward of attention, which changes from run to run.
 LOSS_TOLERANCE = 1e-3
 
-# A segment with all its tensors on the host comes as often as the copies of one hide under the compute of those between, with this much to spare.
+# A segment with all its tensors on the host comes as often as the copies of one hide under the compute of those
+# between, with this much to spare.
 SPACING_MARGIN = 1.25
 FULL_HOST_PLAN = "full tensors on the host"
 
@@ -69,7 +72,11 @@ class Run:
     @property
     def title(self) -> str:
         """Name in tables."""
-        marks = [self.plan, f"{self.delay_ms:g} ms late" if self.delay_ms else "", "one stream" if self.is_serial else ""]
+        marks = [
+            self.plan,
+            f"{self.delay_ms:g} ms late" if self.delay_ms else "",
+            "one stream" if self.is_serial else "",
+        ]
         return " ".join(["auto" if self.plan else self.mode, *filter(None, marks)])
 
 
@@ -83,7 +90,9 @@ class Rig:
         wants_liger: Swap Liger's norms and SwiGLU in.
     """
 
-    def __init__(self, workload: Workload, *, is_cuda: bool, optimizer: str = "adamw_fused", wants_liger: bool = False) -> None:
+    def __init__(
+        self, workload: Workload, *, is_cuda: bool, optimizer: str = "adamw_fused", wants_liger: bool = False
+    ) -> None:
         self.workload = workload
         self.is_cuda = is_cuda
         self._wants_liger = wants_liger
@@ -114,7 +123,13 @@ class Rig:
             deadline: time.monotonic() after which no timed step should run.
         """
         run = replace(run, num_warmup=max(run.num_warmup, least_warmup(run.mode)))
-        record: dict[str, Any] = {"workload": self.workload.name, **vars(run), "title": run.title, "versions": versions(), "reason": ""}
+        record: dict[str, Any] = {
+            "workload": self.workload.name,
+            **vars(run),
+            "title": run.title,
+            "versions": versions(),
+            "reason": "",
+        }
         if self.is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
@@ -150,7 +165,9 @@ class Rig:
         if run.is_serial:
             checkpointing.options = checkpointing.options._replace(is_serial=True)
         follow = RunCallback(run, record, rig=self, checkpointing=checkpointing, deadline=deadline)
-        trainer = make_trainer(FastFTStrategy(activations=checkpointing), follow, max_steps=follow.num_total, is_cuda=self.is_cuda)
+        trainer = make_trainer(
+            FastFTStrategy(activations=checkpointing), follow, max_steps=follow.num_total, is_cuda=self.is_cuda
+        )
         trainer.callbacks.extend(mode.callbacks())
         packs = self.packs(run.num_tokens)
         rows = [packs[step % len(packs)] for step in range(follow.num_total)]
@@ -158,7 +175,7 @@ class Rig:
         try:
             trainer.fit(self.tuner, train_dataloaders=loader)
         finally:
-            follow.ledger.undo()
+            follow.patcher.undo()
         follow.finish()
 
     @torch.no_grad()
@@ -169,18 +186,18 @@ class Rig:
             self._adapter = {name: parameter.detach().cpu().clone() for name, parameter in adapters.items()}
         for name, parameter in adapters.items():
             parameter.copy_(self._adapter[name])
-        if self.tuner.adapter_shadows is not None:
-            self.tuner.adapter_shadows.refresh()
+        if self.tuner.low_precision_adapters is not None:
+            self.tuner.low_precision_adapters.refresh()
 
     def layers(self) -> list[torch.nn.Module]:
         """Return the decoder layers."""
         ((_, model),) = find_causal_models(self.tuner.model)
         return decoder_layers(model)
 
-    def install_liger(self, ledger: SwapLedger) -> None:
+    def install_liger(self, patcher: ModelPatcher) -> None:
         """Swap Liger's layers in where they are wanted."""
         if self._wants_liger:
-            install_liger_layers(self.tuner.model, ledger)
+            install_liger_layers(self.tuner.model, patcher)
 
 
 class RunCallback(Callback):
@@ -194,8 +211,10 @@ class RunCallback(Callback):
         deadline: time.monotonic() after which no timed step should run.
     """
 
-    def __init__(self, run: Run, record: dict[str, Any], *, rig: Rig, checkpointing: OffloadCheckpointing, deadline: float) -> None:
-        self.ledger = SwapLedger()
+    def __init__(
+        self, run: Run, record: dict[str, Any], *, rig: Rig, checkpointing: OffloadCheckpointing, deadline: float
+    ) -> None:
+        self.patcher = ModelPatcher()
         self._run, self._record, self._rig, self._checkpointing = run, record, rig, checkpointing
         self._deadline = deadline
         self._clock = StepClock(is_cuda=rig.is_cuda)
@@ -217,15 +236,19 @@ class RunCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
         """Put adapters, layers and delays in place."""
-        self._rig.install_liger(self.ledger)
+        self._rig.install_liger(self.patcher)
         self._rig.restore()
         if self._run.delay_ms:
             for layer in self._rig.layers():
-                self.ledger.add_undo(layer.register_forward_pre_hook(self._delay).remove)
+                self.patcher.add_undo(layer.register_forward_pre_hook(self._delay).remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: FineTuner, batch: Any, batch_idx: int) -> None:
         """Change to the asked plan when the measured one stands; begin to profile when all is timed."""
-        if self._step == CHECKED_STEP and self._checkpointing.stacks and self._checkpointing.stacks[-1].plan is not None:
+        if (
+            self._step == CHECKED_STEP
+            and self._checkpointing.stacks
+            and self._checkpointing.stacks[-1].plan is not None
+        ):
             stack = self._checkpointing.stacks[-1]
             if self._run.plan:
                 stack.follow(full_host_plan(stack), device=pl_module.device, cost=stack.cost)
@@ -251,7 +274,9 @@ class RunCallback(Callback):
                 raise ValueError(f"{missing} of {len(gradients)} trained tensors have no gradient.")
             self._norms = torch.stack(torch._foreach_norm(gradients))
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Note the end of a step."""
         self._clock.mark()
         if self._step >= self._num_before_profiles:
@@ -313,9 +338,13 @@ class RunCallback(Callback):
 
 
 def full_host_plan(stack: SegmentStack) -> list[SegmentPlan]:
-    """Return the plan in which every so-many-th segment has its input and all values on the host, so that their copies hide under the others."""
+    """Return the plan in which every so-many-th segment has its input and all values on the host, so that their
+    copies hide under the others.
+    """
     assert stack.cost is not None
-    machine = measure_machine(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"))
+    machine = measure_machine(
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )
     spacing = host_spacing(stack.cost, copy_bytes_per_s=min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s))
     plan = list(uniform_plan(len(stack.segments), "recompute"))
     # The last ones stay: what they would copy out has no forward left to hide under.
@@ -343,14 +372,22 @@ def disagreement(record: dict[str, Any], reference: dict[str, Any]) -> str:
     pairs = list(zip(record["losses"], reference["losses"]))
     worst = max(abs(own - other) / abs(other) for own, other in pairs)
     if worst > LOSS_TOLERANCE:
-        return f"its losses differ from those of {reference['title']} by {worst:.2e} in {len(pairs)} steps, {LOSS_TOLERANCE:g} is allowed"
+        return (
+            f"its losses differ from those of {reference['title']} by {worst:.2e} in {len(pairs)} steps, "
+            f"{LOSS_TOLERANCE:g} is allowed"
+        )
     apart = abs(record["gradient_norm"] / reference["gradient_norm"] - 1)
     if apart > LOSS_TOLERANCE:
-        return f"its first gradients have another norm than those of {reference['title']}: {apart:.2e} apart, {LOSS_TOLERANCE:g} is allowed"
+        return (
+            f"its first gradients have another norm than those of {reference['title']}: {apart:.2e} apart, "
+            f"{LOSS_TOLERANCE:g} is allowed"
+        )
     return ""
 
 
 def exposed_ms(record: dict[str, Any]) -> float:
-    """Return the median over the profiled steps of the time that compute waited for copies; NaN where none was profiled."""
+    """Return the median over the profiled steps of the time that compute waited for copies; NaN where none was
+    profiled.
+    """
     found = sorted(use["exposed_ms"] for use in record.get("copies", []))
     return found[len(found) // 2] if found else float("nan")

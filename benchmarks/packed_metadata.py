@@ -3,11 +3,13 @@
     python -m benchmarks.train_step build --workload qwen3-14b-qlora --root /dev/shm/fastft
     python -m benchmarks.packed_metadata --workload qwen3-14b-qlora --root /dev/shm/fastft --out runs/metadata
 
-First the time m of one build, for the dense mask (a loop over documents as the published baseline had it, transformers' own, ours), for
-FlexAttention's block mask and for varlen offsets. Then forward, backward and step of the workload (packed at 8,192 tokens, layers recomputed in the
-backward, labels on all tokens) with that metadata built in every layer - also when the backward runs the layer again - or cached once. All arms are
-the same model, kernels, packs and adapters; before an arm is timed its gradients are compared with those of varlen attention cached once. Last the
-published formula (L-1)*m beside what was measured. 3 warm-up steps, 30 timed (10 where one exceeds 3 s); median, p10, p90.
+First the time m of one build, for the dense mask (a loop over documents as the published baseline had it, transformers'
+own, ours), for FlexAttention's block mask and for varlen offsets. Then forward, backward and step of the workload
+(packed at 8,192 tokens, layers recomputed in the backward, labels on all tokens) with that metadata built in every
+layer - also when the backward runs the layer again - or cached once. All arms are the same model, kernels, packs and
+adapters; before an arm is timed its gradients are compared with those of varlen attention cached once. Last the
+published formula (L-1)*m beside what was measured. 3 warm-up steps, 30 timed (10 where one exceeds 3 s); median, p10,
+p90.
 """
 
 from __future__ import annotations
@@ -30,11 +32,20 @@ import torch
 
 from benchmarks.results import append_rows
 from benchmarks.ruler import judge as judging
-from benchmarks.ruler.cases import LEARNING_RATE, LONG_STEP_MS, MAX_GRADIENT_NORM, NUM_LONG_STEPS, base_dtype, case_failures, drop_frames, versions
+from benchmarks.ruler.cases import (
+    LEARNING_RATE,
+    LONG_STEP_MS,
+    MAX_GRADIENT_NORM,
+    NUM_LONG_STEPS,
+    base_dtype,
+    case_failures,
+    drop_frames,
+    versions,
+)
 from benchmarks.ruler.measure import summarise_ms
 from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles, lora_config, plan_packs, read_lengths
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
 from lightning_fastft.patches.packed import install_packed_training
@@ -42,10 +53,18 @@ from lightning_fastft.training.fine_tuner import FineTuner
 
 # Backend of the attention, and how its metadata is built; "once" is the cache of the batch context.
 ARMS = (
-    "varlen/once", "varlen/every-layer", "sdpa/once", "sdpa/every-layer-loop", "sdpa/every-layer-transformers", "sdpa/every-layer",
-    "flex/once", "flex/every-layer", "flex/every-layer-transformers",
-)  # fmt: skip
-# Published for Unsloth: gain of forward, backward and step, in per cent; 14B on a card that is not named, the small ones on Blackwell.
+    "varlen/once",
+    "varlen/every-layer",
+    "sdpa/once",
+    "sdpa/every-layer-loop",
+    "sdpa/every-layer-transformers",
+    "sdpa/every-layer",
+    "flex/once",
+    "flex/every-layer",
+    "flex/every-layer-transformers",
+)
+# Published for Unsloth: gain of forward, backward and step, in per cent; 14B on a card that is not named, the small
+# ones on Blackwell.
 PUBLISHED = {
     "qwen3-14b-qlora": {"forward": 43.3, "backward": 5.8, "step": 14.3},
     "llama-3.2-1b-lora": {"step": 11.5},
@@ -65,7 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = time.monotonic() + options.budget_s
     shared = {"workload": options.workload, "versions": versions()}
 
-    builds = measure_builds(options.build_tokens, device=device, block_mask_tokens=WORKLOADS[options.workload].max_tokens)
+    builds = measure_builds(
+        options.build_tokens, device=device, block_mask_tokens=WORKLOADS[options.workload].max_tokens
+    )
     _write(raw, {**shared, "builds": builds})
     print("\n".join(_build_line(row) for row in builds), flush=True)
     records: list[dict[str, Any]] = []
@@ -96,7 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--build-tokens", type=int, nargs="*", default=list(SWEPT_TOKENS), help="pack lengths at which one build is timed")
+    parser.add_argument(
+        "--build-tokens",
+        type=int,
+        nargs="*",
+        default=list(SWEPT_TOKENS),
+        help="pack lengths at which one build is timed",
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=float, default=3600.0)
     parser.add_argument("--least-s", type=float, default=40.0, help="an arm is not started with less than this left")
@@ -104,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def loop_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Build the additive mask document by document, as the published baseline did in every layer: lengths to the host, then a block per document."""
+    """Build the additive mask document by document, as the published baseline did in every layer: lengths to the
+    host, then a block per document.
+    """
     position_T = position_id_1T.reshape(-1)
     starts = (position_T == 0).nonzero().flatten().tolist()
     num_tokens = position_T.numel()
@@ -112,20 +141,37 @@ def loop_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for start, end in zip(starts, [*starts[1:], num_tokens]):
         length = end - start
         hidden = torch.ones(length, length, device=position_T.device).triu(diagonal=1).bool()
-        block = torch.zeros(length, length, dtype=dtype, device=position_T.device).masked_fill(hidden, torch.finfo(dtype).min)
+        block = torch.zeros(length, length, dtype=dtype, device=position_T.device).masked_fill(
+            hidden, torch.finfo(dtype).min
+        )
         mask_TT[start:end, start:end] = block
     return mask_TT[None, None]
 
 
 def transformers_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Build the dense mask with transformers' own functions, from positions; additive, as our backend takes it."""
-    from transformers.masking_utils import and_masks, causal_mask_function, find_packed_sequence_indices, packed_sequence_mask_function, sdpa_mask
+    from transformers.masking_utils import (
+        and_masks,
+        causal_mask_function,
+        find_packed_sequence_indices,
+        packed_sequence_mask_function,
+        sdpa_mask,
+    )
 
     document_1T = find_packed_sequence_indices(position_id_1T)
-    function = causal_mask_function if document_1T is None else and_masks(causal_mask_function, packed_sequence_mask_function(document_1T))
+    function = (
+        causal_mask_function
+        if document_1T is None
+        else and_masks(causal_mask_function, packed_sequence_mask_function(document_1T))
+    )
     num_tokens = position_id_1T.shape[1]
     seen = sdpa_mask(
-        batch_size=1, q_length=num_tokens, kv_length=num_tokens, mask_function=function, allow_is_causal_skip=False, device=position_id_1T.device
+        batch_size=1,
+        q_length=num_tokens,
+        kv_length=num_tokens,
+        mask_function=function,
+        allow_is_causal_skip=False,
+        device=position_id_1T.device,
     )
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen, lowest.new_zeros(()), lowest)
@@ -141,7 +187,9 @@ def transformers_block_mask(position_id_1T: torch.Tensor) -> Any:
         return (query >= key) & (document_T[query] == document_T[key])
 
     num_tokens = position_id_1T.shape[1]
-    return create_block_mask(seen, 1, None, num_tokens, num_tokens, device=str(position_id_1T.device), _compile=position_id_1T.is_cuda)
+    return create_block_mask(
+        seen, 1, None, num_tokens, num_tokens, device=str(position_id_1T.device), _compile=position_id_1T.is_cuda
+    )
 
 
 def derived_offsets(position_id_1T: torch.Tensor) -> VarlenArguments:
@@ -172,9 +220,13 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
         "varlen/every-layer": with_builder("varlen", lambda context: context.device, derived_offsets),
         "sdpa/every-layer": drop,
         "sdpa/every-layer-loop": with_builder("dense_mask", dense_key, lambda position: loop_mask(position, dtype)),
-        "sdpa/every-layer-transformers": with_builder("dense_mask", dense_key, lambda position: transformers_mask(position, dtype)),
+        "sdpa/every-layer-transformers": with_builder(
+            "dense_mask", dense_key, lambda position: transformers_mask(position, dtype)
+        ),
         "flex/every-layer": drop,
-        "flex/every-layer-transformers": with_builder("block_mask", lambda context: (context.device, None), transformers_block_mask),
+        "flex/every-layer-transformers": with_builder(
+            "block_mask", lambda context: (context.device, None), transformers_block_mask
+        ),
     }
 
 
@@ -201,7 +253,9 @@ class Rig:
         self._tuner.to(self._device)
         self._tuner.configure_model()
         self._model = self._tuner.model.train()
-        installed = install_packed_training(self._model, SwapLedger(), checkpointing=OffloadCheckpointing("recompute"))
+        installed = install_packed_training(
+            self._model, ModelPatcher(), checkpointing=OffloadCheckpointing("recompute")
+        )
         self.num_layers = len(installed.layers)
         self._attention_layers = [layer.self_attn for layer in installed.layers]
         self._reference: dict[str, torch.Tensor] | None = None
@@ -211,7 +265,12 @@ class Rig:
         record: dict[str, Any] = {"arm": arm, "num_layers": self.num_layers}
         rebuild = _rebuilders(self._dtype).get(arm)
         handles = (
-            [] if rebuild is None else [layer.register_forward_pre_hook(_make_hook(rebuild), with_kwargs=True) for layer in self._attention_layers]
+            []
+            if rebuild is None
+            else [
+                layer.register_forward_pre_hook(_make_hook(rebuild), with_kwargs=True)
+                for layer in self._attention_layers
+            ]
         )
         try:
             self._time(arm, record, num_steps=num_steps)
@@ -229,7 +288,7 @@ class Rig:
 
     def _time(self, arm: str, record: dict[str, Any], *, num_steps: int) -> None:
         judging.load_adapter(self._model, self._adapter)
-        self._refresh_shadows()
+        self._refresh_low_precision_adapters()
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
         backend = self._backend(arm)
@@ -254,7 +313,7 @@ class Rig:
                     return
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
             optimizer.step()
-            self._refresh_shadows()
+            self._refresh_low_precision_adapters()
             optimizer.zero_grad(set_to_none=True)
             marks.append((begin, middle, end, self._mark()))
             step += 1
@@ -267,9 +326,9 @@ class Rig:
             record[f"{name}_ms"] = values
         record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if self._is_cuda else 0.0
 
-    def _refresh_shadows(self) -> None:
-        if self._tuner.adapter_shadows is not None:
-            self._tuner.adapter_shadows.refresh()
+    def _refresh_low_precision_adapters(self) -> None:
+        if self._tuner.low_precision_adapters is not None:
+            self._tuner.low_precision_adapters.refresh()
 
     def _judge(self, record: dict[str, Any], *, first_loss: float) -> None:
         record["first_loss"] = first_loss
@@ -289,7 +348,9 @@ class Rig:
         if self._is_cuda or arm.startswith("sdpa"):
             found = record["num_builds"].get(kind, 0)
             if found != expected and not record.get("reason"):
-                record["reason"] = f"{kind} was built {found} times for {record['num_reads']} attention calls, expected {expected}"
+                record["reason"] = (
+                    f"{kind} was built {found} times for {record['num_reads']} attention calls, expected {expected}"
+                )
 
     def _backend(self, arm: str) -> str:
         """The arm's backend; on a CPU, where only the dense mask has a backward, that one."""
@@ -379,7 +440,9 @@ def _time_builds(build: Callable[[], Any], *, is_cuda: bool) -> list[float]:
     return values
 
 
-def render_table(workload: str, builds: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], *, max_tokens: int) -> str:
+def render_table(
+    workload: str, builds: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], *, max_tokens: int
+) -> str:
     """Return builds, arms, and gains beside the formula and the published figures."""
     lines = [f"{workload}: one build, ms (published m = {PUBLISHED_BUILD_MS} for the dense mask)"]
     lines += ["  " + _build_line(row) for row in builds]
@@ -389,16 +452,23 @@ def render_table(workload: str, builds: Sequence[dict[str, Any]], records: Seque
     by_arm = {record["arm"]: record for record in records if "step" in record}
     for gain in gains(by_arm, builds, max_tokens=max_tokens):
         published = PUBLISHED.get(workload, {}) if gain["arm"] == "sdpa/every-layer-loop" else {}
-        told = "; published " + ", ".join(f"{part} +{value} %" for part, value in published.items()) if published else ""
+        told = (
+            "; published " + ", ".join(f"{part} +{value} %" for part, value in published.items()) if published else ""
+        )
         lines.append(
-            f"  once against {gain['arm']}: forward {gain['forward']:+.1f} %, backward {gain['backward']:+.1f} %, step {gain['step']:+.1f} %{told}; "
-            f"saved {gain['saved_ms']:.1f} ms a step, {gain['saved_forward_ms']:.1f} in the forward, formula (L-1)*m = {gain['formula_ms']:.1f} ms"
+            f"  once against {gain['arm']}: forward {gain['forward']:+.1f} %, backward {gain['backward']:+.1f} %, step "
+            f"{gain['step']:+.1f} %{told}; "
+            f"saved {gain['saved_ms']:.1f} ms a step, {gain['saved_forward_ms']:.1f} in the forward, formula (L-1)*m = "
+            f"{gain['formula_ms']:.1f} ms"
         )
     return "\n".join(lines)
 
 
-def gains(by_arm: dict[str, dict[str, Any]], builds: Sequence[dict[str, Any]], *, max_tokens: int) -> list[dict[str, Any]]:
-    """Return what caching gains over every arm that rebuilds: per cent of speed, milliseconds, and the published formula.
+def gains(
+    by_arm: dict[str, dict[str, Any]], builds: Sequence[dict[str, Any]], *, max_tokens: int
+) -> list[dict[str, Any]]:
+    """Return what caching gains over every arm that rebuilds: per cent of speed, milliseconds, and the published
+    formula.
 
     Args:
         by_arm: Timed records by arm.
@@ -420,7 +490,9 @@ def gains(by_arm: dict[str, dict[str, Any]], builds: Sequence[dict[str, Any]], *
         again = by_arm.get(arm)
         if once is None or again is None:
             continue
-        gain: dict[str, Any] = {part: (again[part]["median"] / once[part]["median"] - 1) * 100 for part in ("forward", "backward", "step")}
+        gain: dict[str, Any] = {
+            part: (again[part]["median"] / once[part]["median"] - 1) * 100 for part in ("forward", "backward", "step")
+        }
         gain.update(
             arm=arm,
             saved_ms=again["step"]["median"] - once["step"]["median"],
@@ -431,12 +503,16 @@ def gains(by_arm: dict[str, dict[str, Any]], builds: Sequence[dict[str, Any]], *
     return found
 
 
-def result_rows(workload: str, builds: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
+def result_rows(
+    workload: str, builds: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], *, command: str
+) -> list[dict[str, Any]]:
     """Return rows for results.csv."""
     found = versions()
     shared = {
         "benchmark": "packed_metadata",
-        "version": "; ".join(f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found),
+        "version": "; ".join(
+            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+        ),
         "command": command,
         "device": found.get("device", "cpu"),
         "unit": "ms",
@@ -455,7 +531,13 @@ def result_rows(workload: str, builds: Sequence[dict[str, Any]], records: Sequen
     for record in records:
         if "step" in record:
             rows += [
-                {**shared, "workload": f"{workload}, recompute", "system": record["arm"], "metric": part, **_spread(record[part])}
+                {
+                    **shared,
+                    "workload": f"{workload}, recompute",
+                    "system": record["arm"],
+                    "metric": part,
+                    **_spread(record[part]),
+                }
                 for part in ("forward", "backward", "step")
             ]
     return rows
@@ -466,14 +548,21 @@ def _spread(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build_line(row: dict[str, Any]) -> str:
-    told = str(row["reason"]) if "reason" in row else f"{row['ms']['median']:.3f} [{row['ms']['p10']:.3f}, {row['ms']['p90']:.3f}]"
+    told = (
+        str(row["reason"])
+        if "reason" in row
+        else f"{row['ms']['median']:.3f} [{row['ms']['p10']:.3f}, {row['ms']['p90']:.3f}]"
+    )
     return f"{row['kind']:<28} {row['num_tokens']:>6} tokens {row['num_documents']:>4} documents  {told}"
 
 
 def _short(record: dict[str, Any]) -> str:
     parts = " / ".join(f"{record[part]['median']:.1f}" for part in ("forward", "backward", "step"))
     step = record["step"]
-    return f"{parts}  [{step['p10']:.1f}, {step['p90']:.1f}] n={step['n']}, {record['peak_gib']:.1f} GiB, built {record['num_builds']}"
+    return (
+        f"{parts}  [{step['p10']:.1f}, {step['p90']:.1f}] n={step['n']}, {record['peak_gib']:.1f} GiB, built "
+        f"{record['num_builds']}"
+    )
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.packing            (add --record to append the rows to results.csv)
 
-Workloads: 60,000 seeded log-normal lengths (median 403 tokens, clipped to 8 - 4,096) at 4,096 tokens, and GSM8K's training questions with answers,
-tokenised by GPT-2's BPE (../shared/data), at 4,096 and 8,192. Each system is checked before it is timed: every document once, no pack above its
-capacity. 30 runs, or 10 where one exceeds 3 s; median, p10, p90. TRL runs as users call it (batches of 1,000 documents) and over the whole set at
-once; its time includes the copy of the tokens, which its packs hold and ours point to. Without TRL installed its rows are left out, and the output
-says so.
+Workloads: 60,000 seeded log-normal lengths (median 403 tokens, clipped to 8 - 4,096) at 4,096 tokens, and GSM8K's
+    training questions with answers,
+tokenised by GPT-2's BPE (../shared/data), at 4,096 and 8,192. Each system is checked before it is timed: every document
+once, no pack above its capacity. 30 runs, or 10 where one exceeds 3 s; median, p10, p90. TRL runs as users call it
+(batches of 1,000 documents) and over the whole set at once; its time includes the copy of the tokens, which its packs
+hold and ours point to. Without TRL installed its rows are left out, and the output says so.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def gsm8k_lengths() -> np.ndarray | None:
     tokenizer = ByteLevelBPETokenizer(str(DATA / "gpt2_bpe" / "vocab.json"), str(DATA / "gpt2_bpe" / "merges.txt"))
     rows = [json.loads(line) for line in (DATA / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     # One more for the end-of-sequence token.
-    return np.array([len(entry.ids) + 1 for entry in tokenizer.encode_batch([row["question"] + row["answer"] for row in rows])])
+    return np.array(
+        [len(entry.ids) + 1 for entry in tokenizer.encode_batch([row["question"] + row["answer"] for row in rows])]
+    )
 
 
 def systems() -> list[System]:
@@ -100,7 +103,11 @@ def systems() -> list[System]:
     return [
         *found,
         System("TRL bfd, batches of 1,000", trl.__version__, lambda workload: pack_trl(workload, batch_size=1000)),
-        System("TRL bfd, whole set", trl.__version__, lambda workload: pack_trl(workload, batch_size=len(workload.length_N))),
+        System(
+            "TRL bfd, whole set",
+            trl.__version__,
+            lambda workload: pack_trl(workload, batch_size=len(workload.length_N)),
+        ),
     ]
 
 
@@ -171,14 +178,19 @@ def measure(workload: Workload, system: System) -> list[dict[str, Any]]:
     fill = 100 * num_tokens / (num_packs * workload.max_tokens)
     deciles = statistics.quantiles(times, n=10, method="inclusive")
     print(
-        f"{workload.name:36} {system.name:26} packs {num_packs:6} (ceiling {-(-num_tokens // workload.max_tokens):6})  fill {fill:7.3f} %  "
+        f"{workload.name:36} {system.name:26} packs {num_packs:6} (ceiling {-(-num_tokens // workload.max_tokens):6})  "
+        f"fill {fill:7.3f} %  "
         f"{1000 * statistics.median(times):9.1f} ms [{1000 * deciles[0]:.1f}, {1000 * deciles[-1]:.1f}] n={len(times)}",
         flush=True,
     )
     shared = {
-        "benchmark": "packing", "workload": workload.name, "system": system.name, "version": system.version,
-        "command": "python -m benchmarks.packing --record", "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-    }  # fmt: skip
+        "benchmark": "packing",
+        "workload": workload.name,
+        "system": system.name,
+        "version": system.version,
+        "command": "python -m benchmarks.packing --record",
+        "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    }
     return [
         {**shared, "metric": "packs", "value": num_packs, "unit": "packs"},
         {**shared, "metric": "fill", "value": fill, "unit": "%"},

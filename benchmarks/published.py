@@ -1,21 +1,23 @@
 r"""Every published figure of the three optimisations beside ours, and the runs that measure what has no figure yet.
 
-    python -m benchmarks.published table --out runs/published.md
-    python -m benchmarks.published combinations --workload qwen3-30b-a3b-12l-lora --out runs/published --device cuda --steps 20
-    python -m benchmarks.published traditional --out runs/published
-    python -m benchmarks.published waits --out runs/published
+    python -m benchmarks.published table --out runs/published.md python -m benchmarks.published combinations --workload
+    qwen3-30b-a3b-12l-lora --out runs/published --device cuda --steps 20 python -m benchmarks.published traditional
+    --out runs/published python -m benchmarks.published waits --out runs/published
 
-- ``combinations``: metadata once or in every layer, two staging buffers or one, routing by one count or by the loop over experts: eight combinations
-  of a mixture model (with two more experts functions of transformers beside them), four of a dense one. Same packs, weights, adapters, optimizer and
-  Trainer; activations offloaded. First loss, gradients and their norm are those of the first combination or there is no row, and bits are equal
-  where kernels are deterministic. Two rounds, the second in the opposite order: a gain counts where it is larger than what two rounds of the same
-  combination differ by.
-- ``traditional``: batches of documents padded to the longest, transformers + PEFT without Liger, against ours on the same documents, on a 7B Llama.
-- ``waits``: how often the host waits for the device in a layer of experts and in one build of packed metadata, with the times of the layer on CUDA.
-  On a CPU: operations that would wait if their tensors lay on a GPU.
+- ``combinations``: metadata once or in every layer, two staging buffers or one, routing by one count or by the loop
+  over experts: eight combinations of a mixture model (with two more experts functions of transformers beside them),
+  four of a dense one. Same packs, weights, adapters, optimizer and Trainer; activations offloaded. First loss,
+  gradients and their norm are those of the first combination or there is no row, and bits are equal where kernels are
+  deterministic. Two rounds, the second in the opposite order: a gain counts where it is larger than what two rounds of
+  the same combination differ by.
+- ``traditional``: batches of documents padded to the longest, transformers + PEFT without Liger, against ours on the
+  same documents, on a 7B Llama.
+- ``waits``: how often the host waits for the device in a layer of experts and in one build of packed metadata, with the
+  times of the layer on CUDA. On a CPU: operations that would wait if their tensors lay on a GPU.
 
-Every arm (the combinations of one workload, the padded loop, ours) is a process of its own with a time limit; what stands behind a case that ends its
-process gets another one. Records are written as they come, and a call in the same folder goes on where the last one ended.
+Every arm (the combinations of one workload, the padded loop, ours) is a process of its own with a time limit; what
+stands behind a case that ends its process gets another one. Records are written as they come, and a call in the same
+folder goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--results", type=Path, nargs="+", default=[RESULTS_PATH], help="measured rows")
     device = argparse.ArgumentParser(add_help=False)
     device.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    device.add_argument("--root", type=Path, default=Path("/dev/shm/fastft"), help="where models are built: a folder in memory")
+    device.add_argument(
+        "--root", type=Path, default=Path("/dev/shm/fastft"), help="where models are built: a folder in memory"
+    )
     shared = argparse.ArgumentParser(add_help=False, parents=[device])
     shared.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, log.txt, rows.csv and table.txt")
     shared.add_argument("--budget-s", type=float, default=3600.0)
@@ -88,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     timed.add_argument("--steps", type=int, default=20, help="timed steps of a case, over all rounds")
     one = commands.add_parser("combinations", parents=[timed], help="the three optimisations on and off")
     one.add_argument("--workload", required=True, choices=tuple(WORKLOADS))
-    one.add_argument("--attention", default=None, choices=("varlen", "sdpa"), help="whose metadata is built; varlen on CUDA, sdpa on a CPU")
+    one.add_argument(
+        "--attention",
+        default=None,
+        choices=("varlen", "sdpa"),
+        help="whose metadata is built; varlen on CUDA, sdpa on a CPU",
+    )
     one.add_argument("--rounds", type=int, default=2, choices=(1, 2))
     two = commands.add_parser("traditional", parents=[timed], help="a padded loop beside ours")
     two.add_argument("--workload", default=None, help="llama-7b-lora on CUDA, tiny-llama on a CPU")
@@ -133,7 +142,9 @@ def find_files(root: Path, name: str) -> PublishedFiles:
 
 
 def _arm(options: argparse.Namespace) -> int:
-    run_arm([Case(**case) for case in json.loads(options.cases)], root=options.root, raw=options.raw, device=options.device)
+    run_arm(
+        [Case(**case) for case in json.loads(options.cases)], root=options.root, raw=options.raw, device=options.device
+    )
     return 0
 
 
@@ -153,7 +164,9 @@ def _combinations(options: argparse.Namespace) -> int:
     attention = options.attention or ("varlen" if options.device == "cuda" else "sdpa")
     modes = [one.mode for one in all_combinations(WORKLOADS[options.workload], attention=attention)]
     num_steps = -(-options.steps // options.rounds)
-    template = Case(options.workload, "ours", "", optimizer="adamw_fused", num_warmup=NUM_WARMUP, num_steps=num_steps, diagnose=True)
+    template = Case(
+        options.workload, "ours", "", optimizer="adamw_fused", num_warmup=NUM_WARMUP, num_steps=num_steps, diagnose=True
+    )
     rounds = [modes, *([[f"{mode}#2" for mode in reversed(modes)]] if options.rounds == 2 else [])]
     # One process for both rounds: what they are compared by is the order, and a model is loaded once.
     cases = [replace(template, mode=mode) for part in rounds for mode in part]
@@ -164,13 +177,24 @@ def _combinations(options: argparse.Namespace) -> int:
 def _traditional(options: argparse.Namespace) -> int:
     name = options.workload or ("llama-7b-lora" if options.device == "cuda" else "tiny-llama")
     options.workload = name
-    template = Case(name, "ours", "", optimizer="adamw_fused", num_warmup=NUM_WARMUP, num_steps=options.steps, diagnose=True)
-    arms = [[replace(template, system="plain", mode=mode) for mode in options.padded_modes], [replace(template, mode=mode) for mode in options.modes]]
+    template = Case(
+        name, "ours", "", optimizer="adamw_fused", num_warmup=NUM_WARMUP, num_steps=options.steps, diagnose=True
+    )
+    arms = [
+        [replace(template, system="plain", mode=mode) for mode in options.padded_modes],
+        [replace(template, mode=mode) for mode in options.modes],
+    ]
     _measure(arms, options, describe=describe_traditional, rows=traditional_rows)
     return 0
 
 
-def _measure(arms: Sequence[Sequence[Case]], options: argparse.Namespace, *, describe: Callable[..., str], rows: Callable[..., Any]) -> None:
+def _measure(
+    arms: Sequence[Sequence[Case]],
+    options: argparse.Namespace,
+    *,
+    describe: Callable[..., str],
+    rows: Callable[..., Any],
+) -> None:
     """Build the workload, run every case that has no record yet, and write rows and table whatever happens."""
     deadline = time.monotonic() + options.budget_s
     options.out.mkdir(parents=True, exist_ok=True)
@@ -178,7 +202,9 @@ def _measure(arms: Sequence[Sequence[Case]], options: argparse.Namespace, *, des
     if not find_files(options.root, workload).is_built():
         # In a process of its own: what it allocates on the device must not stay there.
         base = ["--root", str(options.root), "--device", options.device, "--workload", workload]
-        subprocess.run([sys.executable, "-m", "benchmarks.published", "build", *base], check=True, timeout=options.budget_s)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.published", "build", *base], check=True, timeout=options.budget_s
+        )
     before = read_records(raw)
     if not any(record.get("workload") == workload for record in before):
         # Gradients of another call are none of this one's.
@@ -188,7 +214,11 @@ def _measure(arms: Sequence[Sequence[Case]], options: argparse.Namespace, *, des
             _run_until_done(cases, options, raw=raw, deadline=deadline)
     finally:
         keys = {(case.workload, case.mode.partition("#")[0]) for part in arms for case in part}
-        own = [record for record in latest_records(read_records(raw)) if (record["workload"], record["mode"].partition("#")[0]) in keys]
+        own = [
+            record
+            for record in latest_records(read_records(raw))
+            if (record["workload"], record["mode"].partition("#")[0]) in keys
+        ]
         command = "python -m benchmarks.published " + " ".join(sys.argv[1:])
         new = [record for record in own if record not in before]
         # A combination measured again in another round is a row again, of both rounds together.
@@ -235,7 +265,9 @@ def latest_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merge_rounds(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return one record for each combination with the steps of all its rounds, by mode; a combination refused in one round has its reason."""
+    """Return one record for each combination with the steps of all its rounds, by mode; a combination refused in
+    one round has its reason.
+    """
     merged: dict[str, dict[str, Any]] = {}
     for mode in dict.fromkeys(record["mode"].partition("#")[0] for record in records):
         rounds = [record for record in records if record["mode"].partition("#")[0] == mode]
@@ -265,23 +297,40 @@ def merge_rounds(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def combination_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv: the ruler's, of both rounds together, and copies, backward and the spread of rounds."""
+    """Return rows for results.csv: the ruler's, of both rounds together, and copies, backward and the spread of
+    rounds.
+    """
     rows: list[dict[str, Any]] = []
     for mode, record in merge_rounds(records).items():
         own = result_rows([record], command=command)
-        rows += [{**row, "benchmark": "published combinations", "workload": f"{record['workload']}, packed, offload", "system": mode} for row in own]
+        rows += [
+            {
+                **row,
+                "benchmark": "published combinations",
+                "workload": f"{record['workload']}, packed, offload",
+                "system": mode,
+            }
+            for row in own
+        ]
         if not own:
             continue
-        shared = {**{name: rows[-1][name] for name in ("benchmark", "workload", "system", "version", "command", "device")}, "n": 1}
+        shared = {
+            **{name: rows[-1][name] for name in ("benchmark", "workload", "system", "version", "command", "device")},
+            "n": 1,
+        }
         copy_ms, backward = copy_of_layer_ms(record), record.get("backward")
         if backward is not None:
             layer_ms = backward["median"] / record["num_layers"]
-            rows.append({**shared, "metric": "backward of a layer", "value": layer_ms, "unit": "ms", "n": backward["n"]})
+            rows.append(
+                {**shared, "metric": "backward of a layer", "value": layer_ms, "unit": "ms", "n": backward["n"]}
+            )
         if copy_ms is not None:
             rows.append({**shared, "metric": "copy of a layer's input", "value": copy_ms, "unit": "ms"})
             rows.append({**shared, "metric": "exposed copies", "value": record["copies"]["exposed_ms"], "unit": "ms"})
         if record["spread"] is not None:
-            rows.append({**shared, "metric": "difference of two rounds", "value": record["spread"], "unit": "%", "n": 2})
+            rows.append(
+                {**shared, "metric": "difference of two rounds", "value": record["spread"], "unit": "%", "n": 2}
+            )
     return rows
 
 
@@ -298,8 +347,8 @@ def gains(merged: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         merged: Of merge_rounds, of one workload and one attention.
 
     Returns:
-        "name", "gain" in per cent of steps/s, "spread" (the largest difference of two rounds of one combination; None for one round), and "waits"
-        a step, off and on.
+        "name", "gain" in per cent of steps/s, "spread" (the largest difference of two rounds of one combination; None
+        for one round), and "waits" a step, off and on.
     """
     timed = {parse_combination(mode): record for mode, record in merged.items() if not record["reason"]}
     best = next((one for one in timed if one.is_all_on), None)
@@ -312,7 +361,11 @@ def gains(merged: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         ("bincount routing", best._replace(routing="loop"), best),
         ("published routing", best._replace(routing="loop"), best._replace(routing="published")),
         ("transformers' grouped products", best._replace(routing="loop"), best._replace(routing="grouped")),
-        ("all three together" if loop == "loop" else "both together", best._replace(metadata="every", buffers="one", routing=loop), best),
+        (
+            "all three together" if loop == "loop" else "both together",
+            best._replace(metadata="every", buffers="one", routing=loop),
+            best,
+        ),
     ]
     found = []
     for name, off, on in pairs:
@@ -324,7 +377,10 @@ def gains(merged: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                     "gain": (timed[off]["summary"]["median"] / timed[on]["summary"]["median"] - 1) * 100,
                     "spread": None if None in spreads else max(spreads),
                     # On a CPU nothing is waited for, which says nothing about a GPU.
-                    "waits": tuple(timed[one].get("host_waits") if "device" in timed[one]["versions"] else None for one in (off, on)),
+                    "waits": tuple(
+                        timed[one].get("host_waits") if "device" in timed[one]["versions"] else None
+                        for one in (off, on)
+                    ),
                 }
             )
     return found
@@ -335,12 +391,15 @@ def state_gain(gain: dict[str, Any]) -> str:
 
     Example:
         >>> state_gain({"name": "metadata once", "gain": 0.2, "spread": 0.5, "waits": (0, 0)})
-        'metadata once: +0.2 % steps/s: near 0: two rounds of one combination differ by up to 0.5 %; host waits a step 0 -> 0: none to remove'
+        'metadata once: +0.2 % steps/s: near 0: two rounds of one combination differ by up to 0.5 %; host waits a step 0
+        -> 0: none to remove'
     """
     off, on = gain["waits"]
     waits = f"; host waits a step {off} -> {on}" + (": none to remove" if off == 0 else "") if off is not None else ""
     spread = gain["spread"]
-    verdict = "one round, its spread is not known" if spread is None else published_table.judge_gain(gain["gain"], spread)
+    verdict = (
+        "one round, its spread is not known" if spread is None else published_table.judge_gain(gain["gain"], spread)
+    )
     return f"{gain['name']}: {gain['gain']:+.1f} % steps/s: {verdict}{waits}"
 
 
@@ -348,7 +407,10 @@ def describe_combinations(records: Sequence[dict[str, Any]]) -> str:
     """Return one line for each combination, then what every optimisation gains, plainly."""
     merged = merge_rounds(records)
     workload = records[0]["workload"] if records else ""
-    lines = [f"{workload}, offload: ms [p10, p90] n, tokens/s, peak GiB, host waits a step, bits equal to the first with the same routing"]
+    lines = [
+        f"{workload}, offload: ms [p10, p90] n, tokens/s, peak GiB, host waits a step, bits equal to the first with "
+        "the same routing"
+    ]
     for mode, record in merged.items():
         lines.append(f"  {mode:<30} " + (f"no row: {record['reason'][:300]}" if record["reason"] else _figures(record)))
     told = gains(merged)
@@ -363,7 +425,8 @@ def _figures(record: dict[str, Any]) -> str:
     summary, bits = record["summary"], record.get("bits", {})
     told = f"{bits['num_equal']}/{bits['num_tensors']}" if "num_tensors" in bits else "not promised"
     return (
-        f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, {record['tokens_per_s']:.0f}, "
+        f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, "
+        f"{record['tokens_per_s']:.0f}, "
         f"{record['peak_gib']['allocated']:.2f}, {record.get('host_waits', '-')}, {told}"
     )
 
@@ -379,7 +442,8 @@ def _formula(merged: dict[str, dict[str, Any]]) -> list[str]:
     layers, backward_ms = timed[best]["num_layers"], timed[best]["backward"]["median"] / timed[best]["num_layers"]
     saved = single["summary"]["median"] - timed[best]["summary"]["median"]
     return [
-        f"c = {copy_ms:.3f} ms a copy, g = {backward_ms:.2f} ms a layer: (L-1)*min(c, g) = {(layers - 1) * min(copy_ms, backward_ms):.1f} ms, "
+        f"c = {copy_ms:.3f} ms a copy, g = {backward_ms:.2f} ms a layer: (L-1)*min(c, g) = "
+        f"{(layers - 1) * min(copy_ms, backward_ms):.1f} ms, "
         f"measured {saved:.1f} ms"
     ]
 
@@ -393,7 +457,10 @@ def traditional_rows(records: Sequence[dict[str, Any]], *, command: str) -> list
     for record in records:
         padding = TRADITIONAL[record["workload"]][1]
         workload = f"{record['workload']}, documents of at most {padding.longest} tokens, {padding.batch_size} a batch"
-        rows += [{**row, "benchmark": "published traditional", "workload": workload} for row in result_rows([record], command=command)]
+        rows += [
+            {**row, "benchmark": "published traditional", "workload": workload}
+            for row in result_rows([record], command=command)
+        ]
         if not record["reason"] and "real_share" in record:
             rows.append({**rows[-1], "metric": "real tokens", "value": record["real_share"] * 100, "unit": "%"})
     return rows
@@ -409,8 +476,15 @@ def describe_traditional(records: Sequence[dict[str, Any]]) -> str:
             before, after = base["peak_gib"]["allocated"], record["peak_gib"]["allocated"]
             # On a CPU nothing is known of memory.
             memory = f", {before:.1f} -> {after:.1f} GiB ({after / before - 1:+.0%})" if before else ""
-            lines.append(f"  {record['title']}: {record['tokens_per_s'] / base['tokens_per_s']:.2f}x the real tokens/s of the padded loop{memory}")
-    lines += [f"  {record['title']}: {record['real_share']:.0%} of its tokens are real" for record in timed if "real_share" in record]
+            lines.append(
+                f"  {record['title']}: {record['tokens_per_s'] / base['tokens_per_s']:.2f}x the real tokens/s of the "
+                f"padded loop{memory}"
+            )
+    lines += [
+        f"  {record['title']}: {record['real_share']:.0%} of its tokens are real"
+        for record in timed
+        if "real_share" in record
+    ]
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 """The three optimisations on and off: what runs in the processes of ``benchmarks.published combinations``.
 
-Through the ruler's recorder, judge and clock (benchmarks/ruler/cases.py). A combination is named by what it does: "once" or "every" layer
-builds the packed metadata, "two" or "one" staging buffer, routing by "bincount" (BincountRouter), the "loop" of transformers (its eager form), the
-"published" loop or transformers' own "grouped" products ("dense" where there is none), and the attention whose metadata it is.
+Through the ruler's recorder, judge and clock (benchmarks/ruler/cases.py). A combination is named by what it does:
+"once" or "every" layer builds the packed metadata, "two" or "one" staging buffer, routing by "bincount"
+(BincountRouter), the "loop" of transformers (its eager form), the "published" loop or transformers' own "grouped"
+products ("dense" where there is none), and the attention whose metadata it is.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 
-# A case that is slow by nature (a loop over 128 experts) is timed for this long and its row says how many steps that were.
+# A case that is slow by nature (a loop over 128 experts) is timed for this long and its row says how many steps that
+# were.
 CASE_SECONDS = 12.0
 LEAST_STEPS = 5
 # Host memory of the offload, in GiB: inputs of all layers of the largest workload at 8,192 tokens take 2.3.
 HOST_GIB = 8
-# How the attention's metadata is built again: in transformers' way, host waits included, or by the published baseline's loop over documents.
+# How the attention's metadata is built again: in transformers' way, host waits included, or by the published baseline's
+# loop over documents.
 REBUILDS = {"varlen": "varlen/every-layer", "sdpa": "sdpa/every-layer-loop"}
 BUILD_KINDS = {"varlen": "varlen", "sdpa": "dense_mask"}
 BUFFERS = {"two": "offload", "one": "offload1"}
@@ -88,7 +91,8 @@ def parse_combination(mode: str) -> Combination:
 
 
 def all_combinations(workload: Workload, *, attention: str) -> list[Combination]:
-    """Return eight combinations of a mixture model and two other routings with all else on, or four of a dense model; all off and all on first.
+    """Return eight combinations of a mixture model and two other routings with all else on, or four of a dense model;
+    all off and all on first.
 
     Example:
         >>> from benchmarks.ruler.workloads import WORKLOADS
@@ -96,10 +100,17 @@ def all_combinations(workload: Workload, *, attention: str) -> list[Combination]
         ['every+one+dense+sdpa', 'once+two+dense+sdpa']
     """
     if not workload.num_experts:
-        found = [Combination(*parts, "dense", attention) for parts in itertools.product(("every", "once"), ("one", "two"))]
+        found = [
+            Combination(*parts, "dense", attention) for parts in itertools.product(("every", "once"), ("one", "two"))
+        ]
         return [found[0], found[-1], *found[1:-1]]
     # The two ends say the most and loops take longest: what is left out where time is short stands last.
-    switches = (("every", "one", "loop"), ("once", "two", "bincount"), ("every", "two", "bincount"), ("once", "one", "bincount"))
+    switches = (
+        ("every", "one", "loop"),
+        ("once", "two", "bincount"),
+        ("every", "two", "bincount"),
+        ("once", "one", "bincount"),
+    )
     more = (("once", "two", "grouped"), ("once", "two", "loop"), ("once", "two", "published"))
     rest = (("every", "one", "bincount"), ("every", "two", "loop"), ("once", "one", "loop"))
     return [Combination(*parts, attention) for parts in (*switches, *more, *rest)]
@@ -123,7 +134,9 @@ class PublishedFiles(WorkloadFiles):
 
 
 class BriefRecorder(CaseRecorder):
-    """The ruler's recorder, for as many timed steps as CASE_SECONDS hold; the loss of the first step must be the reference's too."""
+    """The ruler's recorder, for as many timed steps as CASE_SECONDS hold; the loss of the first step must be the
+    reference's too.
+    """
 
     def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
         """Judge gradients as the ruler does, and the first loss and the norm of all first gradients beside them."""
@@ -131,7 +144,11 @@ class BriefRecorder(CaseRecorder):
         super().backward_done(model, loss=loss)
         if not is_first:
             return
-        norms = [parameter.grad.double().norm() for parameter in judging.trainable_adapters(model).values() if parameter.grad is not None]
+        norms = [
+            parameter.grad.double().norm()
+            for parameter in judging.trainable_adapters(model).values()
+            if parameter.grad is not None
+        ]
         found = {"loss": self.record["first_loss"], "gradient_norm": float(torch.stack(norms).norm())}
         self.record["gradient_norm"] = found["gradient_norm"]
         path = self._files.folder / FIRST_STEP
@@ -141,7 +158,9 @@ class BriefRecorder(CaseRecorder):
             self.refuse(first_step_difference(found, json.loads(path.read_text())))
 
     def refuse(self, reason: str) -> None:
-        """Give the case no row, for this reason; it is timed for the raw log all the same. An empty reason changes nothing."""
+        """Give the case no row, for this reason; it is timed for the raw log all the same. An empty reason
+        changes nothing.
+        """
         if reason and self.verdict is not None and self.verdict.passed:
             self.verdict = replace(self.verdict, passed=False, reason=reason)
             self.record["verdict"] = self.verdict.to_dict()
@@ -160,7 +179,10 @@ def first_step_difference(found: dict[str, float], reference: dict[str, float]) 
         return f"the loss of its first step is {loss:.2e} from the reference's, {LOSS_TOLERANCE:g} is allowed"
     norm = abs(found["gradient_norm"] / reference["gradient_norm"] - 1)
     if not norm <= judging.MAX_NORM_ERROR:
-        return f"the norm of its first gradients is {norm:.2%} from the reference's, {judging.MAX_NORM_ERROR:.0%} is allowed"
+        return (
+            f"the norm of its first gradients is {norm:.2%} from the reference's, {judging.MAX_NORM_ERROR:.0%} is "
+            "allowed"
+        )
     return ""
 
 
@@ -168,7 +190,8 @@ def first_step_difference(found: dict[str, float], reference: dict[str, float]) 
 
 
 class CombinationCallback(ours.MeasuringCallback):
-    """Put the two switches that are no callback in place, compare bits before the first step, and check that each switch did what it says.
+    """Put the two switches that are no callback in place, compare bits before the first step, and check that each
+    switch did what it says.
 
     Args:
         combination: What is on.
@@ -179,7 +202,16 @@ class CombinationCallback(ours.MeasuringCallback):
         is_cuda: Whether steps run on a GPU.
     """
 
-    def __init__(self, combination: Combination, recorder: BriefRecorder, *, files: PublishedFiles, adapter: Any, mode: Mode, is_cuda: bool) -> None:
+    def __init__(
+        self,
+        combination: Combination,
+        recorder: BriefRecorder,
+        *,
+        files: PublishedFiles,
+        adapter: Any,
+        mode: Mode,
+        is_cuda: bool,
+    ) -> None:
         super().__init__(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
         self._combination, self._files, self._brief = combination, files, recorder
         self._backward = StepClock(is_cuda=is_cuda)
@@ -193,13 +225,17 @@ class CombinationCallback(ours.MeasuringCallback):
         model: Any = find_causal_models(pl_module.model)[0][1]
         if self._combination.routing in ROUTINGS:
             register_published()
-            self.ledger.add_undo(functools.partial(model.set_experts_implementation, model.config._experts_implementation))
+            self.patcher.add_undo(
+                functools.partial(model.set_experts_implementation, model.config._experts_implementation)
+            )
             model.set_experts_implementation(ROUTINGS[self._combination.routing])
         if self._combination.metadata == "every":
             rebuild = _rebuilders(base_dtype(is_cuda=self._is_cuda))[REBUILDS[self._combination.attention]]
             layers: list[Any] = decoder_layers(model)
             for layer in layers:
-                self.ledger.add_undo(layer.self_attn.register_forward_pre_hook(_make_hook(rebuild), with_kwargs=True).remove)
+                self.patcher.add_undo(
+                    layer.self_attn.register_forward_pre_hook(_make_hook(rebuild), with_kwargs=True).remove
+                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, batch_idx: int) -> None:
         """Compare gradients bit by bit, before the first step of the first round."""
@@ -220,7 +256,9 @@ class CombinationCallback(ours.MeasuringCallback):
         """The backward ends."""
         self._mark()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int
+    ) -> None:
         """Refuse a case that did not do what its name says; note the end of a step."""
         if self._brief.step == 0:
             bits = self._brief.record.get("bits", {})
@@ -242,7 +280,10 @@ class CombinationCallback(ours.MeasuringCallback):
         kind = BUILD_KINDS[wanted.attention]
         found, expected = context.num_builds.get(kind, 0), 1 if wanted.metadata == "once" else context.num_reads
         if found != expected or set(context.backends_used) != {wanted.attention}:
-            return f"{kind} was built {found} times in {context.num_reads} attention calls by {dict(context.backends_used)}, expected {expected}"
+            return (
+                f"{kind} was built {found} times in {context.num_reads} attention calls by "
+                f"{dict(context.backends_used)}, expected {expected}"
+            )
         engine = self._checkpointing.stacks[-1].engine
         num_slots = 0 if engine is None else len(engine.slots)
         if num_slots != (2 if wanted.buffers == "two" else 1):
@@ -255,7 +296,8 @@ class CombinationCallback(ours.MeasuringCallback):
 
 
 def compare_bits(tuner: FineTuner, batch: PackedBatch, path: Path) -> dict[str, Any]:
-    """Compare the gradients of one batch by deterministic kernels with those of the combination that came first, and with themselves.
+    """Compare the gradients of one batch by deterministic kernels with those of the combination that came first, and
+    with themselves.
 
     Bits are promised where the same kernels run and give the same bits twice: then a difference is a fault.
 
@@ -288,7 +330,9 @@ def compare_bits(tuner: FineTuner, batch: PackedBatch, path: Path) -> dict[str, 
     num_equal = sum(name in gradients and torch.equal(gradients[name], first[name]) for name in first)
     found: dict[str, Any] = {"is_promised": is_repeatable, "num_equal": num_equal, "num_tensors": len(first)}
     if is_repeatable and num_equal != len(first):
-        found["reason"] = f"{len(first) - num_equal} of {len(first)} gradients are not those of the first combination to the bit"
+        found["reason"] = (
+            f"{len(first) - num_equal} of {len(first)} gradients are not those of the first combination to the bit"
+        )
     return found
 
 
@@ -313,7 +357,9 @@ def run_combinations(cases: Sequence[Case], *, files: PublishedFiles, log: CaseL
             gc.collect()
 
 
-def _train_combination(tuner: FineTuner, recorder: BriefRecorder, *, files: PublishedFiles, adapter: Any, is_cuda: bool) -> None:
+def _train_combination(
+    tuner: FineTuner, recorder: BriefRecorder, *, files: PublishedFiles, adapter: Any, is_cuda: bool
+) -> None:
     combination = parse_combination(recorder.case.mode)
     mode = parse_mode(f"{BUFFERS[combination.buffers]}:{HOST_GIB}")
     measure = CombinationCallback(combination, recorder, files=files, adapter=adapter, mode=mode, is_cuda=is_cuda)
@@ -323,7 +369,13 @@ def _train_combination(tuner: FineTuner, recorder: BriefRecorder, *, files: Publ
 
 
 def fit(
-    tuner: FineTuner, recorder: CaseRecorder, measure: ours.MeasuringCallback, *, strategy: FastFTStrategy, callbacks: Sequence[Any], is_cuda: bool
+    tuner: FineTuner,
+    recorder: CaseRecorder,
+    measure: ours.MeasuringCallback,
+    *,
+    strategy: FastFTStrategy,
+    callbacks: Sequence[Any],
+    is_cuda: bool,
 ) -> None:
     """Train with the public parts until the recorder says stop."""
     num_steps = recorder.num_total + measure.num_extra_steps
@@ -335,6 +387,6 @@ def fit(
     try:
         trainer.fit(tuner, train_dataloaders=loader)
     finally:
-        measure.ledger.undo()
+        measure.patcher.undo()
     recorder.record["statuses"] = measure.status_table
     recorder.record["fused"] = [status._asdict() for callback in callbacks for status in callback.status()]

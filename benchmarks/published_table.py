@@ -1,4 +1,6 @@
-"""The published figures of the three optimisations and of the articles about them, each beside the rows of results.csv that answer it."""
+"""The published figures of the three optimisations and of the articles about them, each beside the rows of
+results.csv that answer it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ ARTICLE = "https://www.unsloth.ai/blog/nvidia-collab"
 METADATA_SOURCE = f"{ARTICLE}; unslothai/unsloth#4243"
 BUFFERS_SOURCE = f"{ARTICLE}; unslothai/unsloth-zoo#534"
 ROUTING_SOURCE = f"{ARTICLE}; unslothai/unsloth-zoo#535"
-# The article's title and first part have the speed and what is compared; the copy at hand ends before its figures of memory.
+# The article's title and first part have the speed and what is compared; the copy at hand ends before its figures of
+# memory.
 TRADITIONAL_SOURCE = (
     "https://www.bedda.tech/blog/2026-05-07-llm-training-optimization-unsloth-vs-traditional-nvidia-training-2x-speed-gains-deep-dive-100115 "
     "(2x read there; the passage with the figures in GB could not be read)"
@@ -38,7 +41,8 @@ PUBLISHED_LESS_MEMORY = 80
 DENSE, MIXTURE = "qwen3-0.6b-lora", "qwen3-30b-a3b-12l-lora"
 NOT_MEASURED = "not measured"
 GB_PER_GIB = 2**30 / 1e9
-# Per cent: a gain below the first is none, whatever the spread says; a spread above the second says nothing of a small gain.
+# Per cent: a gain below the first is none, whatever the spread says; a spread above the second says nothing of a small
+# gain.
 NEAR_ZERO, STEADY = 0.5, 2.0
 
 
@@ -78,21 +82,31 @@ class Rows:
         self._rows = [row for row in rows if row["device"] not in ("", "cpu")]
 
     def last(self, benchmark: str, workload: str, system: str, metric: str, *, of_run: Row | None = None) -> Row | None:
-        """Return the row measured last whose columns are these, workload by its beginning; of the same run as another row where one is given."""
+        """Return the row measured last whose columns are these, workload by its beginning; of the same run as
+        another row where one is given.
+        """
         for row in reversed(self._rows):
-            is_wanted = (row["benchmark"], row["system"], row["metric"]) == (benchmark, system, metric) and row["workload"].startswith(workload)
-            if is_wanted and (of_run is None or all(row[name] == of_run[name] for name in ("command", "device", "workload"))):
+            is_wanted = (row["benchmark"], row["system"], row["metric"]) == (benchmark, system, metric) and row[
+                "workload"
+            ].startswith(workload)
+            if is_wanted and (
+                of_run is None or all(row[name] == of_run[name] for name in ("command", "device", "workload"))
+            ):
                 return row
         return None
 
     def all(self, benchmark: str, workload: str, systems: Sequence[str], metric: str) -> tuple[Row, ...] | None:
-        """Return the last row of every system, of one run where the first system's run has them all; None where one is missing."""
+        """Return the last row of every system, of one run where the first system's run has them all; None where
+        one is missing.
+        """
         first = self.last(benchmark, workload, systems[0], metric)
         if first is None:
             return None
         found = [first]
         for system in systems[1:]:
-            row = self.last(benchmark, workload, system, metric, of_run=first) or self.last(benchmark, first["workload"], system, metric)
+            row = self.last(benchmark, workload, system, metric, of_run=first) or self.last(
+                benchmark, first["workload"], system, metric
+            )
             if row is None or row["device"] != first["device"]:
                 return None
             found.append(row)
@@ -142,7 +156,9 @@ def _build_time(rows: Rows) -> Found | None:
     if found is None:
         return None
     loop, library, own = (f"{_value(row):.2f}" for row in found)
-    return Found(f"{loop} ms by such a loop, {library} by transformers' functions, {own} by ours ({found[0]['workload']})", found)
+    return Found(
+        f"{loop} ms by such a loop, {library} by transformers' functions, {own} by ours ({found[0]['workload']})", found
+    )
 
 
 def _metadata_gain(workload: str) -> Callable[[Rows], Found | None]:
@@ -159,13 +175,18 @@ def _metadata_gain(workload: str) -> Callable[[Rows], Found | None]:
                 used += pair
                 gained.append(f"{part} {_gain(*pair)}")
             saved = _value(used[-2]) - _value(used[-1])
-            parts.append(f"{'dense mask by the loop' if backend == 'sdpa' else 'varlen offsets, as our steps use them'}: {', '.join(gained)}")
+            parts.append(
+                f"{'dense mask by the loop' if backend == 'sdpa' else 'varlen offsets, as our steps use them'}: "
+                f"{', '.join(gained)}"
+            )
             parts[-1] += f" ({saved:.1f} ms a step)"
         # A build of the same loop on the same machine.
         build = rows.last("packed_metadata", "8192 tokens", "dense, loop over documents", "one build")
         if build is not None and build["device"] == used[0]["device"]:
             num_layers = int(WORKLOADS[workload].model_config["num_hidden_layers"])
-            parts.append(f"(L-1)*m = {num_layers - 1} * {_value(build):.2f} = {(num_layers - 1) * _value(build):.1f} ms")
+            parts.append(
+                f"(L-1)*m = {num_layers - 1} * {_value(build):.2f} = {(num_layers - 1) * _value(build):.1f} ms"
+            )
             used.append(build)
         return Found("; ".join(parts), tuple(used))
 
@@ -175,7 +196,9 @@ def _metadata_gain(workload: str) -> Callable[[Rows], Found | None]:
 def _metadata_claim(workload: str) -> str:
     gained = ", ".join(f"{part} +{value} %" for part, value in PUBLISHED_METADATA[workload].items())
     formula = PUBLISHED_FORMULA_MS.get(workload)
-    return f"{workload.rpartition('-')[0]}: {gained}" + (f"; (L-1)*m = {formula[0]} ms, about {formula[1]} observed" if formula else "")
+    return f"{workload.rpartition('-')[0]}: {gained}" + (
+        f"; (L-1)*m = {formula[0]} ms, about {formula[1]} observed" if formula else ""
+    )
 
 
 # Staging buffers
@@ -202,7 +225,8 @@ def _buffers_formula(rows: Rows) -> Found | None:
         if steps is None or waited is None:
             continue
         parts.append(
-            f"{steps[0]['workload']}: {_value(steps[0]) - _value(steps[1]):.1f} ms saved; compute waited {_value(waited[0]):.1f} ms for copies with "
+            f"{steps[0]['workload']}: {_value(steps[0]) - _value(steps[1]):.1f} ms saved; compute waited "
+            f"{_value(waited[0]):.1f} ms for copies with "
             f"one buffer, {_value(waited[1]):.1f} with two"
         )
         used += [*steps, *waited]
@@ -216,7 +240,10 @@ def _buffers_formula(rows: Rows) -> Found | None:
         if steps is None or copied is None or backward is None:
             continue
         formula = (num_layers - 1) * min(_value(copied), _value(backward))
-        parts.append(f"{steps[0]['workload']}: (L-1)*min(c, g) = {formula:.1f} ms, {_value(steps[0]) - _value(steps[1]):.1f} measured")
+        parts.append(
+            f"{steps[0]['workload']}: (L-1)*min(c, g) = {formula:.1f} ms, {_value(steps[0]) - _value(steps[1]):.1f} "
+            "measured"
+        )
         used += [*steps, copied, backward]
     return Found("; ".join(parts), tuple(used)) if parts else None
 
@@ -259,7 +286,10 @@ def _layer_waits(rows: Rows) -> Found | None:
     for shape in ("qwen3-30b-a3b", "gpt-oss-20b"):
         told = []
         for system in ("eager", "published", "ours"):
-            counts = [rows.last("published waits", f"a layer of {shape},", system, f"host waits, {part}") for part in ("forward", "backward")]
+            counts = [
+                rows.last("published waits", f"a layer of {shape},", system, f"host waits, {part}")
+                for part in ("forward", "backward")
+            ]
             if None not in counts:
                 used += [row for row in counts if row is not None]
                 told.append(f"{system} {' / '.join(row['value'] for row in counts if row is not None)}")
@@ -271,7 +301,9 @@ def _layer_waits(rows: Rows) -> Found | None:
 def _mask_waits(rows: Rows) -> Found | None:
     kinds = ("dense, loop over documents", "varlen, transformers", "dense, ours", "varlen, ours")
     found = rows.all("published waits", "", kinds, "host waits, one build")
-    return None if found is None else Found(", ".join(f"{kind}: {row['value']}" for kind, row in zip(kinds, found)), found)
+    return (
+        None if found is None else Found(", ".join(f"{kind}: {row['value']}" for kind, row in zip(kinds, found)), found)
+    )
 
 
 # All of it
@@ -312,7 +344,11 @@ def _traditional(*, is_memory: bool) -> Callable[[Rows], Found | None]:
                 continue
             used += [*rates, *peaks]
             before, after = (_value(row) * GB_PER_GIB for row in peaks)
-            share = f"{after / before - 1:+.0%} memory" if is_memory else f"{_value(rates[1]) / _value(rates[0]):.2f}x the real tokens/s"
+            share = (
+                f"{after / before - 1:+.0%} memory"
+                if is_memory
+                else f"{_value(rates[1]) / _value(rates[0]):.2f}x the real tokens/s"
+            )
             parts.append(f"{mode}: {share}, {before:.1f} -> {after:.1f} GB")
         return Found("; ".join(parts), tuple(used)) if parts else None
 
@@ -340,7 +376,13 @@ def figures() -> list[Figure]:
             Figure("metadata once", _metadata_claim(name), METADATA_SOURCE, _metadata_gain(name), metadata.format(name))
             for name in ("llama-3.2-1b-lora", "qwen3-0.6b-lora", "qwen3-14b-qlora")
         ),
-        Figure("metadata once", "(L-1)*s: a device query of s in every layer, then one a step", METADATA_SOURCE, _mask_waits, waits),
+        Figure(
+            "metadata once",
+            "(L-1)*s: a device query of s in every layer, then one a step",
+            METADATA_SOURCE,
+            _mask_waits,
+            waits,
+        ),
         *(
             Figure(
                 "two staging buffers",
@@ -366,11 +408,18 @@ def figures() -> list[Figure]:
             _routing_step,
             combinations.format(MIXTURE),
         ),
-        Figure("routing by one count", "dynamic device queries of an MoE layer: E, then 1", ROUTING_SOURCE, _layer_waits, waits),
+        Figure(
+            "routing by one count",
+            "dynamic device queries of an MoE layer: E, then 1",
+            ROUTING_SOURCE,
+            _layer_waits,
+            waits,
+        ),
         *(
             Figure(
                 "all three",
-                f"about {PUBLISHED_TOGETHER} % faster (about {PUBLISHED_TOGETHER_FIRST} % in the page's first version); {name}",
+                f"about {PUBLISHED_TOGETHER} % faster (about {PUBLISHED_TOGETHER_FIRST} % in the page's first "
+                f"version); {name}",
                 ARTICLE,
                 _together(name),
                 combinations.format(name),
@@ -385,7 +434,11 @@ def figures() -> list[Figure]:
             traditional,
         ),
         Figure(
-            "beside a traditional loop", f"up to {PUBLISHED_LESS_MEMORY} % less memory", LESS_MEMORY_SOURCE, _traditional(is_memory=True), traditional
+            "beside a traditional loop",
+            f"up to {PUBLISHED_LESS_MEMORY} % less memory",
+            LESS_MEMORY_SOURCE,
+            _traditional(is_memory=True),
+            traditional,
         ),
     ]
 

@@ -1,4 +1,6 @@
-"""How often the host waits for the device in a layer of experts and in one build of packed metadata: ``benchmarks.published waits``."""
+"""How often the host waits for the device in a layer of experts and in one build of packed metadata:
+``benchmarks.published waits``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from benchmarks.ruler import judge
 from benchmarks.ruler.cases import base_dtype, case_failures, versions
 from benchmarks.ruler.measure import HostWaits
 from benchmarks.ruler.workloads import Pack, plan_packs, read_lengths
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.monitor.report.waits import WaitRecorder
 from lightning_fastft.packing.collate import Document, collate
 
@@ -40,10 +42,15 @@ def measure(options: argparse.Namespace) -> int:
         with (options.out / "table.txt").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    tell(f"host waits, {options.device}: a layer of experts in its forward / backward, one build of packed metadata", [])
+    tell(
+        f"host waits, {options.device}: a layer of experts in its forward / backward, one build of packed metadata", []
+    )
     for kind, count in build_waits(num_tokens, device=options.device).items():
         is_counted = isinstance(count, int)
-        tell(f"  {kind:<28} {count}", [_wait_row(f"{num_tokens} tokens", kind, "one build", count, command=command)] if is_counted else [])
+        tell(
+            f"  {kind:<28} {count}",
+            [_wait_row(f"{num_tokens} tokens", kind, "one build", count, command=command)] if is_counted else [],
+        )
     for shape in options.shapes or (("qwen3-30b-a3b", "gpt-oss-20b") if is_cuda else ("tiny-qwen3", "tiny-gpt-oss")):
         if time.monotonic() > deadline:
             tell(f"  {shape}: not started: budget used up", [])
@@ -58,12 +65,21 @@ def measure(options: argparse.Namespace) -> int:
                 tell(f"{head} no row: {record['reason'][:200]}", [])
                 return
             forward, backward = record["waits"]
-            spans = f", {record['forward']['median']:.2f} / {record['backward']['median']:.2f} ms" if "forward" in record else ""
+            spans = (
+                f", {record['forward']['median']:.2f} / {record['backward']['median']:.2f} ms"
+                if "forward" in record
+                else ""
+            )
             rows = [
-                _wait_row(f"a layer of {record['shape']}, {num_tokens} tokens", record["arm"], part, count, command=command)
+                _wait_row(
+                    f"a layer of {record['shape']}, {num_tokens} tokens", record["arm"], part, count, command=command
+                )
                 for part, count in (("forward", forward), ("backward", backward))
             ]
-            tell(f"{head} {forward} / {backward}{spans}", rows + (moe_layer.result_rows(record, command=command) if "forward" in record else []))
+            tell(
+                f"{head} {forward} / {backward}{spans}",
+                rows + (moe_layer.result_rows(record, command=command) if "forward" in record else []),
+            )
 
         if is_cuda:
             moe_layer.run_group(cases, num_runs=options.runs, device=options.device, write=write)
@@ -75,15 +91,28 @@ def measure(options: argparse.Namespace) -> int:
 def _wait_row(workload: str, system: str, part: str, count: int | str, *, command: str) -> dict[str, Any]:
     found = versions()
     return {
-        "benchmark": "published waits", "workload": workload, "system": system, "metric": f"host waits, {part}", "value": count, "n": 1,
-        "unit": "per build" if part == "one build" else "per pass", "command": command, "device": found.get("device", "cpu"),
-        "version": "; ".join(f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found),
-    }  # fmt: skip
+        "benchmark": "published waits",
+        "workload": workload,
+        "system": system,
+        "metric": f"host waits, {part}",
+        "value": count,
+        "n": 1,
+        "unit": "per build" if part == "one build" else "per pass",
+        "command": command,
+        "device": found.get("device", "cpu"),
+        "version": "; ".join(
+            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+        ),
+    }
 
 
 def build_waits(num_tokens: int, *, device: str) -> dict[str, int | str]:
     """Return how often the host waits in one build of each kind of metadata; the reason where one cannot be built."""
-    (lengths,) = plan_packs([max(2, length * num_tokens // 8192) for length in read_lengths()["lengths"]], max_tokens=num_tokens, num_packs=1)
+    (lengths,) = plan_packs(
+        [max(2, length * num_tokens // 8192) for length in read_lengths()["lengths"]],
+        max_tokens=num_tokens,
+        num_packs=1,
+    )
     pack = Pack(input_id_T=torch.ones(num_tokens, dtype=torch.int64).numpy(), lengths=lengths)
     context = collate([Document(ids, labels) for ids, labels in pack.documents(1.0)]).to(device).context
     builders = _builders(context, base_dtype(is_cuda=device == "cuda"))
@@ -107,7 +136,7 @@ def layer_waits(cases: Sequence[moe_layer.Case], *, write: Callable[[dict[str, A
     truth = moe_layer._truth(first, inputs, device="cpu")
     for case in cases:
         model = moe_layer.make_model(case.shape, adapter=case.adapter, device="cpu", dtype=torch.float32)
-        moe_layer.set_arm(model, case.arm, SwapLedger())
+        moe_layer.set_arm(model, case.arm, ModelPatcher())
         layer = moe_layer.Layer(model, inputs)
         verdict = judge.judge(layer.results(), truth)
         outputs: list[torch.Tensor] = []
@@ -115,7 +144,15 @@ def layer_waits(cases: Sequence[moe_layer.Case], *, write: Callable[[dict[str, A
             count_waits(functools.partial(_keep_output, layer, outputs), device="cpu"),
             count_waits(functools.partial(_pop_backward, layer, outputs), device="cpu"),
         )
-        write({**case._asdict(), "reason": verdict.reason, "verdict": verdict.to_dict(), "waits": waits, "versions": versions()})
+        write(
+            {
+                **case._asdict(),
+                "reason": verdict.reason,
+                "verdict": verdict.to_dict(),
+                "waits": waits,
+                "versions": versions(),
+            }
+        )
 
 
 def _keep_output(layer: moe_layer.Layer, outputs: list[torch.Tensor]) -> None:
@@ -127,7 +164,9 @@ def _pop_backward(layer: moe_layer.Layer, outputs: list[torch.Tensor]) -> None:
 
 
 def count_waits(work: Callable[[], object], *, device: str) -> int:
-    """Return how often the host waits for the device in a piece of work; on a CPU, how often it would if the tensors lay on a GPU."""
+    """Return how often the host waits for the device in a piece of work; on a CPU, how often it would if the
+    tensors lay on a GPU.
+    """
     if device == "cuda":
         with HostWaits(is_cuda=True) as waits:
             work()
@@ -136,4 +175,8 @@ def count_waits(work: Callable[[], object], *, device: str) -> int:
     with recorder.watch():
         work()
     # On a CPU our grouped products are loops in plain PyTorch; on CUDA these lines do not run.
-    return sum(count for wait, count in recorder.count.items() if "grouped_mm/reference.py" not in str(wait.library or wait.place))
+    return sum(
+        count
+        for wait, count in recorder.count.items()
+        if "grouped_mm/reference.py" not in str(wait.library or wait.place)
+    )

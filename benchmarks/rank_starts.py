@@ -1,11 +1,15 @@
-"""Start two ranks over and over and count hangs, aborts and wrong results: ``python -m benchmarks.rank_starts --starts 2000 --pairs 16``.
+"""Start two ranks over and over and count hangs, aborts and wrong results: ``python -m benchmarks.rank_starts --starts
+2000 --pairs 16``.
 
-The parent imports torch, Lightning and the package once, starts no thread, and forks both ranks of every start. Each rank opens a gloo group, trains
-two optimizer steps on packs (FineTuner, PackedDataModule with its loader, FastFTDDPStrategy) with a validation between them, and ends as a script
-does: the interpreter is finalised and the C++ destructors run. A start is
+The parent imports torch, Lightning and the package once, starts no thread, and forks both ranks of every start. Each
+rank opens a gloo group, trains two optimizer steps on packs (FineTuner, PackedDataModule with its loader,
+FastFTDDPStrategy) with a validation between them, and ends as a script does: the interpreter is finalised and the C++
+destructors run. A start is
 
-- hung where a rank is still there after ``--limit`` seconds: the Python stacks of both ranks are printed, then both are killed;
-- aborted where a rank was ended by a signal, failed where it ended with another code than 0; the end of its stderr is printed;
+- hung where a rank is still there after ``--limit`` seconds: the Python stacks of both ranks are printed, then both are
+  killed;
+- aborted where a rank was ended by a signal, failed where it ended with another code than 0; the end of its stderr is
+  printed;
 - wrong where its weights are not those of the other rank, or not those of the first start;
 - untidy where a process of it is still there after both ranks have ended.
 
@@ -38,9 +42,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 NUM_RANKS = 2
 VOCABULARY = 97
 CONFIG = {
-    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
 # Below the ports that the system gives out by itself.
 PORTS = range(10_000, 30_000)
 STACKS_WAIT_S = 3.0
@@ -67,13 +77,24 @@ def train(folder: Path, num_workers: int | None) -> str:
     seed_everything(3, verbose=False)
     rows = [{"input_ids": [(7 * row + column) % VOCABULARY for column in range(4 + row % 9)]} for row in range(24)]
     options = {} if num_workers is None else {"num_workers": num_workers}
-    data = PackedDataModule(rows, val_paths=rows[:4], max_tokens=32, cache_dir=None, num_proc=1, show_progress=False, seed=5, **options)
+    data = PackedDataModule(
+        rows, val_paths=rows[:4], max_tokens=32, cache_dir=None, num_proc=1, show_progress=False, seed=5, **options
+    )
     module = FineTuner(CONFIG, init="random", dtype="float32", learning_rate=1e-2, warmup_steps=1, lora={"r": 2})
     trainer = pl.Trainer(
-        accelerator="cpu", devices=NUM_RANKS, strategy=FastFTDDPStrategy(), accumulate_grad_batches=2, max_steps=2, val_check_interval=2,
-        default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu",
+        devices=NUM_RANKS,
+        strategy=FastFTDDPStrategy(),
+        accumulate_grad_batches=2,
+        max_steps=2,
+        val_check_interval=2,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
     trainer.fit(module, data)
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
@@ -88,7 +109,14 @@ def run_rank(rank: int, port: int, folder: Path, num_workers: int | None) -> Non
     for descriptor in (1, 2):
         os.dup2(said, descriptor)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS, "GROUP_RANK": 0, "MASTER_PORT": port}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": NUM_RANKS,
+        "LOCAL_WORLD_SIZE": NUM_RANKS,
+        "GROUP_RANK": 0,
+        "MASTER_PORT": port,
+    }
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "starts"}
     (folder / f"weights-{rank}").write_text(train(folder, num_workers))
@@ -157,7 +185,10 @@ def judge(start: Start, is_hung: bool, truth: list[str]) -> str:
         print(f"start {start.number}: {end}, exit codes {codes}")
         for rank in range(NUM_RANKS):
             said = start.folder / f"stderr-{rank}"
-            print(f"--- rank {rank}:\n{said.read_text(errors='replace')[-SAID_CHARACTERS:] if said.exists() else ''}", flush=True)
+            print(
+                f"--- rank {rank}:\n{said.read_text(errors='replace')[-SAID_CHARACTERS:] if said.exists() else ''}",
+                flush=True,
+            )
     shutil.rmtree(start.folder)
     return end
 
@@ -179,7 +210,9 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=2000)
     parser.add_argument("--pairs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="starts side by side")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a start is hung")
-    parser.add_argument("--workers", type=int, default=None, help="num_workers of the loader; the default of the package if not given")
+    parser.add_argument(
+        "--workers", type=int, default=None, help="num_workers of the loader; the default of the package if not given"
+    )
     options = parser.parse_args()
     # All that a rank imports, so that it does not import it again.
     import bitsandbytes  # noqa: F401
@@ -192,7 +225,8 @@ def main() -> int:
 
     num_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     if num_threads > 1:
-        # Libraries start some when they are imported (a CUDA build of torch does). A lock that one holds would hang a rank, and be counted.
+        # Libraries start some when they are imported (a CUDA build of torch does). A lock that one holds would hang a
+        # rank, and be counted.
         print(f"the parent has {num_threads} threads, and forks", flush=True)
     ports = cycle(PORTS)
     ends: Counter[str] = Counter()
@@ -209,15 +243,16 @@ def main() -> int:
             num_started += 1
         for start in list(running):
             has_ended = wait_for(start)
-            is_late = not has_ended and time.monotonic() > start.deadline_s
+            is_launch_bound = not has_ended and time.monotonic() > start.deadline_s
             # A rank whose partner died by a signal may wait for it: that is the abort's doing.
-            if has_ended or is_late:
+            if has_ended or is_launch_bound:
                 running.remove(start)
-                ends[judge(start, is_late, truth)] += 1
+                ends[judge(start, is_launch_bound, truth)] += 1
         time.sleep(0.01)
     bad = ", ".join(f"{ends[end]} {end}" for end in ("hung", "aborted", "failed", "wrong", "untidy"))
     print(
-        f"rank starts: {ends['good']} of {options.starts} good; {bad}; {options.pairs} side by side, {time.monotonic() - begin:.0f} s, "
+        f"rank starts: {ends['good']} of {options.starts} good; {bad}; {options.pairs} side by side, "
+        f"{time.monotonic() - begin:.0f} s, "
         f"torch {torch.__version__}, Python {sys.version.split()[0]}, lightning_fastft {lightning_fastft.__version__}"
     )
     return int(ends["good"] != options.starts)

@@ -12,7 +12,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("date", "benchmark", "workload", "system", "version", "metric", "value", "p10", "p90", "n", "unit", "command", "device")
+COLUMNS = (
+    "date",
+    "benchmark",
+    "workload",
+    "system",
+    "version",
+    "metric",
+    "value",
+    "p10",
+    "p90",
+    "n",
+    "unit",
+    "command",
+    "device",
+)
 RESULTS_PATH = Path(__file__).parent / "results.csv"
 
 

@@ -1,17 +1,18 @@
-r"""How near timed steps come to what the GPU can do: model-FLOPs utilisation, and the share of the time that their products alone would take.
+r"""How near timed steps come to what the GPU can do: model-FLOPs utilisation, and the share of the time that their
+products alone would take.
 
     python -m benchmarks.roofline
     python -m benchmarks.roofline --workloads llama-3.1-8b-lora-32k
 
-No GPU: operations are counted from shapes (lightning_fastft/monitor/flops.py: nothing recomputed, frozen weights without a gradient of their own) on
-the packs of the workload, and times are the newest rows of results.csv. Of each workload the fastest system of each name is shown, with a base in fp8
-apart, because its products have another ceiling.
+No GPU: operations are counted from shapes (lightning_fastft/monitor/flops.py: nothing recomputed, frozen weights
+without a gradient of their own) on the packs of the workload, and times are the newest rows of results.csv. Of each
+workload the fastest system of each name is shown, with a base in fp8 apart, because its products have another ceiling.
 
 - *MFU*: operations over the step's time, against the data sheet's dense bf16 peak of the device.
-- *products alone*: the time of linear layers and head at 790 TFLOPS, a ceiling that is taken as given for bf16 products of random numbers on an H200,
-  and of attention at what cuDNN 9.19 gives there for a causal document of that length
-  (https://github.com/NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training). Norms, activations, rotation, losses, optimizer and adapters' thin
-  products move bytes on top of it, so no step can be at 100 %.
+- *products alone*: the time of linear layers and head at 790 TFLOPS, a ceiling that is taken as given for bf16 products
+  of random numbers on an H200, and of attention at what cuDNN 9.19 gives there for a causal document of that length
+  (https://github.com/NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training). Norms, activations, rotation, losses,
+  optimizer and adapters' thin products move bytes on top of it, so no step can be at 100 %.
 """
 
 from __future__ import annotations
@@ -32,12 +33,23 @@ from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.monitor.flops import ModelFlops, count_flops
 
 DEFAULT_WORKLOADS = (
-    "qwen3-14b-qlora", "qwen3-0.6b-lora", "llama-3.1-8b-lora-32k", "llama-3.1-8b-lora-32k-one-document", "qwen3-8b-full", "qwen3-30b-a3b-12l-lora",
+    "qwen3-14b-qlora",
+    "qwen3-0.6b-lora",
+    "llama-3.1-8b-lora-32k",
+    "llama-3.1-8b-lora-32k-one-document",
+    "qwen3-8b-full",
+    "qwen3-30b-a3b-12l-lora",
     "gpt-oss-20b-12l-lora",
-)  # fmt: skip
+)
 PRODUCT_FLOPS = 790e12
 # Longest document, forward and backward: operations per second.
-ATTENTION_FLOPS = ((2048, 484e12, 370e12), (4096, 591e12, 474e12), (8192, 644e12, 541e12), (16_384, 673e12, 579e12), (32_768, 688e12, 581e12))
+ATTENTION_FLOPS = (
+    (2048, 484e12, 370e12),
+    (4096, 591e12, 474e12),
+    (8192, 644e12, 541e12),
+    (16_384, 673e12, 579e12),
+    (32_768, 688e12, 581e12),
+)
 _STEPS = ("train_step", "moe")
 
 
@@ -79,13 +91,15 @@ def step_work(workload: Workload) -> StepWork:
     packs = make_packs(workload)
     for lengths in ([end - start for start, end in pack.borders()] for pack in packs):
         num_tokens = sum(lengths)
-        products = model.step_flops(num_tokens=num_tokens, num_labelled=num_tokens - len(lengths), sum_squared_lengths=0)
+        products = model.step_flops(
+            num_tokens=num_tokens, num_labelled=num_tokens - len(lengths), sum_squared_lengths=0
+        )
         flops += products
         seconds += products / PRODUCT_FLOPS
         for length in lengths:
-            attention = model.step_flops(num_tokens=length, num_labelled=0, sum_squared_lengths=length**2) - model.step_flops(
-                num_tokens=length, num_labelled=0, sum_squared_lengths=0
-            )  # fmt: skip
+            attention = model.step_flops(
+                num_tokens=length, num_labelled=0, sum_squared_lengths=length**2
+            ) - model.step_flops(num_tokens=length, num_labelled=0, sum_squared_lengths=0)
             flops += attention
             seconds += attention * _seconds_per_attention_flop(length)
     return StepWork(flops / len(packs), seconds / len(packs))
@@ -113,7 +127,11 @@ def fastest_steps(rows: Sequence[Mapping[str, str]], workload: str) -> list[Step
     newest: dict[str, Step] = {}
     for row in rows:
         # A mixture's routing stands behind its labels.
-        is_wanted = row["workload"].startswith(f"{workload}, packed, labels 100%") and row["benchmark"] in _STEPS and row["metric"] == "step"
+        is_wanted = (
+            row["workload"].startswith(f"{workload}, packed, labels 100%")
+            and row["benchmark"] in _STEPS
+            and row["metric"] == "step"
+        )
         if is_wanted and row["device"] not in ("", "cpu") and "+padded" not in row["system"]:
             newest[row["system"]] = Step(row["system"], float(row["value"]), row["device"])
     fastest: dict[tuple[str, bool], Step] = {}
@@ -124,7 +142,15 @@ def fastest_steps(rows: Sequence[Mapping[str, str]], workload: str) -> list[Step
 
 def render(found: Mapping[str, tuple[StepWork, Sequence[Step]]]) -> str:
     """Return the table in Markdown."""
-    header = ("workload", "TFLOP a step", "products alone, ms", "system", "ms per step", "MFU", "share of products alone")
+    header = (
+        "workload",
+        "TFLOP a step",
+        "products alone, ms",
+        "system",
+        "ms per step",
+        "MFU",
+        "share of products alone",
+    )
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for name, (work, steps) in found.items():
         least = 1e3 * work.least_seconds
@@ -132,12 +158,17 @@ def render(found: Mapping[str, tuple[StepWork, Sequence[Step]]]) -> str:
             peak = peak_bf16_flops(step.device)
             mfu = "" if peak is None else f"{1e3 * work.flops / step.milliseconds / peak:.0%}"
             share = "" if "fp8" in step.system else f"{least / step.milliseconds:.0%}"
-            lines.append(f"| {name} | {work.flops / 1e12:,.0f} | {least:,.0f} | {step.system} | {step.milliseconds:,.1f} | {mfu} | {share} |")
+            lines.append(
+                f"| {name} | {work.flops / 1e12:,.0f} | {least:,.0f} | {step.system} | {step.milliseconds:,.1f} | "
+                f"{mfu} | {share} |"
+            )
     return "\n".join(lines)
 
 
 def _seconds_per_attention_flop(length: int) -> float:
-    """Return the time of one operation of attention in a document, forward and backward as they come: one part to two."""
+    """Return the time of one operation of attention in a document, forward and backward as they come: one part to
+    two.
+    """
     _, forward, backward = next((row for row in ATTENTION_FLOPS if length <= row[0]), ATTENTION_FLOPS[-1])
     return (1 / forward + 2 / backward) / 3
 

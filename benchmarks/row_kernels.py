@@ -6,17 +6,19 @@
     python -m benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336 --tiles
     python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
 
-RMSNorm, expert gate, thin product added in place, losses of rows of logits, norm and rotation of heads, block-diagonal matrix, rows and NF4 in e4m3,
-NF4 made dense and the AdamW step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120 and 17,408 columns; 2,048 rows of logits over the
-vocabularies of Qwen3 and gpt-oss).
-Before a kernel is timed its results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and
-behind a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The table has the median, the bytes
-that inputs and outputs hold, each counted once, and what part of 4.2 TB/s they would be moved at; rows.csv has p10 and p90 too.
+RMSNorm, expert gate, thin product added in place, losses of rows of logits, norm and rotation of heads, block-diagonal
+matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120
+and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss). Before a kernel is timed its
+results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and
+behind a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The
+table has the median, the bytes that inputs and outputs hold, each counted once, and what part of 4.2 TB/s they would be
+moved at; rows.csv has p10 and p90 too.
 
-With --tiles the candidates for the constants of each kernel are timed beside those in use, or those given as KERNEL=V,V (order in CONSTANTS). With
---forms earlier forms of a kernel, made by a change of its text, are timed beside it: of cross_entropy "two reductions a tile", in which all threads
-of a program agree on maximum and sum at every tile, and "no cache hints"; of rms_norm a backward whose sum waits for the one in the root; of
-low_rank_add torch's addmm_, behind torch's sum with the residual.
+With --tiles the candidates for the constants of each kernel are timed beside those in use, or those given as KERNEL=V,V
+(order in CONSTANTS). With --forms earlier forms of a kernel, made by a change of its text, are timed beside it: of
+cross_entropy "two reductions a tile", in which all threads of a program agree on maximum and sum at every tile, and "no
+cache hints"; of rms_norm a backward whose sum waits for the one in the root; of low_rank_add torch's addmm_, behind
+torch's sum with the residual.
 """
 
 from __future__ import annotations
@@ -52,17 +54,39 @@ HEAD_WIDTH, NUM_KV_HEADS, RANK = 128, 8, 16
 # The constants of each kernel that --tiles sets, and what may be better than what is in use.
 CONSTANTS = {
     "rms_norm": ("TILE_SIZE", "VALUES_PER_THREAD", "MIN_WARPS", "MAX_WARPS", "MAX_PROGRAMS"),
-    "expert_gate": ("BLOCK_ROWS", "MAX_BLOCK_COLUMNS", "NUM_WARPS", "ADDEND_BLOCK_ROWS", "ADDEND_MAX_BLOCK_COLUMNS", "MAX_BLOCK_RANKS"),
+    "expert_gate": (
+        "BLOCK_ROWS",
+        "MAX_BLOCK_COLUMNS",
+        "NUM_WARPS",
+        "ADDEND_BLOCK_ROWS",
+        "ADDEND_MAX_BLOCK_COLUMNS",
+        "MAX_BLOCK_RANKS",
+    ),
     "cross_entropy": ("MAX_LANES", "MAX_DEPTH", "NUM_WARPS"),
     "qk_rope": ("MAX_TILE", "NUM_WARPS"),
     "block_diagonal": ("TILE_SIZE", "NUM_WARPS"),
     "nf4_linear": ("TILE_WORDS", "NUM_WARPS"),
-    "fp8_linear": ("TILE_COLUMNS", "NUM_WARPS", "MAX_TILES", "BLOCK_ROWS", "TRANSPOSED_BLOCK_ROWS", "CHUNK_BLOCKS", "NUM_WEIGHT_WARPS"),
+    "fp8_linear": (
+        "TILE_COLUMNS",
+        "NUM_WARPS",
+        "MAX_TILES",
+        "BLOCK_ROWS",
+        "TRANSPOSED_BLOCK_ROWS",
+        "CHUNK_BLOCKS",
+        "NUM_WEIGHT_WARPS",
+    ),
     "low_rank_add": ("BLOCK_ROWS", "BLOCK_COLUMNS", "NUM_WARPS", "TRANSPOSED", "MAX_BLOCK_RANKS"),
     "adamw_step": ("CHUNK", "NUM_WARPS", "NUM_PARTIALS", "NUM_BLOCKS", "NUM_WARPS_8BIT"),
 }
 CANDIDATES = {
-    "rms_norm": ("2048,32,4,4,512", "2048,32,8,8,512", "2048,32,16,16,512", "2048,32,32,32,512", "2048,32,8,16,256", "2048,32,8,16,1024"),
+    "rms_norm": (
+        "2048,32,4,4,512",
+        "2048,32,8,8,512",
+        "2048,32,16,16,512",
+        "2048,32,32,32,512",
+        "2048,32,8,16,256",
+        "2048,32,8,16,1024",
+    ),
     "expert_gate": (
         "4,512,4,16,64,32",
         "2,1024,4,32,64,32",
@@ -131,7 +155,9 @@ _NO_HINTS = (
 
 
 class Form(NamedTuple):
-    """An earlier form of a kernel: pieces of text by their beginning and the text behind their end, what stands there instead, and its constants."""
+    """An earlier form of a kernel: pieces of text by their beginning and the text behind their end, what stands
+    there instead, and its constants.
+    """
 
     pieces: Sequence[tuple[str, str, str]]
     constants: str | None = None
@@ -151,7 +177,13 @@ FORMS = {
     },
     "rms_norm": {
         "sum behind the root": Form(
-            [("_sum_of_products(d_normed, row) * (mean_scale * rstd)", "", "_sum_of_products(d_normed, normed) * mean_scale")]
+            [
+                (
+                    "_sum_of_products(d_normed, row) * (mean_scale * rstd)",
+                    "",
+                    "_sum_of_products(d_normed, normed) * mean_scale",
+                )
+            ]
         ),
     },
     "low_rank_add": {"torch addmm_": Form([("    _add_low_rank_kernel[", "    return sum_TN\n", _ADDMM)])},
@@ -194,16 +226,21 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     found = versions()
     shared = {
-        "benchmark": "row_kernels", "version": f"torch {found['torch']}; triton {found.get('triton', 'none')}", "n": options.runs,
-        "command": "python -m benchmarks.row_kernels " + " ".join(sys.argv[1:]), "device": found.get("device", "cpu"),
-    }  # fmt: skip
+        "benchmark": "row_kernels",
+        "version": f"torch {found['torch']}; triton {found.get('triton', 'none')}",
+        "n": options.runs,
+        "command": "python -m benchmarks.row_kernels " + " ".join(sys.argv[1:]),
+        "device": found.get("device", "cpu"),
+    }
     print(f"{'kernel':<46} {'size':<18} {'arm':<30} {'p50 us':>9} {'MB':>9} {'of 4.2 TB/s':>11}")
     has_failed = False
     with tempfile.TemporaryDirectory() as folder:
         for case in all_cases(_sizes(options)):
             if options.only and not any(part in case.name for part in options.only):
                 continue
-            for arm, module, constants in all_arms(case.kernel, tiles=options.tiles, wants_forms=options.forms, folder=Path(folder)):
+            for arm, module, constants in all_arms(
+                case.kernel, tiles=options.tiles, wants_forms=options.forms, folder=Path(folder)
+            ):
                 with constants_set(case.kernel, module, constants):
                     wrong, times_us = measure(case, module, device=options.device, num_runs=options.runs)
                 head = f"{case.name:<46} {case.workload:<18} {arm:<30}"
@@ -216,7 +253,14 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{head} {told['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
                 row = {**shared, "workload": f"{case.name}, {case.workload}", "system": arm}
                 rows = [
-                    {**row, "metric": "time", "value": told["median"], "p10": told["p10"], "p90": told["p90"], "unit": "us"},
+                    {
+                        **row,
+                        "metric": "time",
+                        "value": told["median"],
+                        "p10": told["p10"],
+                        "p90": told["p90"],
+                        "unit": "us",
+                    },
                     {**row, "metric": "rate", "value": case.num_bytes / told["median"] / 1e6, "unit": "TB/s"},
                 ]
                 append_rows(rows, path=options.out / "rows.csv")
@@ -227,7 +271,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/row_kernels"))
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the cases to run; all without")
-    parser.add_argument("--tiles", nargs="*", metavar="KERNEL=V,V", help="time other constants too: those given, or all candidates")
+    parser.add_argument(
+        "--tiles", nargs="*", metavar="KERNEL=V,V", help="time other constants too: those given, or all candidates"
+    )
     parser.add_argument("--forms", action="store_true", help="time earlier forms too")
     parser.add_argument("--rows", type=int, help="tokens")
     parser.add_argument("--width", type=int, help="columns of norms, thin products, rotation and AdamW")
@@ -235,7 +281,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss-rows", type=int, help="rows of logits")
     parser.add_argument("--vocabularies", type=int, nargs="+", help="columns of logits")
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes in Triton's interpreter, to see that it runs")
+    parser.add_argument(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu: tiny sizes in Triton's interpreter, to see that it runs",
+    )
     return parser
 
 
@@ -253,7 +304,9 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 # Arms: the module that runs, and the constants that it has.
 
 
-def all_arms(kernel: str, *, tiles: list[str] | None, wants_forms: bool, folder: Path) -> Iterator[tuple[str, ModuleType, str | None]]:
+def all_arms(
+    kernel: str, *, tiles: list[str] | None, wants_forms: bool, folder: Path
+) -> Iterator[tuple[str, ModuleType, str | None]]:
     """Yield name, module and constants (None for those in use) of everything that is timed for one kernel."""
     module = importlib.import_module(f"lightning_fastft.kernels.{kernel}.triton")
     in_use = ",".join(str(int(getattr(module, name))) for name in CONSTANTS[kernel])
@@ -279,7 +332,10 @@ def load_form(module: ModuleType, form: Form, *, path: Path) -> ModuleType:
     text = Path(module.__file__).read_text(encoding="utf-8")
     for begin, end, new in form.pieces:
         if text.count(begin) != 1 or end not in text:
-            raise ValueError(f"{begin!r} stands {text.count(begin)} times in {module.__file__}: FORMS in benchmarks/row_kernels.py needs an update.")
+            raise ValueError(
+                f"{begin!r} stands {text.count(begin)} times in {module.__file__}: FORMS in benchmarks/row_kernels.py "
+                "needs an update."
+            )
         start = text.index(begin)
         stop = text.index(end, start) if end else start + len(begin)
         text = text[:start] + new + text[stop:]
@@ -297,7 +353,12 @@ def constants_set(kernel: str, module: ModuleType, text: str | None) -> Iterator
     """Give a kernel other constants for a while; what its tables are cut by stands beside its twin."""
     twin = importlib.import_module(f"lightning_fastft.kernels.{kernel}.reference")
     values = {} if text is None else dict(zip(CONSTANTS[kernel], map(int, text.split(",")), strict=True))
-    changed = [(place, name, getattr(place, name), value) for name, value in values.items() for place in (module, twin) if hasattr(place, name)]
+    changed = [
+        (place, name, getattr(place, name), value)
+        for name, value in values.items()
+        for place in (module, twin)
+        if hasattr(place, name)
+    ]
     for place, name, _, value in changed:
         setattr(place, name, value)
     try:
@@ -340,7 +401,9 @@ def measure(case: Case, module: ModuleType, *, device: str, num_runs: int) -> tu
 
 
 def compare(ours: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> str | None:
-    """Return what differs by more than two roundings of a narrow dtype, or than sums and exponentials of fp32 may; None for nothing."""
+    """Return what differs by more than two roundings of a narrow dtype, or than sums and exponentials of fp32
+    may; None for nothing.
+    """
     for place, (one, other) in enumerate(zip(ours, truth, strict=True)):
         if one is None or other is None:
             if one is not other:
@@ -385,7 +448,10 @@ def row_cases(sizes: Sizes) -> list[Case]:
     }
     for num_ranks in (RANK, 4 * RANK):
         factors = 2 * num_ranks * (rows + expert_width)
-        products[f"backward, {num_ranks} ranks added"] = (6 * gates + factors, gate_backward(rows, expert_width, num_ranks=num_ranks))
+        products[f"backward, {num_ranks} ranks added"] = (
+            6 * gates + factors,
+            gate_backward(rows, expert_width, num_ranks=num_ranks),
+        )
     thin: dict[str, tuple[int, bool, bool]] = {
         f"{RANK} ranks": (RANK, False, True),
         f"{RANK} ranks, residual": (RANK, True, True),
@@ -396,18 +462,33 @@ def row_cases(sizes: Sizes) -> list[Case]:
     angles, head_weights = 4 * rows * head_width, 4 * head_width
     return [
         *(Case("rms_norm", f"rms_norm {name}", f"{rows} x {width}", *rest) for name, rest in norms.items()),
-        *(Case("expert_gate", f"expert_gate {name}", f"{rows} x {expert_width}", *rest) for name, rest in products.items()),
+        *(
+            Case("expert_gate", f"expert_gate {name}", f"{rows} x {expert_width}", *rest)
+            for name, rest in products.items()
+        ),
         *(
             Case(
                 "low_rank_add",
                 f"low_rank_add {name}",
                 f"{rows} x {width}",
                 (3 if has_residual else 2) * states + 2 * num_ranks * (rows + width),
-                low_rank_add(rows, width, num_ranks=num_ranks, has_residual=has_residual, is_factor_transposed=is_factor_transposed),
+                low_rank_add(
+                    rows,
+                    width,
+                    num_ranks=num_ranks,
+                    has_residual=has_residual,
+                    is_factor_transposed=is_factor_transposed,
+                ),
             )
             for name, (num_ranks, has_residual, is_factor_transposed) in thin.items()
         ),
-        Case("qk_rope", "qk_rope forward", f"{rows} x {columns}", 4 * rows * columns + angles + head_weights, rope_forward(rows, width)),
+        Case(
+            "qk_rope",
+            "qk_rope forward",
+            f"{rows} x {columns}",
+            4 * rows * columns + angles + head_weights,
+            rope_forward(rows, width),
+        ),
     ]
 
 
@@ -416,7 +497,10 @@ def loss_cases(sizes: Sizes) -> list[Case]:
     rows, cases = sizes.num_loss_rows, []
     for vocabulary in sizes.vocabularies:
         logits, workload = 2 * rows * vocabulary, f"{rows} x {vocabulary}"
-        loss, gradient = row_losses(rows, vocabulary, gradient_factor=None), row_losses(rows, vocabulary, gradient_factor=0.75)
+        loss, gradient = (
+            row_losses(rows, vocabulary, gradient_factor=None),
+            row_losses(rows, vocabulary, gradient_factor=0.75),
+        )
         cases += [
             Case("cross_entropy", "cross_entropy loss", workload, logits + 13 * rows, loss),
             Case("cross_entropy", "cross_entropy loss and gradient", workload, 2 * logits + 12 * rows, gradient),
@@ -432,7 +516,11 @@ def weight_cases(sizes: Sizes) -> list[Case]:
     return [
         Case("fp8_linear", "fp8_linear rows", f"{rows} x {width}", rows * (3 * width + 4), fp8_rows(rows, width)),
         Case(
-            "fp8_linear", "fp8_linear rows", f"{rows} x {sizes.expert_width}", rows * (3 * sizes.expert_width + 4), fp8_rows(rows, sizes.expert_width)
+            "fp8_linear",
+            "fp8_linear rows",
+            f"{rows} x {sizes.expert_width}",
+            rows * (3 * sizes.expert_width + 4),
+            fp8_rows(rows, sizes.expert_width),
         ),
         Case(
             "fp8_linear",
@@ -442,12 +530,48 @@ def weight_cases(sizes: Sizes) -> list[Case]:
             fp8_rows(rows, outputs, has_factor=True),
         ),
         Case("fp8_linear", "fp8_linear NF4", f"{outputs} x {width}", fp8_bytes, nf4_to_fp8(outputs, width)),
-        Case("fp8_linear", "fp8_linear NF4, transposed", f"{outputs} x {width}", fp8_bytes, nf4_to_fp8(outputs, width, is_transposed=True)),
-        Case("block_diagonal", "block_diagonal", f"{outputs} x {2 * RANK}", 6 * outputs * RANK, block_diagonal(outputs, width)),
-        Case("nf4_linear", "nf4_linear to dense", f"{outputs} x {width}", nf4_bytes(outputs * width), nf4_to_dense(outputs, width)),
-        Case("adamw_step", "adamw_step, fp32 with bf16 shadow", f"{rows} x {width}", 30 * rows * width, adamw_step(rows, width, is_norm=False)),
-        Case("adamw_step", "adamw_step, bf16, averages in 8 bits", f"{rows} x {width}", 10 * rows * width, adamw_8bit_step(rows, width)),
-        Case("adamw_step", "adamw_step gradient norm", f"{rows} x {width}", 4 * rows * width + 4, adamw_step(rows, width, is_norm=True)),
+        Case(
+            "fp8_linear",
+            "fp8_linear NF4, transposed",
+            f"{outputs} x {width}",
+            fp8_bytes,
+            nf4_to_fp8(outputs, width, is_transposed=True),
+        ),
+        Case(
+            "block_diagonal",
+            "block_diagonal",
+            f"{outputs} x {2 * RANK}",
+            6 * outputs * RANK,
+            block_diagonal(outputs, width),
+        ),
+        Case(
+            "nf4_linear",
+            "nf4_linear to dense",
+            f"{outputs} x {width}",
+            nf4_bytes(outputs * width),
+            nf4_to_dense(outputs, width),
+        ),
+        Case(
+            "adamw_step",
+            "adamw_step, fp32 with bf16 shadow",
+            f"{rows} x {width}",
+            30 * rows * width,
+            adamw_step(rows, width, is_norm=False),
+        ),
+        Case(
+            "adamw_step",
+            "adamw_step, bf16, averages in 8 bits",
+            f"{rows} x {width}",
+            10 * rows * width,
+            adamw_8bit_step(rows, width),
+        ),
+        Case(
+            "adamw_step",
+            "adamw_step gradient norm",
+            f"{rows} x {width}",
+            4 * rows * width + 4,
+            adamw_step(rows, width, is_norm=True),
+        ),
     ]
 
 
@@ -473,7 +597,9 @@ def norm_forward(num_rows: int, width: int, *, has_residual: bool) -> Callable[[
     return make
 
 
-def norm_backward(num_rows: int, width: int, *, has_roots: bool = False, needs_weight: bool = False) -> Callable[[str], Run]:
+def norm_backward(
+    num_rows: int, width: int, *, has_roots: bool = False, needs_weight: bool = False
+) -> Callable[[str], Run]:
     """Gradient of rows added to that of the sum, and of the weight; roots computed again or kept."""
 
     def make(device: str) -> Run:
@@ -503,25 +629,41 @@ def gate_forward(num_rows: int, width: int) -> Callable[[str], Run]:
 
 
 def gate_backward(num_rows: int, width: int, *, has_weights: bool = False, num_ranks: int = 0) -> Callable[[str], Run]:
-    """Gradients and the activation again; with routing weights a program walks over all columns of its rows, with ranks it adds their product."""
+    """Gradients and the activation again; with routing weights a program walks over all columns of its rows, with
+    ranks it adds their product.
+    """
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 
         gate_up_NP, d_act_NF = _randn(num_rows, 2 * width, device=device), _randn(num_rows, width, device=device)
         weight_N = torch.rand(num_rows, device=device) if has_weights else None
-        addend = LowRankRows(_randn(num_rows, num_ranks, device=device), _randn(num_ranks, width, device=device)) if num_ranks else None
-        return lambda module: module.gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, addend=addend, need_act=True)
+        addend = (
+            LowRankRows(_randn(num_rows, num_ranks, device=device), _randn(num_ranks, width, device=device))
+            if num_ranks
+            else None
+        )
+        return lambda module: module.gate_backward(
+            d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, addend=addend, need_act=True
+        )
 
     return make
 
 
-def low_rank_add(num_rows: int, width: int, *, num_ranks: int, has_residual: bool, is_factor_transposed: bool) -> Callable[[str], Run]:
-    """A thin product added in place, as a layer adds its adapter: forward by B transposed, backward by A as it is stored."""
+def low_rank_add(
+    num_rows: int, width: int, *, num_ranks: int, has_residual: bool, is_factor_transposed: bool
+) -> Callable[[str], Run]:
+    """A thin product added in place, as a layer adds its adapter: forward by B transposed, backward by A as it is
+    stored.
+    """
 
     def make(device: str) -> Run:
         base_TN, low_TR = _randn(num_rows, width, device=device), _randn(num_rows, num_ranks, device=device)
-        factor_RN = _randn(width, num_ranks, device=device).T if is_factor_transposed else _randn(num_ranks, width, device=device)
+        factor_RN = (
+            _randn(width, num_ranks, device=device).T
+            if is_factor_transposed
+            else _randn(num_ranks, width, device=device)
+        )
         residual_TN = _randn(num_rows, width, device=device) if has_residual else None
         return lambda module: [module.add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=base_TN)]
 
@@ -529,14 +671,21 @@ def low_rank_add(num_rows: int, width: int, *, num_ranks: int, has_residual: boo
 
 
 def row_losses(num_rows: int, vocabulary: int, *, gradient_factor: float | None) -> Callable[[str], Run]:
-    """Losses of rows of logits: with hits and no gradient, as in validation, or with the gradient in place of the logits, as in training."""
+    """Losses of rows of logits: with hits and no gradient, as in validation, or with the gradient in place of the
+    logits, as in training.
+    """
 
     def make(device: str) -> Run:
         logits_RV = 4.0 * _randn(num_rows, vocabulary, device=device)
         target_R = torch.randint(0, vocabulary, (num_rows,), device=device)
         # Hits, so that the comparison with the twin sees those too.
         target_R[::2] = logits_RV[::2].argmax(dim=1)
-        options = {"scale": 1.0, "softcap": None, "gradient_factor": gradient_factor, "count_correct": gradient_factor is None}
+        options = {
+            "scale": 1.0,
+            "softcap": None,
+            "gradient_factor": gradient_factor,
+            "count_correct": gradient_factor is None,
+        }
 
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             losses = module.row_losses(logits_RV, target_R, **options)
@@ -566,7 +715,9 @@ def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
         angle_TW = torch.rand(num_rows, head_width, device=device)
         cos_TW, sin_TW = angle_TW.cos().to(narrow(device)), angle_TW.sin().to(narrow(device))
         q_weight_W, k_weight_W = _randn(head_width, device=device), _randn(head_width, device=device)
-        return lambda module: [*module.qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)]
+        return lambda module: [
+            *module.qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+        ]
 
     return make
 
@@ -588,7 +739,9 @@ def block_diagonal(num_outputs: int, width: int) -> Callable[[str], Run]:
 
 
 def nf4_bytes(num_weights: int) -> int:
-    """Return the bytes of NF4 weights with double quantisation, of their two tables and offset, and of the bf16 that they become."""
+    """Return the bytes of NF4 weights with double quantisation, of their two tables and offset, and of the bf16
+    that they become.
+    """
     num_blocks = num_weights // 64
     return num_weights // 2 + num_blocks + 4 * -(-num_blocks // 256) + 4 * (16 + 256 + 1) + 2 * num_weights
 
@@ -633,7 +786,9 @@ def nf4_to_fp8(num_outputs: int, width: int, *, is_transposed: bool = False) -> 
         weight = make_nf4(num_outputs, width, device=device)
         scale_O = torch.empty(num_outputs, device=device)
         reference.nf4_row_scales([weight], [scale_O])
-        values = torch.empty((width, num_outputs) if is_transposed else (num_outputs, width), dtype=reference.FP8, device=device)
+        values = torch.empty(
+            (width, num_outputs) if is_transposed else (num_outputs, width), dtype=reference.FP8, device=device
+        )
 
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             module.quantise_nf4([weight], [values], [scale_O], is_transposed=is_transposed)
@@ -645,7 +800,9 @@ def nf4_to_fp8(num_outputs: int, width: int, *, is_transposed: bool = False) -> 
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor | None:
-    """Return the bytes of e4m3 numbers, which have to be equal; None on a CPU, as Triton's interpreter loses the carry of this cast."""
+    """Return the bytes of e4m3 numbers, which have to be equal; None on a CPU, as Triton's interpreter loses the
+    carry of this cast.
+    """
     return values.view(torch.uint8) if values.is_cuda else None
 
 
@@ -700,8 +857,17 @@ def adamw_8bit_step(num_rows: int, width: int) -> Callable[[str], Run]:
         param, grad = (torch.randn(num_rows, width, device=device).to(dtype) for _ in range(2))
         average, square = torch.randn(num_rows, width, device=device), torch.rand(num_rows, width, device=device)
         param.grad = grad
-        (exp_avg, absmax_B), (exp_avg_sq, absmax_sq_B) = codes.encode(average, is_signed=True), codes.encode(square, is_signed=False)
-        table = TensorTable([param], exp_avgs=[exp_avg], exp_avg_sqs=[exp_avg_sq], exp_avg_absmaxs=[absmax_B], exp_avg_sq_absmaxs=[absmax_sq_B])
+        (exp_avg, absmax_B), (exp_avg_sq, absmax_sq_B) = (
+            codes.encode(average, is_signed=True),
+            codes.encode(square, is_signed=False),
+        )
+        table = TensorTable(
+            [param],
+            exp_avgs=[exp_avg],
+            exp_avg_sqs=[exp_avg_sq],
+            exp_avg_absmaxs=[absmax_B],
+            exp_avg_sq_absmaxs=[absmax_sq_B],
+        )
 
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             with torch.no_grad():

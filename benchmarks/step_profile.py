@@ -1,13 +1,15 @@
-r"""Where the time of one of our training steps goes: kernels by name, how often each is launched, and how long the device stands still.
+r"""Where the time of one of our training steps goes: kernels by name, how often each is launched, and how long the
+device stands still.
 
-    python -m benchmarks.train_step build --workload qwen3-0.6b-lora --root /dev/shm/fastft
-    python -m benchmarks.step_profile --workload qwen3-0.6b-lora --root /dev/shm/fastft --out runs/profile --modes recompute keep
+    python -m benchmarks.train_step build --workload qwen3-0.6b-lora --root /dev/shm/fastft python -m
+    benchmarks.step_profile --workload qwen3-0.6b-lora --root /dev/shm/fastft --out runs/profile --modes recompute keep
 
-Steps run through FineTuner, FastFTStrategy and Trainer, with BincountRouter where the model has experts and FusedKernels in modes with +fused;
-warm-up first, then timed steps, then steps under PyTorch's profiler, whose kernels are summed by name. Busy is the sum of kernel times, copies
-apart. A timed step is split at the Trainer's hooks: forward with what comes before it, backward, clip, optimizer with what comes behind it
-(FusedAdamW, which adamw_fused and adamw_fused_8bit stand for, clips in its own pass: its clip is empty). Times are those of one step, without a
-judge: a figure that is compared with another system comes from benchmarks.train_step or benchmarks.moe.
+Steps run through FineTuner, FastFTStrategy and Trainer, with BincountRouter where the model has experts and
+FusedKernels in modes with +fused; warm-up first, then timed steps, then steps under PyTorch's profiler, whose kernels
+are summed by name. Busy is the sum of kernel times, copies apart. A timed step is split at the Trainer's hooks: forward
+with what comes before it, backward, clip, optimizer with what comes behind it (FusedAdamW, which adamw_fused and
+adamw_fused_8bit stand for, clips in its own pass: its clip is empty). Times are those of one step, without a judge: a
+figure that is compared with another system comes from benchmarks.train_step or benchmarks.moe.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from benchmarks.ruler.liger_layers import install_liger_layers
 from benchmarks.ruler.measure import StepClock
 from benchmarks.ruler.plans import least_warmup, parse_mode
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.strategies.single_device import FastFTStrategy
 
 NUM_PROFILED = 2
@@ -86,8 +88,10 @@ class Profile(NamedTuple):
 class _Profiler(Callback):
     """Warm up, time, profile, stop."""
 
-    def __init__(self, *, start: Mapping[str, torch.Tensor], wants_liger: bool, num_warmup: int, num_steps: int, is_cuda: bool) -> None:
-        self.ledger = SwapLedger()
+    def __init__(
+        self, *, start: Mapping[str, torch.Tensor], wants_liger: bool, num_warmup: int, num_steps: int, is_cuda: bool
+    ) -> None:
+        self.patcher = ModelPatcher()
         self.times_ms: list[float] = []
         self.phases_ms: dict[str, list[float]] = {}
         self.peak_gib = 0.0
@@ -107,10 +111,10 @@ class _Profiler(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the ruler's adapters or weights and the asked layers in place."""
         if self._wants_liger:
-            install_liger_layers(pl_module.model, self.ledger)
+            install_liger_layers(pl_module.model, self.patcher)
         load_start(pl_module.model, self._start)
-        if pl_module.adapter_shadows is not None:
-            pl_module.adapter_shadows.refresh()
+        if pl_module.low_precision_adapters is not None:
+            pl_module.low_precision_adapters.refresh()
         # No hook of a callback lies between clipping and the optimizer.
         clip = pl_module.configure_gradient_clipping
 
@@ -157,7 +161,9 @@ class _Profiler(Callback):
             self._clock.mark()
 
 
-def profile_mode(tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int, num_steps: int, is_cuda: bool) -> Profile:
+def profile_mode(
+    tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int, num_steps: int, is_cuda: bool
+) -> Profile:
     """Train some steps of a mode and return what the last ones did."""
     from lightning_fastft.callbacks.bincount_router import BincountRouter
 
@@ -170,7 +176,9 @@ def profile_mode(tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int
         num_steps=num_steps,
         is_cuda=is_cuda,
     )
-    trainer = ours.make_trainer(FastFTStrategy(activations=asked.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda)
+    trainer = ours.make_trainer(
+        FastFTStrategy(activations=asked.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda
+    )
     trainer.callbacks.extend(asked.callbacks(is_cuda=is_cuda))
     if files.workload.num_experts:
         trainer.callbacks.append(BincountRouter())
@@ -180,7 +188,7 @@ def profile_mode(tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int
         trainer.fit(tuner, train_dataloaders=loader)
     finally:
         vars(tuner).pop("configure_gradient_clipping", None)
-        profiler.ledger.undo()
+        profiler.patcher.undo()
         tuner.zero_grad(set_to_none=True)
     kernels, copies_ms = sum_events(profiler.events, num_steps=NUM_PROFILED, is_cuda=is_cuda)
     phases_ms = {phase: statistics.median(times) for phase, times in profiler.phases_ms.items()}
@@ -221,17 +229,22 @@ def short_name(name: str) -> str:
 def render(profile: Profile, *, num_layers: int, num_shown: int) -> str:
     """Return the table of one mode."""
     lines = [
-        f"{profile.mode}: step {profile.step_ms:.1f} ms, {profile.peak_gib:.1f} GiB; kernels {profile.busy_ms:.1f} ms in {profile.num_launches:.0f} "
+        f"{profile.mode}: step {profile.step_ms:.1f} ms, {profile.peak_gib:.1f} GiB; kernels {profile.busy_ms:.1f} ms "
+        f"in {profile.num_launches:.0f} "
         f"launches ({profile.num_launches / num_layers:.1f} a layer), copies and fills {profile.copies_ms:.1f} ms",
         "  " + ", ".join(f"{phase} {time_ms:.1f} ms" for phase, time_ms in profile.phases_ms.items()),
     ]
     lines += [
-        f"  {kernel.total_ms:8.2f} ms {kernel.total_ms / profile.busy_ms:5.1%} {kernel.num_launches:7.1f} x  {kernel.name}"
+        f"  {kernel.total_ms:8.2f} ms {kernel.total_ms / profile.busy_ms:5.1%} {kernel.num_launches:7.1f} x  "
+        f"{kernel.name}"
         for kernel in profile.kernels[:num_shown]
     ]
     rest = profile.kernels[num_shown:]
     if rest:
-        lines.append(f"  {sum(kernel.total_ms for kernel in rest):8.2f} ms       {sum(kernel.num_launches for kernel in rest):7.1f} x  the rest")
+        lines.append(
+            f"  {sum(kernel.total_ms for kernel in rest):8.2f} ms       "
+            f"{sum(kernel.num_launches for kernel in rest):7.1f} x  the rest"
+        )
     return "\n".join(lines)
 
 
@@ -249,7 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     files = WorkloadFiles(options.root, WORKLOADS[options.workload])
     if not files.is_built():
-        print(f"{options.workload} is not built under {options.root}: run benchmarks.train_step build first.", file=sys.stderr)
+        print(
+            f"{options.workload} is not built under {options.root}: run benchmarks.train_step build first.",
+            file=sys.stderr,
+        )
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     is_cuda = options.device == "cuda"
@@ -257,7 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_layers = files.workload.model_config["num_hidden_layers"]
     for mode in options.modes:
         try:
-            found = profile_mode(tuner, mode, files=files, num_warmup=options.warmup, num_steps=options.steps, is_cuda=is_cuda)
+            found = profile_mode(
+                tuner, mode, files=files, num_warmup=options.warmup, num_steps=options.steps, is_cuda=is_cuda
+            )
         except torch.OutOfMemoryError as error:
             text = f"{mode}: {str(error)[:200]}"
             drop_frames(error)

@@ -2,14 +2,16 @@ r"""The ruler: one training step of every system on the same packs, weights and 
 
     python -m benchmarks.train_step build --workload qwen3-14b-qlora --root /dev/shm/fastft
     python -m benchmarks.train_step run --workload qwen3-14b-qlora --root /dev/shm/fastft --out runs/ruler \
-        --arms plain:recompute,keep+liger ours:recompute+liger,keep+liger unsloth:unsloth unsloth:off trl:recompute+liger
+        --arms plain:recompute,keep+liger ours:recompute+liger,keep+liger unsloth:unsloth unsloth:off
+        trl:recompute+liger
     python -m benchmarks.train_step table runs/ruler/raw.jsonl
 
-An arm is one process: SYSTEM:MODE[@LABEL_SHARE][/OPTIMIZER][,...]. Before a case is timed, one step on the first pack must give the plain arm's
-gradients (benchmarks/ruler/judge.py). Then: warm-up (6 steps, the last one counts host waits), 30 timed steps (10 where one exceeds 3 s), median,
-p10, p90 of the time between the ends of steps by CUDA events, batch copy, clipping and optimizer included; peaks of the timed steps. Timed steps must
-prove that they train (benchmarks/ruler/proof.py). Plain runs first: it leaves the reference. Workloads named "-full" train all weights instead of
-adapters. benchmarks/compare.py runs all systems by one command.
+An arm is one process: SYSTEM:MODE[@LABEL_SHARE][/OPTIMIZER][,...]. Before a case is timed, one step on the first pack
+must give the plain arm's gradients (benchmarks/ruler/judge.py). Then: warm-up (6 steps, the last one counts host
+waits), 30 timed steps (10 where one exceeds 3 s), median, p10, p90 of the time between the ends of steps by CUDA
+events, batch copy, clipping and optimizer included; peaks of the timed steps. Timed steps must prove that they train
+(benchmarks/ruler/proof.py). Plain runs first: it leaves the reference. Workloads named "-full" train all weights
+instead of adapters. benchmarks/compare.py runs all systems by one command.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build", help="write models, adapters and token files")
     build.add_argument("--workload", nargs="+", required=True)
-    build.add_argument("--grow-host-gib", type=int, default=0, help="host memory to touch once, so that a growing machine grants it to peers")
+    build.add_argument(
+        "--grow-host-gib",
+        type=int,
+        default=0,
+        help="host memory to touch once, so that a growing machine grants it to peers",
+    )
     run = commands.add_parser("run", help="run arms and print the table")
     run.add_argument("--workload", required=True)
     run.add_argument("--arms", nargs="+", required=True)
@@ -48,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--warmup", type=int, default=6)
     run.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
     run.add_argument("--liger-layers", action="store_true", help='add "+liger" to every mode of ours')
-    run.add_argument("--diagnose", action="store_true", help="time refused cases for the raw log; they still get no row")
+    run.add_argument(
+        "--diagnose", action="store_true", help="time refused cases for the raw log; they still get no row"
+    )
     run.add_argument("--budget-s", type=float, default=3600.0)
     run.add_argument("--arm-s", type=float, default=400.0)
     arm = commands.add_parser("arm", help="one process of run")
@@ -57,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print the table of raw logs")
     table.add_argument("raw", type=Path, nargs="+")
     for command in (build, run, arm):
-        command.add_argument("--root", type=Path, required=True, help="where the workloads are built: a folder in memory")
+        command.add_argument(
+            "--root", type=Path, required=True, help="where the workloads are built: a folder in memory"
+        )
         command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 
@@ -67,14 +78,22 @@ def _build(options: argparse.Namespace) -> int:
     from benchmarks.ruler.workloads import WORKLOADS, build
 
     for name in options.workload:
-        seconds = build(WORKLOADS[name], root=options.root, device=options.device, dtype=base_dtype(is_cuda=options.device == "cuda"))
+        seconds = build(
+            WORKLOADS[name],
+            root=options.root,
+            device=options.device,
+            dtype=base_dtype(is_cuda=options.device == "cuda"),
+        )
         print(f"build: {name}: {json.dumps(seconds)}", flush=True)
     if options.grow_host_gib:
         import numpy as np
 
         start = time.perf_counter()
         np.full(options.grow_host_gib * 2**30, 1, dtype=np.uint8)
-        print(f"build: touched {options.grow_host_gib} GiB of host memory in {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"build: touched {options.grow_host_gib} GiB of host memory in {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
     return 0
 
 
@@ -85,7 +104,13 @@ def _run(options: argparse.Namespace) -> int:
     from benchmarks.ruler.report import read_records, render_table, result_rows
 
     template = Case(
-        options.workload, "", "", optimizer=options.optimizer, num_warmup=options.warmup, num_steps=options.steps, diagnose=options.diagnose
+        options.workload,
+        "",
+        "",
+        optimizer=options.optimizer,
+        num_warmup=options.warmup,
+        num_steps=options.steps,
+        diagnose=options.diagnose,
     )
     arms = [parse_arm(_with_liger(text) if options.liger_layers else text, template=template) for text in options.arms]
     # A driver that is told to stop ends its arm first: SystemExit runs through the finally of run_arms.

@@ -1,16 +1,18 @@
-r"""Training curves on real text: fused layers beside plain transformers + PEFT, on the same weights, adapters, packs and schedule.
+r"""Training curves on real text: fused layers beside plain transformers + PEFT, on the same weights, adapters, packs
+and schedule.
 
     python -m benchmarks.training_curves --data train.jsonl --tokenizer gpt2_bpe --out runs/curves [--fp8]
 
-A small model of each family, drawn at random, is trained with LoRA for 300 steps by four arms: plain twice, with two seeds (adapters and order of
-the rows), and ours with the first of them, through FineTuner, FastFTStrategy, FusedKernels and Trainer (on a GPU once more from CUDA graphs); a
-control, plain with transformers' eager attention in place of SDPA, shows what another order of the same sums does, and has no bar. A step is one
-pack, its loss the mean over the tokens of the answers. Plain runs transformers' own attention with positions that restart at every document,
-torch's AdamW and PEFT's layers. Bars: at every step ours differs from plain by less than the two seeds do, and the means of the last 20 losses
-differ by at most 0.5 %. The learning rate is one at which training is stable: at 3e-3, in a model twice as wide, runs that differ in the last bit
-of fp32 are 0.02 apart after 100 steps. With --fp8 ours runs once more with frozen base products in fp8 (without a GPU emulated in plain PyTorch),
-under the same bars: an approximation has to matter less than the seed. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a
-folder with vocab.json and merges.txt.
+A small model of each family, drawn at random, is trained with LoRA for 300 steps by four arms: plain twice, with two
+seeds (adapters and order of the rows), and ours with the first of them, through FineTuner, FastFTStrategy, FusedKernels
+and Trainer (on a GPU once more from CUDA graphs); a control, plain with transformers' eager attention in place of SDPA,
+shows what another order of the same sums does, and has no bar. A step is one pack, its loss the mean over the tokens of
+the answers. Plain runs transformers' own attention with positions that restart at every document, torch's AdamW and
+PEFT's layers. Bars: at every step ours differs from plain by less than the two seeds do, and the means of the last 20
+losses differ by at most 0.5 %. The learning rate is one at which training is stable: at 3e-3, in a model twice as wide,
+runs that differ in the last bit of fp32 are 0.02 apart after 100 steps. With --fp8 ours runs once more with frozen base
+products in fp8 (without a GPU emulated in plain PyTorch), under the same bars: an approximation has to matter less than
+the seed. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
 """
 
 from __future__ import annotations
@@ -40,10 +42,19 @@ MOST_FINAL_DIFFERENCE = 0.005
 CONTROL = "control"
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 _SIZES = {
-    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 2048, "tie_word_embeddings": True,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3": {"model_type": "qwen3", **_SIZES}, "llama": {"model_type": "llama", **_SIZES}}
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", **_SIZES},
+    "llama": {"model_type": "llama", **_SIZES},
+}
 
 
 class Recipe(NamedTuple):
@@ -99,7 +110,9 @@ def make_packs(documents: Sequence[Document], *, num_packs: int, max_tokens: int
         if len(packs) == num_packs:
             return packs
         current.append(documents[number])
-    raise ValueError(f"{len(documents)} documents fill {len(packs)} packs of {max_tokens} tokens; {num_packs} were asked for.")
+    raise ValueError(
+        f"{len(documents)} documents fill {len(packs)} packs of {max_tokens} tokens; {num_packs} were asked for."
+    )
 
 
 def make_model(recipe: Recipe, *, attention: str = "sdpa") -> Any:
@@ -108,16 +121,24 @@ def make_model(recipe: Recipe, *, attention: str = "sdpa") -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(recipe.folder, dtype=recipe.dtype, attn_implementation=attention)
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA)).train().to("cuda" if recipe.is_cuda else "cpu")
+    return (
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA)).train().to("cuda" if recipe.is_cuda else "cpu")
+    )
 
 
 def read_adapter(recipe: Recipe, *, seed: int) -> dict[str, torch.Tensor]:
     """Return the adapters of a seed by name, as PEFT draws them."""
     torch.manual_seed(seed)
-    return {name: parameter.detach().cpu().clone() for name, parameter in make_model(recipe).named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.detach().cpu().clone()
+        for name, parameter in make_model(recipe).named_parameters()
+        if parameter.requires_grad
+    }
 
 
-def train_plain(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str, torch.Tensor], *, attention: str = "sdpa") -> list[float]:
+def train_plain(
+    recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str, torch.Tensor], *, attention: str = "sdpa"
+) -> list[float]:
     """Return the losses of transformers + PEFT."""
     model = make_model(recipe, attention=attention)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -129,7 +150,9 @@ def train_plain(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str,
     for pack in packs:
         batch = pack.to("cuda") if recipe.is_cuda else pack
         # No mask: positions that restart are what transformers knows packed documents by.
-        loss = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=batch["labels"], use_cache=False).loss
+        loss = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=batch["labels"], use_cache=False
+        ).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -137,18 +160,31 @@ def train_plain(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str,
     return [float(loss) for loss in losses]
 
 
-def train_ours(recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str, torch.Tensor], *, fused: FusedKernels) -> list[float]:
+def train_ours(
+    recipe: Recipe, packs: Sequence[PackedBatch], adapter: dict[str, torch.Tensor], *, fused: FusedKernels
+) -> list[float]:
     """Return the losses of FineTuner with FusedKernels, as a user trains."""
     tuner = FineTuner(
-        str(recipe.folder), lora=LORA, dtype=str(recipe.dtype).removeprefix("torch."), learning_rate=recipe.learning_rate, weight_decay=0.0,
-        scheduler="constant", warmup_share=0.0,
-    )  # fmt: skip
+        str(recipe.folder),
+        lora=LORA,
+        dtype=str(recipe.dtype).removeprefix("torch."),
+        learning_rate=recipe.learning_rate,
+        weight_decay=0.0,
+        scheduler="constant",
+        warmup_share=0.0,
+    )
     record = _Losses(adapter)
     trainer = Trainer(
-        accelerator="gpu" if recipe.is_cuda else "cpu", devices=1, strategy=FastFTStrategy(activations=OffloadCheckpointing("keep")),
-        callbacks=[fused, record], max_steps=len(packs), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="gpu" if recipe.is_cuda else "cpu",
+        devices=1,
+        strategy=FastFTStrategy(activations=OffloadCheckpointing("keep")),
+        callbacks=[fused, record],
+        max_steps=len(packs),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(tuner, train_dataloaders=torch.utils.data.DataLoader(packs, batch_size=None))  # type: ignore[arg-type]
     inactive = [status for status in fused.status() if status.state != "active"]
     if inactive:
@@ -176,10 +212,15 @@ class _Losses(Callback):
 
 
 def judge(curves: dict[str, list[float]]) -> list[str]:
-    """Return a line for each arm of ours: what it differs from plain by, beside what two seeds of plain differ by, and whether the bars are met."""
+    """Return a line for each arm of ours: what it differs from plain by, beside what two seeds of plain differ
+    by, and whether the bars are met.
+    """
     first, second = (np.array(curves[name]) for name in ("plain, seed 0", "plain, seed 1"))
     spread = np.abs(second - first)
-    lines = [f"plain: loss {first[0]:.3f} to {first[-NUM_LAST:].mean():.4f} (seed 0), {second[-NUM_LAST:].mean():.4f} (seed 1)"]
+    lines = [
+        f"plain: loss {first[0]:.3f} to {first[-NUM_LAST:].mean():.4f} (seed 0), {second[-NUM_LAST:].mean():.4f} (seed "
+        "1)"
+    ]
     for name, losses in curves.items():
         if name.startswith("plain"):
             continue
@@ -190,13 +231,17 @@ def judge(curves: dict[str, list[float]]) -> list[str]:
         verdict = CONTROL if name.startswith(CONTROL) else "met" if is_met else "MISSED"
         own_name = name.removeprefix(f"{CONTROL}, ")
         lines.append(
-            f"{verdict}: {own_name}: at most {difference.max():.2e} from plain, the seeds differ by {np.median(spread):.2e} in the "
-            f"median and {spread.min():.2e} at least; outside at {num_outside} of {len(first)} steps; final losses differ by {100 * final:.4f} %"
+            f"{verdict}: {own_name}: at most {difference.max():.2e} from plain, the seeds differ by "
+            f"{np.median(spread):.2e} in the "
+            f"median and {spread.min():.2e} at least; outside at {num_outside} of {len(first)} steps; final losses "
+            f"differ by {100 * final:.4f} %"
         )
     return lines
 
 
-def run_family(name: str, documents: Sequence[Document], tokenizer: Any, options: argparse.Namespace) -> dict[str, list[float]]:
+def run_family(
+    name: str, documents: Sequence[Document], tokenizer: Any, options: argparse.Namespace
+) -> dict[str, list[float]]:
     """Return the losses of every arm of a family."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -204,20 +249,28 @@ def run_family(name: str, documents: Sequence[Document], tokenizer: Any, options
     with tempfile.TemporaryDirectory() as folder:
         recipe = Recipe(Path(folder), options.steps, options.learning_rate, is_cuda)
         torch.manual_seed(options.model_seed)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"vocab_size": len(tokenizer), **FAMILIES[name]})).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**{"vocab_size": len(tokenizer), **FAMILIES[name]})
+        ).save_pretrained(folder)
         curves: dict[str, list[float]] = {}
         for seed in (0, 1):
             packs = make_packs(documents, num_packs=options.steps, max_tokens=options.max_tokens, seed=seed)
             adapter = read_adapter(recipe, seed=seed)
             curves[f"plain, seed {seed}"] = train_plain(recipe, packs, adapter)
             if seed == 0:
-                curves[f"{CONTROL}, plain with eager attention"] = train_plain(recipe, packs, adapter, attention="eager")
+                curves[f"{CONTROL}, plain with eager attention"] = train_plain(
+                    recipe, packs, adapter, attention="eager"
+                )
                 curves["ours, fused"] = train_ours(recipe, packs, adapter, fused=FusedKernels())
                 if is_cuda:
-                    curves["ours, fused, CUDA graphs"] = train_ours(recipe, packs, adapter, fused=FusedKernels(cuda_graphs=True))
+                    curves["ours, fused, CUDA graphs"] = train_ours(
+                        recipe, packs, adapter, fused=FusedKernels(cuda_graphs=True)
+                    )
                 if options.fp8:
                     fused = FusedKernels(base_compute="fp8" if is_cuda else "fp8_reference")
-                    curves[f"ours, fused, fp8{'' if is_cuda else ' emulated'}"] = train_ours(recipe, packs, adapter, fused=fused)
+                    curves[f"ours, fused, fp8{'' if is_cuda else ' emulated'}"] = train_ours(
+                        recipe, packs, adapter, fused=fused
+                    )
     return curves
 
 
@@ -226,7 +279,10 @@ def write_curves(curves: dict[str, list[float]], *, path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *curves])
-        writer.writerows([step, *(f"{losses[step]:.6f}" for losses in curves.values())] for step in range(len(next(iter(curves.values())))))
+        writer.writerows(
+            [step, *(f"{losses[step]:.6f}" for losses in curves.values())]
+            for step in range(len(next(iter(curves.values()))))
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -244,7 +300,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     options = parser.parse_args(arguments)
     tokenizer = read_tokenizer(options.tokenizer)
-    documents = [document for document in read_documents(options.data, tokenizer) if len(document.input_ids) <= options.max_tokens]
+    documents = [
+        document
+        for document in read_documents(options.data, tokenizer)
+        if len(document.input_ids) <= options.max_tokens
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     verdicts = []
     for name in options.families:

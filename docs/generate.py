@@ -1,4 +1,5 @@
-"""Write docs/support.md and docs/options.md from the package itself, and the tables of docs/numbers.md and docs/reliability.md from benchmarks/*.csv.
+"""Write docs/support.md and docs/options.md from the package itself, and the tables of docs/numbers.md and
+docs/reliability.md from benchmarks/*.csv.
 
 Command: python docs/generate.py        (tests compare all but the timed steps of numbers.md with what this would write)
 """
@@ -20,7 +21,7 @@ import lightning_fastft
 from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import FAMILIES, check_servable
@@ -52,13 +53,18 @@ MEASURES = {
 
 
 def write_support() -> str:
-    """Return the table of model families and what serves them, as the package's own judges say it of models on the meta device."""
+    """Return the table of model families and what serves them, as the package's own judges say it of models on
+    the meta device.
+    """
     lines = [
         HEAD,
         "# Model families and what serves them\n",
-        "A model is served when its attention is on transformers' attention interface. *Tested*: packed documents against one document at a",
-        "time, gradients included (`pytest tests/patches/test_packed.py`). *On the interface*: nothing speaks against it and it is not among the",
-        "tested; its kernels are those that take its head shape. *Refused*: a packed batch raises `UnsupportedModelError` with the reason",
+        "A model is served when its attention is on transformers' attention interface. *Tested*: packed documents "
+        "against one document at a",
+        "time, gradients included (`pytest tests/patches/test_packed.py`). *On the interface*: nothing speaks against "
+        "it and it is not among the",
+        "tested; its kernels are those that take its head shape. *Refused*: a packed batch raises "
+        "`UnsupportedModelError` with the reason",
         "below. The family is the `model_type` of",
         "the text configuration.\n",
         "| family | packed documents | attention kernels | `FusedKernels` | `BincountRouter` | `quantization='nf4'` |",
@@ -72,11 +78,16 @@ def write_support() -> str:
             refusals.append(f"- `{family}`: {refusal}")
         kernels = ", ".join(FAMILIES.get(family, ())) or ("" if refusal else "by head shape")
         fused = YES if any(type(module).__name__ in LAYERS for module in model.modules()) else NO
-        lines.append(f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |")
+        lines.append(
+            f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |"
+        )
     lines += [
-        "\n`attention` chooses among the kernels of a row: flash varlen, cuDNN, FlexAttention, torch's SDPA with a dense mask, plain PyTorch. Which",
-        "one ran is in the table that `fit` logs. LoRA and full fine-tuning, offload, packed loss, the guards and the reports work with every family",
-        "that is not refused. `BincountRouter` on a dense model, or `FusedKernels` on another family, does nothing and says so.\n",
+        "\n`attention` chooses among the kernels of a row: flash varlen, cuDNN, FlexAttention, torch's SDPA with a "
+        "dense mask, plain PyTorch. Which",
+        "one ran is in the table that `fit` logs. LoRA and full fine-tuning, offload, packed loss, the guards and the "
+        "reports work with every family",
+        "that is not refused. `BincountRouter` on a dense model, or `FusedKernels` on another family, does nothing and "
+        "says so.\n",
         "## Refused, and why\n",
         *refusals,
         "\n## Strategies\n",
@@ -92,7 +103,7 @@ def write_support() -> str:
     return "\n".join(lines) + "\n"
 
 
-def build_on_meta(family: str) -> Any:  # noqa: ANN401 - a model of transformers
+def build_on_meta(family: str) -> Any:
     """Return a model of a family with its default sizes and few layers, without memory."""
     config = AutoConfig.for_model(family)
     kinds = getattr(config, "layer_types", None)
@@ -103,7 +114,7 @@ def build_on_meta(family: str) -> Any:  # noqa: ANN401 - a model of transformers
         return AutoModelForCausalLM.from_config(config)
 
 
-def _judge_packing(family: str, model: Any) -> tuple[str, str]:  # noqa: ANN401
+def _judge_packing(family: str, model: Any) -> tuple[str, str]:
     """Return what is said of packed documents, and why they are refused."""
     try:
         check_servable(model)
@@ -112,18 +123,18 @@ def _judge_packing(family: str, model: Any) -> tuple[str, str]:  # noqa: ANN401
     return ("tested" if family in FAMILIES else "on the interface"), ""
 
 
-def _judge_experts(model: Any) -> str:  # noqa: ANN401
+def _judge_experts(model: Any) -> str:
     """Return whether the router serves the experts of a model."""
-    ledger = SwapLedger()
+    patcher = ModelPatcher()
     try:
-        return YES if install_bincount_router(model, ledger)[0].state == "active" else "dense"
+        return YES if install_bincount_router(model, patcher)[0].state == "active" else "dense"
     except UnsupportedModelError:
         return "refused"
     finally:
-        ledger.undo()
+        patcher.undo()
 
 
-def _judge_nf4(model: Any) -> str:  # noqa: ANN401
+def _judge_nf4(model: Any) -> str:
     """Return what a quantised base of the family holds in 4 bits."""
     try:
         return "linear layers and experts" if check_experts(model) else "linear layers"
@@ -136,9 +147,12 @@ def write_options() -> str:
     lines = [
         HEAD,
         "# Every option\n",
-        "From signatures and docstrings. In a config an option stands under `init_args`; on the command line it is `--model.lora.r 16`,",
-        "`--data.max_tokens 8192`, `--trainer.strategy fastft`. `fastft fit --help` lists those of FineTuner and PackedDataModule with those of",
-        "Lightning's Trainer, with `--trainer.callbacks.help lightning_fastft.RunReport` in place of `--help` those of a callback.\n",
+        "From signatures and docstrings. In a config an option stands under `init_args`; on the command line it is "
+        "`--model.lora.r 16`,",
+        "`--data.max_tokens 8192`, `--trainer.strategy fastft`. `fastft fit --help` lists those of FineTuner and "
+        "PackedDataModule with those of",
+        "Lightning's Trainer, with `--trainer.callbacks.help lightning_fastft.RunReport` in place of `--help` those of "
+        "a callback.\n",
         "## Commands\n",
         f"```text\n{USAGE.format(configs=', '.join(config_names())).strip()}\n```\n",
         "## Configs that come with the package\n",
@@ -156,7 +170,7 @@ def _describe_config(name: str) -> str:
     return f"- `{name}`: {purpose.removeprefix('# Purpose: ')}"
 
 
-def _describe_public(name: str, value: Any) -> list[str]:  # noqa: ANN401 - a class or a function
+def _describe_public(name: str, value: Any) -> list[str]:
     """Return the section of one public name."""
     sections = parse_docstring(inspect.getdoc(value) or "")
     lines = [f"## {name}\n", *sections["Summary"], ""]
@@ -166,16 +180,23 @@ def _describe_public(name: str, value: Any) -> list[str]:  # noqa: ANN401 - a cl
     if options:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{option.name}` | `{_cell(_type_of(option))}` | {_default_of(option)} | {_cell(meanings[option.name])} |" for option in options
+            f"| `{option.name}` | `{_cell(_type_of(option))}` | {_default_of(option)} | {_cell(meanings[option.name])} "
+            "|"
+            for option in options
         ] + [""]
     for title in ("Raises", "Cost", "Source"):
         if title in sections:
-            lines += [f"**{title}.** " + " ".join(" ".join(line.split()) for line in sections[title] if line.strip()), ""]
+            lines += [
+                f"**{title}.** " + " ".join(" ".join(line.split()) for line in sections[title] if line.strip()),
+                "",
+            ]
     return lines
 
 
 def parse_docstring(text: str) -> dict[str, list[str]]:
-    """Return the sections of a docstring by title, their lines as they stand; what comes before the first is "Summary"."""
+    """Return the sections of a docstring by title, their lines as they stand; what comes before the first is
+    "Summary".
+    """
     sections: dict[str, list[str]] = {"Summary": []}
     title = "Summary"
     for line in text.splitlines():
@@ -207,7 +228,13 @@ def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 def _type_of(option: inspect.Parameter) -> str:
     found = option.annotation
-    return "" if found is inspect.Parameter.empty else found if isinstance(found, str) else getattr(found, "__name__", str(found))
+    return (
+        ""
+        if found is inspect.Parameter.empty
+        else found
+        if isinstance(found, str)
+        else getattr(found, "__name__", str(found))
+    )
 
 
 def _default_of(option: inspect.Parameter) -> str:
@@ -219,7 +246,9 @@ def _cell(text: str) -> str:
 
 
 def write_results() -> str:
-    """Return one table for each workload of results.csv: time, rate and memory of each system, the newest row of each."""
+    """Return one table for each workload of results.csv: time, rate and memory of each system, the newest row of
+    each.
+    """
     with RESULTS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     tables: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
@@ -234,7 +263,11 @@ def write_results() -> str:
     columns = tuple(dict.fromkeys(MEASURES.values()))
     lines = []
     for (benchmark, workload), systems in tables.items():
-        lines += [f"### {benchmark}: {workload}\n", f"| system | {' | '.join(columns)} | date | steps |", "|---" * (len(columns) + 3) + "|"]
+        lines += [
+            f"### {benchmark}: {workload}\n",
+            f"| system | {' | '.join(columns)} | date | steps |",
+            "|---" * (len(columns) + 3) + "|",
+        ]
         for system, found in systems.items():
             figures = " | ".join(format_figure(float(found[column])) if column in found else "" for column in columns)
             lines.append(f"| {_cell(system)} | {figures} | {found['date']} | {found.get('n', '')} |")
@@ -255,7 +288,9 @@ def format_figure(value: float) -> str:
 
 
 def write_published() -> str:
-    """Return the table of published figures beside the rows of results.csv, as `python -m benchmarks.published table` prints it."""
+    """Return the table of published figures beside the rows of results.csv, as `python -m benchmarks.published
+    table` prints it.
+    """
     # Of this repository and not of the package: its root is on the path where this runs as a script or in tests.
     from benchmarks.published_table import read_rows, render
 
@@ -263,7 +298,9 @@ def write_published() -> str:
 
 
 def write_faults() -> str:
-    """Return the table of faults.csv: how many trials ended badly in the default stack and in ours, the newest row of each."""
+    """Return the table of faults.csv: how many trials ended badly in the default stack and in ours, the newest
+    row of each.
+    """
     # As above.
     from benchmarks.faults.table import read_rows, render_table
 
@@ -271,7 +308,8 @@ def write_faults() -> str:
 
 
 def replace_part(page: str, name: str, text: str) -> str:
-    r"""Return a page with another text behind the mark of a name: up to its mark of the end, or to the end of the page where it has none.
+    r"""Return a page with another text behind the mark of a name: up to its mark of the end, or to the end of the page
+    where it has none.
 
     Raises:
         ValueError: The page has no such mark.
@@ -291,7 +329,11 @@ def main() -> int:
     """Write the files and return 0."""
     (DOCS / "support.md").write_text(write_support(), encoding="utf-8")
     (DOCS / "options.md").write_text(write_options(), encoding="utf-8")
-    tables = (("numbers", "published", write_published()), ("numbers", "results", write_results()), ("reliability", "faults", write_faults()))
+    tables = (
+        ("numbers", "published", write_published()),
+        ("numbers", "results", write_results()),
+        ("reliability", "faults", write_faults()),
+    )
     for page, name, text in tables:
         file = DOCS / f"{page}.md"
         file.write_text(replace_part(file.read_text(encoding="utf-8"), name, text), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Fine-tune Hugging Face causal language models with PyTorch Lightning at the limit of the GPU.
 
-Importing this package registers its strategy names with Lightning and loads nothing heavier than torch and lightning.pytorch; each name of the public
-list is loaded when it is first used.
+Importing this package registers its strategy names with Lightning and loads nothing heavier than torch and
+lightning.pytorch; each name of the public list is loaded when it is first used.
 """
 
 from importlib import import_module

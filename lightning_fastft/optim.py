@@ -1,4 +1,6 @@
-"""Optimizers under the path that configuration files name: ``class_path: lightning_fastft.optim.FusedAdamW``."""
+"""Optimizers under the path that configuration files name: ``class_path:
+lightning_fastft.optim.FusedAdamW``.
+"""
 
 from lightning_fastft.training.optimizer import FusedAdamW
 

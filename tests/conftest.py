@@ -1,4 +1,6 @@
-"""Shared test set-up: fixed seeds, one thread, offline hub, and a reason on every test that is skipped for want of a device."""
+"""Shared test set-up: fixed seeds, one thread, offline hub, and a reason on every test that is skipped for want
+of a device.
+"""
 
 import os
 

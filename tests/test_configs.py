@@ -83,8 +83,28 @@ def test_config_runs_one_step_of_a_tiny_model(name, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **family}))
     rows = [{"input_ids": [1 + (row + position) % 60 for position in range(3 + row % 7)]} for row in range(200)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["--data.paths", "train.jsonl", "--data.cache_dir", "null", "--data.num_workers", "0", "--data.num_proc", "1", "--data.max_tokens", "64"]
-    words += ["--model.model", "config.json", "--model.init", "random", "--trainer.accelerator", "cpu", "--trainer.max_steps", "1"]
+    words = [
+        "--data.paths",
+        "train.jsonl",
+        "--data.cache_dir",
+        "null",
+        "--data.num_workers",
+        "0",
+        "--data.num_proc",
+        "1",
+        "--data.max_tokens",
+        "64",
+    ]
+    words += [
+        "--model.model",
+        "config.json",
+        "--model.init",
+        "random",
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.max_steps",
+        "1",
+    ]
     words += ["--trainer.limit_val_batches", "1", "--trainer.logger", "false", "--trainer.default_root_dir", "out"]
     if name == "demo":
         words += ["--data.val_paths", "train.jsonl"]

@@ -3,7 +3,8 @@
     python -m benchmarks.faults run --out runs/faults                     all of them, about 14 minutes on two CPU cores
     python -m benchmarks.faults run --quick --only R2 R3 --out runs/quick a few trials of some; rows stay in the folder
 
-Rows are appended to benchmarks/faults.csv, from which ``python docs/generate.py`` makes the table of docs/reliability.md. POSIX only.
+Rows are appended to benchmarks/faults.csv, from which ``python docs/generate.py`` makes the table of
+docs/reliability.md. POSIX only.
 """
 
 from __future__ import annotations
@@ -56,8 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS), help="these faults (all)")
     run.add_argument("--stacks", nargs="+", choices=STACKS, default=list(STACKS), help="these stacks (both)")
     run.add_argument("--quick", action="store_true", help="a few trials of each; rows go to OUT/faults.csv")
-    run.add_argument("--out", type=Path, required=True, help="folder for what children write; its subfolders are emptied")
-    run.add_argument("--rows", type=Path, help=f"file that rows are appended to ({ROWS_PATH}, OUT/faults.csv with --quick)")
+    run.add_argument(
+        "--out", type=Path, required=True, help="folder for what children write; its subfolders are emptied"
+    )
+    run.add_argument(
+        "--rows", type=Path, help=f"file that rows are appended to ({ROWS_PATH}, OUT/faults.csv with --quick)"
+    )
     return parser
 
 
@@ -80,7 +85,11 @@ def run(options: argparse.Namespace) -> int:
             begin = time.monotonic()
             verdicts = function(folder, stack=stack, num_trials=fault.num_quick if options.quick else fault.num_trials)
             row = make_row(name, stack, verdicts, seconds=time.monotonic() - begin, **origin)
-            print(f"{name} {TITLES[name]}\n    {stack}: {row['bad']} of {row['trials']} ended badly, {row['seconds']} s. {row['how']}", flush=True)
+            print(
+                f"{name} {TITLES[name]}\n    {stack}: {row['bad']} of {row['trials']} ended badly, {row['seconds']} s. "
+                f"{row['how']}",
+                flush=True,
+            )
             append_rows([row], path=rows_path)
             rows.append(row)
     print("\n" + render_table(rows))

@@ -1,4 +1,6 @@
-"""One trial in a child process: forked, so that nothing has to be imported again, with limits, and with its output in a file."""
+"""One trial in a child process: forked, so that nothing has to be imported again, with limits, and with its
+output in a file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LOG = "children.log"
 
 
 class End(NamedTuple):
-    """How a child ended: its exit code (minus the signal that killed it, None where the time was over), and what it answered, if it did."""
+    """How a child ended: its exit code (minus the signal that killed it, None where the time was over), and what
+    it answered, if it did.
+    """
 
     code: int | None
     answer: Any

@@ -1,4 +1,6 @@
-"""The default stack: a LightningModule around transformers and PEFT, padded batches of Hugging Face datasets, torch's or torchdata's loader."""
+"""The default stack: a LightningModule around transformers and PEFT, padded batches of Hugging Face datasets,
+torch's or torchdata's loader.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LOADERS = ("DataLoader", "StatefulDataLoader", "StatefulDataLoader, streamed")
 
 
 class DefaultModule(pl.LightningModule):
-    """A model of transformers with adapters of PEFT, as their documentation trains it; notes which rows it was given."""
+    """A model of transformers with adapters of PEFT, as their documentation trains it; notes which rows it was
+    given.
+    """
 
     def __init__(self, *, vocab_size: int = VOCABULARY, lora: Mapping[str, Any] | None = LORA) -> None:
         super().__init__()
@@ -57,7 +61,11 @@ def pad(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
         return torch.tensor([[*row[name], *[value] * (length - len(row[name]))] for row in rows], dtype=torch.int64)
 
     mask = [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows]
-    return {"input_ids": fill("input_ids", 0), "labels": fill("labels", -100), "attention_mask": torch.tensor(mask, dtype=torch.int64)}
+    return {
+        "input_ids": fill("input_ids", 0),
+        "labels": fill("labels", -100),
+        "attention_mask": torch.tensor(mask, dtype=torch.int64),
+    }
 
 
 def make_loader(rows: Sequence[Mapping[str, list[int]]], kind: str, *, num_workers: int = 0) -> Any:
@@ -78,26 +86,43 @@ def make_loader(rows: Sequence[Mapping[str, list[int]]], kind: str, *, num_worke
 
 
 def train(
-    folder: Path, rows: Sequence[Mapping[str, list[int]]], *, loader: str, callbacks: Sequence[Callback] = (), ckpt_path: Path | None = None,
-    num_workers: int = 0, **options: Any,
-) -> DefaultModule:  # fmt: skip
+    folder: Path,
+    rows: Sequence[Mapping[str, list[int]]],
+    *,
+    loader: str,
+    callbacks: Sequence[Callback] = (),
+    ckpt_path: Path | None = None,
+    num_workers: int = 0,
+    **options: Any,
+) -> DefaultModule:
     """Train as a user would: a fixed seed, a Trainer, and what it was told to go on from."""
     seed_everything(3, verbose=False)
     module = DefaultModule()
     options = {"enable_checkpointing": False, "num_sanity_val_steps": 0, **options}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        gradient_clip_val=1.0, callbacks=list(callbacks), **options,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=1.0,
+        callbacks=list(callbacks),
+        **options,
+    )
     trainer.fit(module, make_loader(rows, loader, num_workers=num_workers), ckpt_path=ckpt_path)
     return module
 
 
 def trained_state(module: DefaultModule) -> dict[str, torch.Tensor]:
     """Return copies of the weights that are trained."""
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.detach().clone() for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
 
 
 def numbers_of(batches: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Return the rows of tests.support.datamodule_worker.make_rows in batches, by number: their first two ids name them."""
+    """Return the rows of tests.support.datamodule_worker.make_rows in batches, by number: their first two ids
+    name them.
+    """
     return [ids[0] * 48 + ids[1] - 48 for batch in batches for ids in batch]

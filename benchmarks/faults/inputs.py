@@ -16,7 +16,13 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.cli import LightningCLI
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
 
 from benchmarks.faults import child
 from benchmarks.faults.table import GOOD
@@ -37,26 +43,35 @@ def hostile(folder: Path, *, stack: str, num_trials: int) -> list[str]:
     """R18: each config through the command line of the stack, each model folder or file of rows through its loaders."""
     good = folder / "good"
     child.run(folder, lambda: _write_good(good))
-    cases: list[tuple[Callable[..., None], str]] = [*((_read_config, name) for name in YAML_NAMES), *((_read_folder, name) for name in HOSTILE)]
+    cases: list[tuple[Callable[..., None], str]] = [
+        *((_read_config, name) for name in YAML_NAMES),
+        *((_read_folder, name) for name in HOSTILE),
+    ]
     cases = cases[:: max(1, len(cases) // num_trials)][:num_trials]
     verdicts = []
     for number, (read, name) in enumerate(cases):
         place = folder / f"case{number}"
         shutil.copytree(good, place / "model")
-        end = child.run(folder, partial(_open_hostile, place, read, name, stack=stack), limit_s=MOST_SECONDS, limit_bytes=MOST_BYTES)
+        end = child.run(
+            folder, partial(_open_hostile, place, read, name, stack=stack), limit_s=MOST_SECONDS, limit_bytes=MOST_BYTES
+        )
         what = name.partition(":")[0] if read is _read_folder else "config of the command line"
         if (place / "canary").exists():
             verdicts.append(f"ran code ({what})")
         elif end.code == 0:
             verdicts.append(GOOD)
         else:
-            verdicts.append(f"hung for {MOST_SECONDS:.0f} s ({what})" if end.code is None else f"took the process down ({what})")
+            verdicts.append(
+                f"hung for {MOST_SECONDS:.0f} s ({what})" if end.code is None else f"took the process down ({what})"
+            )
         shutil.rmtree(place)
     return verdicts
 
 
 def _write_good(folder: Path) -> None:
-    build_model(ModelSource(CONFIG, init="random"), device=torch.device("cpu"), dtype=torch.float32).save_pretrained(folder)
+    build_model(ModelSource(CONFIG, init="random"), device=torch.device("cpu"), dtype=torch.float32).save_pretrained(
+        folder
+    )
     build_tokenizer(chat_template=UNMARKED).save_pretrained(folder)
 
 
@@ -91,7 +106,9 @@ def _read_folder(place: Path, name: str, *, stack: str) -> None:
         AutoTokenizer.from_pretrained(place / "model")("two plus two")
     else:
         tokenizer = AutoTokenizer.from_pretrained(place / "model")
-        data = load_dataset("json", data_files=str(place / "model" / "rows.jsonl"), split="train", cache_dir=str(place / "cache"))
+        data = load_dataset(
+            "json", data_files=str(place / "model" / "rows.jsonl"), split="train", cache_dir=str(place / "cache")
+        )
         for row in data:
             tokenizer.apply_chat_template(row["messages"])
 
@@ -101,7 +118,9 @@ def _weight() -> torch.nn.Parameter:
 
 
 def _adapt(**options: Any) -> None:
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
     get_peft_model(model, LoraConfig(target_modules="all-linear", **options))
 
 
@@ -120,20 +139,40 @@ _EXAMPLES: Any = [1]
 # By option: the range, who takes it in the default stack, and who in ours.
 _TUNER, _DATA = ranges.OPTIONS["FineTuner"], ranges.OPTIONS["PackedDataModule"]
 OPTIONS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], object], Callable[[Any], object]]] = {
-    "learning rate": (_TUNER["learning_rate"], lambda v: torch.optim.AdamW([_weight()], lr=v), lambda v: _tune(learning_rate=v)),
-    "weight decay": (_TUNER["weight_decay"], lambda v: torch.optim.AdamW([_weight()], weight_decay=v), lambda v: _tune(weight_decay=v)),
+    "learning rate": (
+        _TUNER["learning_rate"],
+        lambda v: torch.optim.AdamW([_weight()], lr=v),
+        lambda v: _tune(learning_rate=v),
+    ),
+    "weight decay": (
+        _TUNER["weight_decay"],
+        lambda v: torch.optim.AdamW([_weight()], weight_decay=v),
+        lambda v: _tune(weight_decay=v),
+    ),
     "warm-up steps": (_TUNER["warmup_steps"], _warm_up, lambda v: _tune(warmup_steps=v)),
     "rank of adapters": (ranges.LORA["r"], lambda v: _adapt(r=v), lambda v: _tune(lora={"r": v})),
-    "alpha of adapters": (ranges.LORA["lora_alpha"], lambda v: _adapt(lora_alpha=v), lambda v: _tune(lora={"lora_alpha": v})),
-    "dropout of adapters": (ranges.LORA["lora_dropout"], lambda v: _adapt(lora_dropout=v), lambda v: _tune(lora={"lora_dropout": v})),
+    "alpha of adapters": (
+        ranges.LORA["lora_alpha"],
+        lambda v: _adapt(lora_alpha=v),
+        lambda v: _tune(lora={"lora_alpha": v}),
+    ),
+    "dropout of adapters": (
+        ranges.LORA["lora_dropout"],
+        lambda v: _adapt(lora_dropout=v),
+        lambda v: _tune(lora={"lora_dropout": v}),
+    ),
     "longest example": (
         _DATA["max_tokens"],
         lambda v: build_tokenizer()("two plus two is four", truncation=True, max_length=v),
         lambda v: PackedDataModule("rows.jsonl", max_tokens=v),
     ),
-    "workers": (_DATA["num_workers"], lambda v: DataLoader(_EXAMPLES, num_workers=v), lambda v: PackedDataModule("rows.jsonl", num_workers=v)),
+    "workers": (
+        _DATA["num_workers"],
+        lambda v: DataLoader(_EXAMPLES, num_workers=v),
+        lambda v: PackedDataModule("rows.jsonl", num_workers=v),
+    ),
     "seed": (_DATA["seed"], lambda v: seed_everything(v), lambda v: PackedDataModule("rows.jsonl", seed=v)),
-}  # fmt: skip
+}
 
 
 def fuzzed(folder: Path, *, stack: str, num_trials: int) -> list[str]:
@@ -147,7 +186,9 @@ def fuzzed(folder: Path, *, stack: str, num_trials: int) -> list[str]:
         values = [value for value in ranges.POOL if not is_inside(value) and not _is_meant_well(value)]
         for value in values:
             end = child.run(folder, partial(_is_taken, make, value), limit_s=MOST_SECONDS, limit_bytes=MOST_BYTES)
-            verdicts.append(f"taken ({name})" if end.answer else f"took the process down ({name})" if end.answer is None else GOOD)
+            verdicts.append(
+                f"taken ({name})" if end.answer else f"took the process down ({name})" if end.answer is None else GOOD
+            )
     return verdicts
 
 

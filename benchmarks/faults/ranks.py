@@ -50,7 +50,8 @@ def main(stack: str, kind: str, folder: Path) -> None:
     callbacks: list[Callback] = [Watchdog(timeout_s=TIMEOUT_S)] if stack == "ours" else []
     callbacks.append(Begins(write) if kind == "uneven" else Fault(kind, write))
     options = {"num_batches": 22 if kind == "uneven" and rank else 24, "callbacks": callbacks}
-    # One epoch, as most runs are planned: with a number of steps the shorter rank would begin its data anew, and nobody would say so.
+    # One epoch, as most runs are planned: with a number of steps the shorter rank would begin its data anew, and nobody
+    # would say so.
     length = {"max_steps": -1, "max_epochs": 1}
     train(folder, strategy="fastft_ddp" if stack == "ours" else "ddp", num_ranks=NUM_RANKS, **options, **length)
     leave()
@@ -66,7 +67,9 @@ def _run_job(folder: Path, stack: str, kind: str) -> str:
     folder.mkdir()
     command = [sys.executable, "-m", "benchmarks.faults.ranks", stack, kind, str(folder)]
     with (folder / "log").open("w") as log:
-        job = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        job = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         return _judge_job(folder, job)
     finally:

@@ -34,7 +34,9 @@ def every_step(folder: Path, *, stack: str, num_trials: int) -> list[str]:
         return [GOOD if found.get(str(stop)) == [] else "otherwise than the run that went on" for stop in stops]
     # Both loaders, each with half of the steps.
     halves = [(loader, [stop for stop in stops if stop % 2 == number]) for number, loader in enumerate(LOADERS[:2])]
-    ends = [(child.run(folder, partial(_compare, folder, loader, some), limit_s=_LIMIT_S), some) for loader, some in halves]
+    ends = [
+        (child.run(folder, partial(_compare, folder, loader, some), limit_s=_LIMIT_S), some) for loader, some in halves
+    ]
     return [verdict for end, some in ends for verdict in end.answer or ["process died"] * len(some)]
 
 
@@ -99,7 +101,9 @@ def _judge_seen(numbers: list[int] | None, loader: str) -> str:
 
 
 def signals(folder: Path, *, stack: str, num_trials: int) -> list[str]:
-    """R6: SIGTERM at a random moment; the default stack saves every 5 steps, in every second trial with OnExceptionCheckpoint too."""
+    """R6: SIGTERM at a random moment; the default stack saves every 5 steps, in every second trial with
+    OnExceptionCheckpoint too.
+    """
     chance = random.Random(6)
     verdicts = []
     for trial in range(num_trials):
@@ -125,7 +129,11 @@ def _train_ours(folder: Path, write: int, *, saves_at_exceptions: bool) -> None:
 def _train_default(folder: Path, write: int, *, saves_at_exceptions: bool) -> None:
     callbacks = [Tell(write), ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)]
     callbacks += [OnExceptionCheckpoint(folder, filename="stopped")] if saves_at_exceptions else []
-    options: dict[str, Any] = {"max_steps": LENGTH["max_steps"], "accumulate_grad_batches": ACCUMULATE, "enable_checkpointing": True}
+    options: dict[str, Any] = {
+        "max_steps": LENGTH["max_steps"],
+        "accumulate_grad_batches": ACCUMULATE,
+        "enable_checkpointing": True,
+    }
     train(folder, make_rows(NUM_ROWS), loader="StatefulDataLoader", callbacks=callbacks, **options)
 
 
@@ -140,7 +148,9 @@ def _judge_stop(folder: Path, code: int | None, num_begun: int, *, stack: str) -
     state = torch.load(paths[-1], weights_only=True)
     num_trained = state["global_step"] * ACCUMULATE
     num_seen = (
-        state["PackedDataModule"]["micro_batches"] if stack == "ours" else state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
+        state["PackedDataModule"]["micro_batches"]
+        if stack == "ours"
+        else state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
     )
     if num_seen != num_trained:
         faults.append("with a checkpoint inside a window")

@@ -64,14 +64,24 @@ def _answer_default(folder: Path, bad: BadRow, position: str, tokenizer: Any) ->
         data = data.map(tokenise, remove_columns=data.column_names)
         module = DefaultModule(vocab_size=VOCAB_SIZE)
         trainer = pl.Trainer(
-            accelerator="cpu", devices=1, default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, max_epochs=1,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=1,
+            default_root_dir=folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            max_epochs=1,
+        )
         trainer.fit(module, DataLoader(data, batch_size=16, shuffle=True, collate_fn=pad))
     except Exception as error:  # noqa: BLE001
         if bad.answer == "stop" and path.name in str(error) and f"line {line}" in str(error):
             return GOOD
-        return "stopped the run without naming the row" if bad.answer == "stop" else "ended the whole run, the good rows with it"
+        return (
+            "stopped the run without naming the row"
+            if bad.answer == "stop"
+            else "ended the whole run, the good rows with it"
+        )
     trained = sorted(row for batch in module.rows for row in batch)
     if any(loss != loss for loss in module.losses):
         return "made the loss NaN"

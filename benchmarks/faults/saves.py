@@ -52,9 +52,17 @@ class SaveLast(Callback):
 def _train_and_save(folder: Path, write: int, *, stack: str, temporary: Path) -> None:
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None
-    config = LlamaConfig(vocab_size=VOCAB_SIZE, hidden_size=_WIDTH, intermediate_size=2 * _WIDTH, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=_WIDTH,
+        intermediate_size=2 * _WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     strategy: Any = FastFTStrategy(activations=OffloadCheckpointing("keep")) if stack == "ours" else "auto"
-    trainer = quiet_trainer(folder, strategy=strategy, max_steps=100_000, callbacks=[SaveLast(folder / "last.ckpt", write)])
+    trainer = quiet_trainer(
+        folder, strategy=strategy, max_steps=100_000, callbacks=[SaveLast(folder / "last.ckpt", write)]
+    )
     trainer.fit(PlainModule(LlamaForCausalLM(config).train()), packed_loader(4))
 
 
@@ -103,12 +111,18 @@ def _judge_save(place: Path, temporary: Path, acknowledged: int, *, stack: str) 
 
 def damage(folder: Path, *, stack: str, num_trials: int) -> list[str]:
     """R2: load checkpoints of which a bit is flipped (four fifths of the trials) or the end is missing."""
-    return child.run(folder, lambda: _load_damaged(folder, stack=stack, num_trials=num_trials), limit_s=600.0).answer or ["process died"] * num_trials
+    return (
+        child.run(folder, lambda: _load_damaged(folder, stack=stack, num_trials=num_trials), limit_s=600.0).answer
+        or ["process died"] * num_trials
+    )
 
 
 def _load_damaged(folder: Path, *, stack: str, num_trials: int) -> list[str]:
     chance, io = random.Random(2), make_io(stack)
-    content: dict[str, Any] = {"state_dict": {"weight": torch.randn(4000, generator=torch.Generator().manual_seed(0))}, "global_step": 7}
+    content: dict[str, Any] = {
+        "state_dict": {"weight": torch.randn(4000, generator=torch.Generator().manual_seed(0))},
+        "global_step": 7,
+    }
     good, path = folder / "good.ckpt", folder / "hurt" / "a.ckpt"
     path.parent.mkdir(exist_ok=True)
     io.save_checkpoint(content, good)
@@ -119,7 +133,9 @@ def _load_damaged(folder: Path, *, stack: str, num_trials: int) -> list[str]:
         # Whatever is raised, the damage is noticed.
         try:
             found = io.load_checkpoint(path)
-            is_same = found["global_step"] == 7 and torch.equal(found["state_dict"]["weight"], content["state_dict"]["weight"])
+            is_same = found["global_step"] == 7 and torch.equal(
+                found["state_dict"]["weight"], content["state_dict"]["weight"]
+            )
         except Exception:  # noqa: BLE001
             verdicts.append(GOOD)
             continue

@@ -46,7 +46,9 @@ def _train_default(folder: Path, case: tuple[str, int, str, str]) -> str:
     recorder = Recorder()
     options: Any = CLIPPING[clipping]
     batches: Any = [batch for batches in _windows(fault, position) for batch in batches]
-    trainer = quiet_trainer(folder, max_steps=len(batches) // NUM_PARTS, accumulate_grad_batches=NUM_PARTS, callbacks=[recorder], **options)
+    trainer = quiet_trainer(
+        folder, max_steps=len(batches) // NUM_PARTS, accumulate_grad_batches=NUM_PARTS, callbacks=[recorder], **options
+    )
     trainer.fit(DefaultNet("default"), DataLoader(batches, batch_size=None))
     return _judge(recorder.after, is_said=True)
 

@@ -41,8 +41,14 @@ def make_row(fault: str, stack: str, verdicts: Sequence[str], *, seconds: float,
     bad = Counter(verdict for verdict in verdicts if verdict != GOOD)
     how = "; ".join(f"{count} {verdict}" for verdict, count in bad.most_common())
     return {
-        "fault": fault, "stack": stack, "trials": str(len(verdicts)), "bad": str(bad.total()), "how": how, "seconds": f"{seconds:.0f}", **origin,
-    }  # fmt: skip
+        "fault": fault,
+        "stack": stack,
+        "trials": str(len(verdicts)),
+        "bad": str(bad.total()),
+        "how": how,
+        "seconds": f"{seconds:.0f}",
+        **origin,
+    }
 
 
 def append_rows(rows: Sequence[Mapping[str, str]], *, path: Path = ROWS_PATH) -> None:
@@ -83,7 +89,8 @@ def render_table(rows: Sequence[Mapping[str, str]]) -> str:
         default, ours = (newest[fault].get(stack) for stack in STACKS)
         date = max(row["date"] for row in newest[fault].values())
         lines.append(
-            f"| {fault} | {TITLES[fault]} | {_share(default)} | {default['how'] if default else ''} | {_share(ours, has_how=True)} | {date} |"
+            f"| {fault} | {TITLES[fault]} | {_share(default)} | {default['how'] if default else ''} | "
+            f"{_share(ours, has_how=True)} | {date} |"
         )
     return "\n".join(lines) + "\n"
 

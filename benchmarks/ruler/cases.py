@@ -1,4 +1,6 @@
-"""One case of an arm - a system in one mode on one label share - and the recorder that judges it, times it and writes its raw record."""
+"""One case of an arm - a system in one mode on one label share - and the recorder that judges it, times it and
+writes its raw record.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,17 @@ REFERENCE_ONLY = "asked for its gradients only"
 # Adapters, and all weights.
 LEARNING_RATE, FULL_LEARNING_RATE = 2e-4, 1e-5
 # What an arm may raise without taking the other cases of its process along; a killed process is the driver's concern.
-_CASE_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError, ArithmeticError)
+_CASE_FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    AssertionError,
+    OSError,
+    ArithmeticError,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,8 @@ class Case:
     Args:
         workload: Name of the workload.
         system: "plain", "ours", "unsloth" or "trl".
-        mode: What the system is asked to do with activations, and what is added to it, for example "recompute" or "keep+liger".
+        mode: What the system is asked to do with activations, and what is added to it, for example "recompute" or
+            "keep+liger".
         label_share: Share of tokens that are trained.
         optimizer: One of OUR_OPTIMIZERS; of a peer, of OPTIMIZERS.
         num_warmup: Steps before the first timed one, at least 1; the first of them is the judged step.
@@ -50,7 +63,8 @@ class Case:
         diagnose: Whether a case that fails the judge is timed for the raw log all the same (it still gets no row).
         half: 1 or 2 where two processes share the timed steps of a row, 0 where one takes them all.
         repeat: What sets a repetition of the same case apart, for example "A/A".
-        is_judged: Whether a case of the plain arm is compared with reference gradients that are there, instead of leaving them.
+        is_judged: Whether a case of the plain arm is compared with reference gradients that are there, instead of
+            leaving them.
     """
 
     workload: str
@@ -79,9 +93,10 @@ class Case:
 class CaseRecorder:
     """Follow one case step by step.
 
-    Call, in every step: ``batch_arrived`` with the batch before it is copied to the device, ``backward_done`` before gradients are clipped,
-    ``step_done`` after the optimizer; stop when it returns True. Step 0 is judged on the first pack; the last warm-up step counts host waits and is
-    not timed. Timed steps must prove that they train (benchmarks/ruler/proof.py).
+    Call, in every step: ``batch_arrived`` with the batch before it is copied to the device, ``backward_done`` before
+    gradients are clipped, ``step_done`` after the optimizer; stop when it returns True. Step 0 is judged on the first
+    pack; the last warm-up step counts host waits and is not timed. Timed steps must prove that they train
+    (benchmarks/ruler/proof.py).
 
     Args:
         case: What is measured.
@@ -91,7 +106,9 @@ class CaseRecorder:
         is_reference: Whether this case's gradients become the reference (the first case of the plain arm).
     """
 
-    def __init__(self, case: Case, *, files: WorkloadFiles, packs: list[Pack], is_cuda: bool, is_reference: bool = False) -> None:
+    def __init__(
+        self, case: Case, *, files: WorkloadFiles, packs: list[Pack], is_cuda: bool, is_reference: bool = False
+    ) -> None:
         self.case = case
         self._files = files
         self._packs = packs
@@ -134,7 +151,9 @@ class CaseRecorder:
             self._waits.__enter__()
 
     def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
-        """Stop counting host waits; in step 0 judge the gradients of model and note the loss, in timed steps look at them."""
+        """Stop counting host waits; in step 0 judge the gradients of model and note the loss, in timed steps look
+        at them.
+        """
         self.close()
         if self.step >= self.case.num_warmup:
             self._proof.see_gradients(is_last=self.step == self.case.num_warmup + self._num_timed - 1)
@@ -189,7 +208,12 @@ class CaseRecorder:
             verdict = judging.first_reference(gradients)
         elif path.exists():
             reference = judging.load_gradients(path)
-            verdict = judging.judge(gradients, reference, device="cuda" if self._is_cuda else "cpu", limits=judging.limits_of(self.case.mode))
+            verdict = judging.judge(
+                gradients,
+                reference,
+                device="cuda" if self._is_cuda else "cpu",
+                limits=judging.limits_of(self.case.mode),
+            )
         else:
             verdict = judging.Verdict(False, "the plain arm left no gradients to compare with")
         reasons = [verdict.reason, self._proof.see_model(model, reference), self._proof.batch_problem(self.pack_at(0))]
@@ -277,8 +301,13 @@ def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, lo
     record["reason"] = reason_without_row(record)
     log.write(record)
     median = record.get("summary", {}).get("median")
-    state = record["reason"] or f"{median:.1f} ms, {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.1f} GiB"
-    print(f"case: {record['workload']} {recorder.case.title}, labels {recorder.case.label_share:.0%}: {state}", flush=True)
+    state = (
+        record["reason"]
+        or f"{median:.1f} ms, {record['tokens_per_s']:.0f} tokens/s, {record['peak_gib']['allocated']:.1f} GiB"
+    )
+    print(
+        f"case: {record['workload']} {recorder.case.title}, labels {recorder.case.label_share:.0%}: {state}", flush=True
+    )
     return record
 
 
@@ -322,7 +351,18 @@ def reason_without_row(record: dict[str, Any]) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of what ran, and the device."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "peft", "bitsandbytes", "lightning", "trl", "unsloth", "liger_kernel", "triton", "lightning_fastft"):
+    for package in (
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "lightning",
+        "trl",
+        "unsloth",
+        "liger_kernel",
+        "triton",
+        "lightning_fastft",
+    ):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -360,5 +400,8 @@ def quantization_config(workload: Workload, *, is_cuda: bool) -> Any:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=base_dtype(is_cuda=is_cuda)
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=base_dtype(is_cuda=is_cuda),
     )

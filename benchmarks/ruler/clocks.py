@@ -32,7 +32,15 @@ class ClockLog(AbstractContextManager):
         if program is not None:
             # The first of those that the run may use.
             device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-            command = [program, "--query-gpu=timestamp,clocks.sm", "--format=csv,noheader,nounits", "-lms", str(_INTERVAL_MS), "-i", device]
+            command = [
+                program,
+                "--query-gpu=timestamp,clocks.sm",
+                "--format=csv,noheader,nounits",
+                "-lms",
+                str(_INTERVAL_MS),
+                "-i",
+                device,
+            ]
             with self._path.open("ab") as file:
                 self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
         return self

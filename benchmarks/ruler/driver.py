@@ -23,8 +23,8 @@ LEAST_SECONDS = 30.0
 def parse_arm(text: str, *, template: Case) -> list[Case]:
     """Return the cases of one arm from "system:mode,mode": one process.
 
-    A mode may carry a label share and an optimizer: "keep+liger@0.3/adamw_fused". "plain:reference" leaves the reference gradients and is not timed;
-    what follows it ("reference+flex") is kept.
+    A mode may carry a label share and an optimizer: "keep+liger@0.3/adamw_fused". "plain:reference" leaves the
+    reference gradients and is not timed; what follows it ("reference+flex") is kept.
 
     Raises:
         ValueError: The text has no system or no mode, or names an optimizer that its system has not.
@@ -35,7 +35,9 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
     """
     system, _, modes = text.partition(":")
     if system not in ("plain", "ours", "unsloth", "trl") or not modes:
-        raise ValueError(f"An arm is SYSTEM:MODE[@SHARE][/OPTIMIZER][,...] with plain, ours, unsloth or trl; got {text!r}.")
+        raise ValueError(
+            f"An arm is SYSTEM:MODE[@SHARE][/OPTIMIZER][,...] with plain, ours, unsloth or trl; got {text!r}."
+        )
     cases = []
     for item in modes.split(","):
         rest, _, optimizer = item.partition("/")
@@ -43,7 +45,13 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
         if optimizer and optimizer not in known:
             raise ValueError(f"Optimizers of {system} are {', '.join(known)}; got {text!r}.")
         mode, _, share = rest.partition("@")
-        case = replace(template, system=system, mode=mode, label_share=float(share or 1.0), optimizer=optimizer or template.optimizer)
+        case = replace(
+            template,
+            system=system,
+            mode=mode,
+            label_share=float(share or 1.0),
+            optimizer=optimizer or template.optimizer,
+        )
         if mode.partition("+")[0] == "reference":
             case = replace(case, mode=mode.replace("reference", "recompute", 1), num_warmup=1, num_steps=0)
         cases.append(case)
@@ -78,16 +86,25 @@ def run_arms(
         names = ", ".join(case.title for case in cases)
         left = deadline - time.monotonic()
         if left < LEAST_SECONDS:
-            _note_missing(cases, raw=raw, num_before=len(read_records(raw)), reason=f"not started: {left:.0f} s of the budget left")
+            _note_missing(
+                cases,
+                raw=raw,
+                num_before=len(read_records(raw)),
+                reason=f"not started: {left:.0f} s of the budget left",
+            )
             continue
         num_before = len(read_records(raw))
         start = time.monotonic()
-        reason = _run_process(cases, root=root, raw=raw, log=log, device=device, seconds=min(left, arm_seconds), module=module)
+        reason = _run_process(
+            cases, root=root, raw=raw, log=log, device=device, seconds=min(left, arm_seconds), module=module
+        )
         print(f"arm: {names}: {time.monotonic() - start:.0f} s{'; ' + reason if reason else ''}", flush=True)
         _note_missing(cases, raw=raw, num_before=num_before, reason=reason or "its process left no record")
 
 
-def _run_process(cases: Sequence[Case], *, root: Path, raw: Path, log: Path, device: str, seconds: float, module: str) -> str:
+def _run_process(
+    cases: Sequence[Case], *, root: Path, raw: Path, log: Path, device: str, seconds: float, module: str
+) -> str:
     """Run one arm; return what went wrong with its process, or nothing."""
     command = [
         sys.executable, "-m", module, "arm", "--cases", json.dumps([asdict(case) for case in cases]),

@@ -1,18 +1,21 @@
 """The judge: a system is timed only if one step on one packed batch gives the plain arm's gradients.
 
-Each trainable tensor is compared with the same tensor of the plain arm (the first system, Hugging Face's own loss): cosine at least 0.999 and norm
-within 2 %. Gradients may be bf16 or fp32 where they were made; they are compared as float64 sums of fp32 values, so that the comparison adds no
-rounding of its own. What bf16 arithmetic does to a gradient (other orders of summation, 0.4 % a rounding) stays inside these limits on the ruler's
-weights (see ``_condition`` in workloads.py); a system for which it does not gets no row.
+Each trainable tensor is compared with the same tensor of the plain arm (the first system, Hugging Face's own loss):
+cosine at least 0.999 and norm within 2 %. Gradients may be bf16 or fp32 where they were made; they are compared as
+float64 sums of fp32 values, so that the comparison adds no rounding of its own. What bf16 arithmetic does to a gradient
+(other orders of summation, 0.4 % a rounding) stays inside these limits on the ruler's weights (see ``_condition`` in
+workloads.py); a system for which it does not gets no row.
 
-Modes with "+fp8" compute an approximation: a product of e4m3 numbers is 3.7 % off by its norm, more than the limits above allow to any gradient. They
-are judged by limits of their own, cosine at least 0.98 and norm within 10 %, which stand in the verdict and in the raw record, and their rows carry
-"fp8" in the mode: they are told apart from rows of bf16 and never compared as if they computed the same. That a wrong layer is still caught (a lost
-scale, a transposed weight or a product left out gives cosines far below) is what these limits are for; that training does not suffer is shown by the
-curves of benchmarks/training_curves.py (``--fp8``), not by them.
+Modes with "+fp8" compute an approximation: a product of e4m3 numbers is 3.7 % off by its norm, more than the limits
+above allow to any gradient. They are judged by limits of their own, cosine at least 0.98 and norm within 10 %, which
+stand in the verdict and in the raw record, and their rows carry "fp8" in the mode: they are told apart from rows of
+bf16 and never compared as if they computed the same. That a wrong layer is still caught (a lost scale, a transposed
+weight or a product left out gives cosines far below) is what these limits are for; that training does not suffer is
+shown by the curves of benchmarks/training_curves.py (``--fp8``), not by them.
 
-Full fine-tuning has a gradient as large as the model. The reference keeps the dtype in which gradients were made, and both are compared where they
-lie, a few million elements at a time: the host holds the file only, and the device some hundred MB.
+Full fine-tuning has a gradient as large as the model. The reference keeps the dtype in which gradients were made, and
+both are compared where they lie, a few million elements at a time: the host holds the file only, and the device some
+hundred MB.
 """
 
 from __future__ import annotations
@@ -85,14 +88,20 @@ class Verdict:
 
     def describe(self) -> str:
         """Return the verdict in one line."""
-        found = f"{self.num_tensors} gradients, lowest cosine {self.worst_cosine[1]:.6f} ({self.worst_cosine[0]}), largest norm difference "
+        found = (
+            f"{self.num_tensors} gradients, lowest cosine {self.worst_cosine[1]:.6f} ({self.worst_cosine[0]}), "
+            "largest norm difference "
+        )
         found += f"{self.worst_norm_error[1]:.2%} ({self.worst_norm_error[0]}){self._limits_text()}"
         return f"{'passed' if self.passed else 'REFUSED: ' + self.reason}; {found}"
 
     def _limits_text(self) -> str:
         if self.limits == Limits():
             return ""
-        return f"; judged by limits of its own: cosine {self.limits.min_cosine}, norm within {self.limits.max_norm_error:.0%}"
+        return (
+            f"; judged by limits of its own: cosine {self.limits.min_cosine}, norm within "
+            f"{self.limits.max_norm_error:.0%}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the raw log."""
@@ -104,7 +113,8 @@ def canonical_name(name: str, *, parameter: str | None = None) -> str | None:
 
     Args:
         name: Of the tensor.
-        parameter: What the wrapper of a stack of expert weights says that it wraps; None to go by the order in which PEFT 0.21 nests wrappers.
+        parameter: What the wrapper of a stack of expert weights says that it wraps; None to go by the order in which
+            PEFT 0.21 nests wrappers.
 
     Example:
         >>> canonical_name("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
@@ -123,15 +133,23 @@ def canonical_name(name: str, *, parameter: str | None = None) -> str | None:
 
 
 def fit_layout(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Return adapter tensors with A and B of a stack exchanged where that gives the wanted shapes, and all others as they are.
+    """Return adapter tensors with A and B of a stack exchanged where that gives the wanted shapes, and all others as
+    they are.
 
-    Who reads a stack the other way round holds the low-rank product of its transpose: B of each expert, transposed, stands where A is.
+    Who reads a stack the other way round holds the low-rank product of its transpose: B of each expert, transposed,
+    stands where A is.
     """
     fitted = dict(tensors)
     ranks = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".A") and ".experts." not in name]
     for name in tensors:
         other = f"{name.removesuffix('.A')}.B"
-        if ".experts." in name and name.endswith(".A") and ranks and other in tensors and shapes.get(name) not in (None, tensors[name].shape):
+        if (
+            ".experts." in name
+            and name.endswith(".A")
+            and ranks
+            and other in tensors
+            and shapes.get(name) not in (None, tensors[name].shape)
+        ):
             pair = exchange_factors(tensors[name], tensors[other], rank=ranks[0])
             if (pair[0].shape, pair[1].shape) == (shapes.get(name), shapes.get(other)):
                 fitted[name], fitted[other] = pair
@@ -169,7 +187,11 @@ def trainable_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Raises:
         ValueError: Weights are trained beside adapters, or two tensors share a name.
     """
-    wrapped = {name: module.parameter_name for name, module in model.named_modules() if isinstance(getattr(module, "parameter_name", None), str)}
+    wrapped = {
+        name: module.parameter_name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "parameter_name", None), str)
+    }
     # A tied weight has two names and is one parameter: named_parameters shows it once, under the first of them.
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     adapter_keys = {name: canonical_name(name, parameter=wrapped.get(name.partition(".lora_")[0])) for name in trained}
@@ -178,7 +200,9 @@ def trainable_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     for name, parameter in trained.items():
         key = adapter_keys[name] if has_adapters else weight_name(name)
         if key is None or key in found:
-            raise ValueError(f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}.")
+            raise ValueError(
+                f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}."
+            )
         found[key] = parameter
     return found
 
@@ -213,7 +237,8 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give every weight of a model the value of its file back, in place: an earlier case of this process has trained it.
+    """Give every weight of a model the value of its file back, in place: an earlier case of this process has trained
+    it.
 
     Args:
         model: All of its weights are trained.
@@ -246,18 +271,28 @@ def load_start(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 def _check_names(trained: Mapping[str, Any], given: Mapping[str, Any], *, file: str) -> None:
     if set(trained) != set(given):
         difference = sorted(set(trained) ^ set(given))
-        raise ValueError(f"The model trains {len(trained)} tensors, the {file} has {len(given)}; they differ in {difference[:4]}.")
+        raise ValueError(
+            f"The model trains {len(trained)} tensors, the {file} has {len(given)}; they differ in {difference[:4]}."
+        )
 
 
 def _copy_value(parameter: torch.nn.Parameter, value: torch.Tensor, *, name: str, file: str) -> None:
     if parameter.shape != value.shape:
-        raise ValueError(f"{name} has the shape {tuple(parameter.shape)} in the model and {tuple(value.shape)} in the {file}.")
+        raise ValueError(
+            f"{name} has the shape {tuple(parameter.shape)} in the model and {tuple(value.shape)} in the {file}."
+        )
     parameter.copy_(value)
 
 
 def view_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gradient of everything that is trained by canonical name, where it lies; a missing gradient is left out."""
-    return {name: parameter.grad.detach() for name, parameter in trainable_tensors(model).items() if parameter.grad is not None}
+    """Return the gradient of everything that is trained by canonical name, where it lies; a missing gradient is
+    left out.
+    """
+    return {
+        name: parameter.grad.detach()
+        for name, parameter in trainable_tensors(model).items()
+        if parameter.grad is not None
+    }
 
 
 def read_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -275,7 +310,13 @@ def load_gradients(path: Path) -> Mapping[str, torch.Tensor]:
     return TensorFiles([path])
 
 
-def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], *, device: str = "cpu", limits: Limits = Limits()) -> Verdict:
+def judge(
+    gradients: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    *,
+    device: str = "cpu",
+    limits: Limits = Limits(),
+) -> Verdict:
     """Compare gradients with the plain arm's.
 
     Args:
@@ -288,13 +329,18 @@ def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.T
     surplus = sorted(set(gradients) - set(reference))
     if missing or surplus or not reference:
         return Verdict(
-            False, f"{len(missing)} tensors without a gradient {missing[:3]}, {len(surplus)} that the plain arm does not train {surplus[:3]}"
+            False,
+            f"{len(missing)} tensors without a gradient {missing[:3]}, {len(surplus)} that the plain arm does not "
+            f"train {surplus[:3]}",
         )
     gradients = fit_layout(gradients, {name: tensor.shape for name, tensor in reference.items()})
     misshapen = [name for name in reference if gradients[name].shape != reference[name].shape]
     if misshapen:
         first = misshapen[0]
-        return Verdict(False, f"{first} has the shape {tuple(gradients[first].shape)}, the plain arm's {tuple(reference[first].shape)}")
+        return Verdict(
+            False,
+            f"{first} has the shape {tuple(gradients[first].shape)}, the plain arm's {tuple(reference[first].shape)}",
+        )
     rows = [(name, *_compare(gradients[name], reference[name], device=device)) for name in reference]
     by_cosine = sorted(rows, key=lambda row: _low_first(row[1]))
     by_norm = sorted(rows, key=lambda row: -_high(row[2]))
@@ -303,7 +349,8 @@ def judge(gradients: Mapping[str, torch.Tensor], reference: Mapping[str, torch.T
     reason = ""
     if failed:
         reason = (
-            f"{len(failed)} of {len(rows)} gradients differ from the plain arm's: lowest cosine {worst[1]:.5f} ({worst[0]}), "
+            f"{len(failed)} of {len(rows)} gradients differ from the plain arm's: lowest cosine {worst[1]:.5f} "
+            f"({worst[0]}), "
             f"largest norm difference {widest[2]:.2%} ({widest[0]})"
         )
     return Verdict(
@@ -322,7 +369,14 @@ def first_reference(model_gradients: Mapping[str, torch.Tensor]) -> Verdict:
     """Judge the plain arm by itself: every gradient is there, finite and not zero."""
     broken = sorted(_not_training(model_gradients.items()))
     reason = f"{len(broken)} gradients of the plain arm are zero or not finite: {broken[:3]}" if broken else ""
-    return Verdict(not broken, reason, num_tensors=len(model_gradients), worst_cosine=("", 1.0), worst_norm_error=("", 0.0), median_cosine=1.0)
+    return Verdict(
+        not broken,
+        reason,
+        num_tensors=len(model_gradients),
+        worst_cosine=("", 1.0),
+        worst_norm_error=("", 0.0),
+        median_cosine=1.0,
+    )
 
 
 def _not_training(items: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:

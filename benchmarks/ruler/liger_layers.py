@@ -1,4 +1,6 @@
-"""Liger's RMSNorm and SwiGLU in a model of ours: instances are swapped through the ledger, no class and no module of transformers is patched."""
+"""Liger's RMSNorm and SwiGLU in a model of ours: instances are swapped through the patcher, no class and no
+module of transformers is patched.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 
 # Norms that compute weight * normalised, in Llama's order of casts; Gemma's (1 + weight) is another formula.
 NORM_CLASSES = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 MLP_CLASSES = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
 
 
-def install_liger_layers(root: nn.Module, ledger: SwapLedger) -> dict[str, int]:
+def install_liger_layers(root: nn.Module, patcher: ModelPatcher) -> dict[str, int]:
     """Swap every norm and gated MLP that Liger has an exact kernel for.
 
     Args:
         root: The model, before or after adapters.
-        ledger: Takes the swaps back.
+        patcher: Takes the swaps back.
 
     Returns:
         How many of each were swapped.
@@ -32,10 +34,10 @@ def install_liger_layers(root: nn.Module, ledger: SwapLedger) -> dict[str, int]:
     for name, module in list(root.named_modules()):
         kind = type(module).__name__
         if kind in NORM_CLASSES:
-            ledger.replace_module(root, name, share_state(module, _norm_class(type(module))))
+            patcher.replace_module(root, name, share_state(module, _norm_class(type(module))))
             found["norms"] += 1
         elif kind in MLP_CLASSES and module.config.hidden_act in ("silu", "swish"):
-            ledger.replace_module(root, name, share_state(module, _mlp_class(type(module))))
+            patcher.replace_module(root, name, share_state(module, _mlp_class(type(module))))
             found["mlps"] += 1
     if not all(found.values()):
         raise ValueError(f"Liger's layers match {found} of {type(root).__name__}.")

@@ -17,7 +17,8 @@ _WAIT_MESSAGE = "synchronizing CUDA operation"
 class StepClock:
     """Take the time from the end of one step to the end of the next, without waiting for the device in between.
 
-    On a GPU each mark is an event on the current stream, read after the last step, so that a host that falls behind shows as longer steps.
+    On a GPU each mark is an event on the current stream, read after the last step, so that a host that falls behind
+    shows as longer steps.
 
     Args:
         is_cuda: Whether steps run on a GPU.
@@ -77,7 +78,9 @@ class HostWaits(AbstractContextManager):
             waits = [warning for warning in self._seen if _WAIT_MESSAGE in str(warning.message)]
             self._catch.__exit__(None, None, None)
             self.count = len(waits) + self._num_full
-            self.places = sorted({f"{warning.filename.rpartition('site-packages/')[2]}:{warning.lineno}" for warning in waits})
+            self.places = sorted(
+                {f"{warning.filename.rpartition('site-packages/')[2]}:{warning.lineno}" for warning in waits}
+            )
 
     def _counted_synchronize(self, *arguments: Any, **keywords: Any) -> None:
         self._num_full += 1
@@ -100,11 +103,17 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def summarise_ms(values: Sequence[float]) -> dict[str, float]:
     """Return median, p10, p90 and count."""
-    return {"median": statistics.median(values), "p10": percentile(values, 0.1), "p90": percentile(values, 0.9), "n": len(values)}
+    return {
+        "median": statistics.median(values),
+        "p10": percentile(values, 0.1),
+        "p90": percentile(values, 0.9),
+        "n": len(values),
+    }
 
 
 def pinned_host_gib(*, is_cuda: bool) -> float:
-    """Return the peak of torch's pinned host memory since the last reset, in GiB, rounded up as its allocator does; 0 on a CPU.
+    """Return the peak of torch's pinned host memory since the last reset, in GiB, rounded up as its allocator does; 0
+    on a CPU.
 
     Memory that a system registers by itself is not in it.
     """
@@ -115,4 +124,7 @@ def peak_memory_gib(*, is_cuda: bool) -> dict[str, float]:
     """Return the peaks of the caching allocator since the last reset, in GiB; zeros on a CPU."""
     if not is_cuda:
         return {"allocated": 0.0, "reserved": 0.0}
-    return {"allocated": torch.cuda.max_memory_allocated() / 2**30, "reserved": torch.cuda.max_memory_reserved() / 2**30}
+    return {
+        "allocated": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved": torch.cuda.max_memory_reserved() / 2**30,
+    }

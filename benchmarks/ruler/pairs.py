@@ -1,4 +1,6 @@
-"""From the records of two processes of each case to one row: pooled samples, the A/A control, ratios, the table, rows of results.csv."""
+"""From the records of two processes of each case to one row: pooled samples, the A/A control, ratios, the table,
+rows of results.csv.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,22 @@ UNFINISHED = ("not started", "stopped after")
 _NOT_RUN = "it was not run"
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "repeat")
 _HEADER = (
-    "system mode (* default)", "ms", "first", "second", "p10", "p90", "n", "tok/s", "lab.tok/s", "GiB", "resv", "pinned", "waits", "MHz", "min cos",
-)  # fmt: skip
+    "system mode (* default)",
+    "ms",
+    "first",
+    "second",
+    "p10",
+    "p90",
+    "n",
+    "tok/s",
+    "lab.tok/s",
+    "GiB",
+    "resv",
+    "pinned",
+    "waits",
+    "MHz",
+    "min cos",
+)
 
 
 class Control(NamedTuple):
@@ -43,7 +59,10 @@ class Control(NamedTuple):
     def describe(self) -> str:
         """Return one line."""
         if self.difference is None:
-            return f"CONTROL MISSING: {self.title or 'no case'} was not measured twice from end to end, so no row is written"
+            return (
+                f"CONTROL MISSING: {self.title or 'no case'} was not measured twice from end to end, so no row is "
+                "written"
+            )
         found = f"{self.title} twice differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
         return f"A/A control passed: {found}" if self.passed else f"CONTROL FAILED: {found}; no row is written"
 
@@ -51,8 +70,8 @@ class Control(NamedTuple):
 def pool(records: Sequence[Mapping[str, Any]], *, clocks: Sequence[tuple[float, float]] = ()) -> list[dict[str, Any]]:
     """Return one record for each case from those of its two processes, in the order of their first appearance.
 
-    The samples of both are one sample; peaks and waits are the larger ones, the lowest cosine is the lower one. A case without two halves that have
-    rows has a reason instead.
+    The samples of both are one sample; peaks and waits are the larger ones, the lowest cosine is the lower one. A case
+    without two halves that have rows has a reason instead.
 
     Args:
         records: Of one comparison; of each half the last one counts.
@@ -65,7 +84,9 @@ def pool(records: Sequence[Mapping[str, Any]], *, clocks: Sequence[tuple[float, 
     return [_pooled(found.get(1), found.get(2), clocks) for found in halves.values()]
 
 
-def _pooled(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None, clocks: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _pooled(
+    first: Mapping[str, Any] | None, second: Mapping[str, Any] | None, clocks: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
     given = first or second
     assert given is not None
     row = {**given, "reason": _reason(first, second)}
@@ -96,7 +117,11 @@ def _reason(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -
             return f"{name} process: {_NOT_RUN if half is None else half['reason']}"
     assert first is not None
     assert second is not None
-    different = sorted(name for name in {*first["versions"], *second["versions"]} if first["versions"].get(name) != second["versions"].get(name))
+    different = sorted(
+        name
+        for name in {*first["versions"], *second["versions"]}
+        if first["versions"].get(name) != second["versions"].get(name)
+    )
     return f"its two processes ran under different versions of {', '.join(different)}" if different else ""
 
 
@@ -109,7 +134,14 @@ def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
     repeated = next((row for row in rows if row["repeat"]), None)
     if repeated is None:
         return Control("", None)
-    own = next((row for row in rows if not row["repeat"] and (row["system"], row["mode"]) == (repeated["system"], repeated["mode"])), None)
+    own = next(
+        (
+            row
+            for row in rows
+            if not row["repeat"] and (row["system"], row["mode"]) == (repeated["system"], repeated["mode"])
+        ),
+        None,
+    )
     title = f"{repeated['system']} {repeated['mode']}"
     if own is None or own["reason"] or repeated["reason"]:
         return Control(title, None)
@@ -118,7 +150,8 @@ def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
 
 
 def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[str, str]]) -> list[Mapping[str, Any]]:
-    """Return what another run in the same folder would still measure: rows that ended early, then settings without a row, as system and mode.
+    """Return what another run in the same folder would still measure: rows that ended early, then settings without a
+    row, as system and mode.
 
     Args:
         rows: As pool returns them; the control is one of them.
@@ -126,14 +159,16 @@ def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[
     """
     present = {(row["system"], row["mode"]) for row in rows if not row["repeat"]}
     ended_early = [row for row in rows if row["reason"].partition(" process: ")[2].startswith((*UNFINISHED, _NOT_RUN))]
-    return ended_early + [{"system": arm, "mode": mode, "repeat": ""} for arm, mode in settings if (arm, mode) not in present]
+    return ended_early + [
+        {"system": arm, "mode": mode, "repeat": ""} for arm, mode in settings if (arm, mode) not in present
+    ]
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, str]], device: str) -> list[str]:
     """Return ours against every peer in tokens/s, best against best and default against default, with memory beside.
 
-    The best of a system of which a setting is still to be measured is not known yet, and nothing is said of it. Nothing at all is said without an A/A
-    control that passed, nor on a CPU, where ours keeps what others compute again.
+    The best of a system of which a setting is still to be measured is not known yet, and nothing is said of it. Nothing
+    at all is said without an A/A control that passed, nor on a CPU, where ours keeps what others compute again.
 
     Args:
         rows: As pool returns them.
@@ -145,23 +180,35 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, s
     timed = [row for row in rows if not row["reason"] and not row["repeat"]]
     unfinished = {system_of(setting) for setting in find_unfinished(rows, settings) if not setting["repeat"]}
     lines = []
-    for name, chosen in (("best against best", timed), ("default against default", [row for row in timed if is_default(row, device=device)])):
+    for name, chosen in (
+        ("best against best", timed),
+        ("default against default", [row for row in timed if is_default(row, device=device)]),
+    ):
         ours = [row for row in chosen if system_of(row) == "ours"]
         for system in SYSTEMS:
             peers = [row for row in chosen if system_of(row) == system]
             if system == "ours" or not ours or not peers:
                 continue
             if name == "best against best" and {"ours", system} & unfinished:
-                lines.append(f"{name}, {system}: settings of {' and '.join(sorted({'ours', system} & unfinished))} are still to be measured")
+                lines.append(
+                    f"{name}, {system}: settings of {' and '.join(sorted({'ours', system} & unfinished))} are still to "
+                    "be measured"
+                )
                 continue
             own, other = (max(found, key=lambda row: row["tokens_per_s"]) for found in (ours, peers))
             memory = f"{own['peak_gib']['allocated']:.1f} against {other['peak_gib']['allocated']:.1f} GiB"
-            lines.append(f"{name}: {own['title']} {own['tokens_per_s'] / other['tokens_per_s']:.2f}x {other['title']} in tokens/s; {memory}")
+            lines.append(
+                f"{name}: {own['title']} {own['tokens_per_s'] / other['tokens_per_s']:.2f}x {other['title']} in "
+                f"tokens/s; {memory}"
+            )
     return lines
 
 
-def comparison_table(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, settings: Sequence[tuple[str, str]], device: str) -> str:
-    """Return the table: a line for every case that passed, fastest first, the reason of every other, the gaps, the control and the ratios.
+def comparison_table(
+    rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, settings: Sequence[tuple[str, str]], device: str
+) -> str:
+    """Return the table: a line for every case that passed, fastest first, the reason of every other, the gaps, the
+    control and the ratios.
 
     Args:
         rows: As pool returns them.
@@ -174,7 +221,9 @@ def comparison_table(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str],
     lines += [f"  no row: {row['title']}: {row['reason'][:400]}" for row in rows if row["reason"]]
     lines += [f"  not run: {name}: {reason}" for name, reason in gaps.items()]
     control = "on a CPU nothing is compared and no row is written" if device == "cpu" else control_of(rows).describe()
-    return "\n".join([*lines, f"  {control}", *(f"  {line}" for line in ratios(rows, settings=settings, device=device))])
+    return "\n".join(
+        [*lines, f"  {control}", *(f"  {line}" for line in ratios(rows, settings=settings, device=device))]
+    )
 
 
 def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
@@ -217,6 +266,10 @@ def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[
         ]
         if row["repeat"]:
             figures.append(("A/A difference", control.difference * 100, "%", row["summary"]["n"]))
-        own += [{**shared, "metric": metric, "value": value, "unit": unit, "n": n} for metric, value, unit, n in figures if value is not None]
+        own += [
+            {**shared, "metric": metric, "value": value, "unit": unit, "n": n}
+            for metric, value, unit, n in figures
+            if value is not None
+        ]
         found += own
     return found

@@ -13,7 +13,9 @@ _OURS, _PEERS, _MEMORY = "#1f6f8b", "#b9c0c6", "#e0a458"
 _MARGIN = 1.18
 
 
-def draw_comparison(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, device: str, title: str, path: Path) -> None:
+def draw_comparison(
+    rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, device: str, title: str, path: Path
+) -> None:
     """Draw every row, fastest on top, and write a PNG.
 
     Args:
@@ -34,18 +36,43 @@ def draw_comparison(rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], 
     speed.barh(places, rates, color=[_OURS if system_of(row) == "ours" else _PEERS for row in timed])
     memory.barh(places, peaks, color=_MEMORY)
     speed.set_yticks(places, names)
-    for axes, values, form, label in ((speed, rates, ",.0f", "real tokens/s"), (memory, peaks, ".1f", "peak device memory, GiB")):
+    for axes, values, form, label in (
+        (speed, rates, ",.0f", "real tokens/s"),
+        (memory, peaks, ".1f", "peak device memory, GiB"),
+    ):
         axes.set_xlabel(label)
         axes.set_xlim(0, _MARGIN * max(values, default=0.0) or 1.0)
         axes.spines[["top", "right"]].set_visible(False)
         if any(values):
             for place, value in zip(places, values):
-                axes.annotate(f"{value:{form}}", (value, place), textcoords="offset points", xytext=(4, 0), va="center", fontsize=8)
+                axes.annotate(
+                    f"{value:{form}}",
+                    (value, place),
+                    textcoords="offset points",
+                    xytext=(4, 0),
+                    va="center",
+                    fontsize=8,
+                )
     if timed and not any(peaks):
         memory.set_xticks([])
-        memory.text(0.5, 0.5, "no device memory on a CPU", transform=memory.transAxes, ha="center", va="center", fontsize=9, color="0.4")
+        memory.text(
+            0.5,
+            0.5,
+            "no device memory on a CPU",
+            transform=memory.transAxes,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="0.4",
+        )
     control = control_of(rows)
-    warning = "on a CPU nothing is compared: the bars show that everything ran" if device == "cpu" else "" if control.passed else control.describe()
+    warning = (
+        "on a CPU nothing is compared: the bars show that everything ran"
+        if device == "cpu"
+        else ""
+        if control.passed
+        else control.describe()
+    )
     figure.suptitle(f"{title}\n{warning}" if warning else title, fontsize=10, color="firebrick" if warning else "black")
     absent = [row["title"] for row in rows if row["reason"]] + list(gaps)
     note = "* default setting" + (f"    not shown: {', '.join(absent)}" if absent else "")

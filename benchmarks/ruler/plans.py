@@ -1,4 +1,6 @@
-"""Activation policies by the names of their modes, what a plan says about itself, and the proof that a step under a plan has the right gradients."""
+"""Activation policies by the names of their modes, what a plan says about itself, and the proof that a step under
+a plan has the right gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.training.fine_tuner import FineTuner
 
-# A machine that grows its memory as it is touched tells little about what it could give, so modes name their host budget.
+# A machine that grows its memory as it is touched tells little about what it could give, so modes name their host
+# budget.
 DEFAULT_HOST_GIB = 48.0
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {"policy": "keep"},
@@ -28,13 +31,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "offload1": {"policy": "offload", "buffers": 1},
     "auto": {"policy": "auto"},
 }
-# The first forward that follows the plan of "auto" is that of this step, counted from 0; what it does to memory is over two steps later.
+# The first forward that follows the plan of "auto" is that of this step, counted from 0; what it does to memory is over
+# two steps later.
 FIRST_PLANNED_STEP = 3
 CHECKED_STEP = FIRST_PLANNED_STEP + 1
 LEAST_AUTO_WARMUP = CHECKED_STEP + 3
 # Layers are recorded in the third step that follows a plan, after two that are watched where the host's pace decides.
 GRAPHS_CHECKED_STEP = CHECKED_STEP + 4
-# By then every kind of pack of the ruler's token files has been recorded: what a recording takes is paid once a run, not in its steps.
+# By then every kind of pack of the ruler's token files has been recorded: what a recording takes is paid once a run,
+# not in its steps.
 _GRAPHS_WARMUP = 16
 _ADDED = ("liger", "fused", "graphs", "graphs=auto", "fp8", "stream")
 _GIB = 2**30
@@ -42,7 +47,9 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Mode(NamedTuple):
-    """What a mode asks for: an activation policy, Liger's layers, our fused layers, those from CUDA graphs, and those with an fp8 base."""
+    """What a mode asks for: an activation policy, Liger's layers, our fused layers, those from CUDA graphs, and
+    those with an fp8 base.
+    """
 
     checkpointing: OffloadCheckpointing
     wants_liger: bool
@@ -59,9 +66,9 @@ class Mode(NamedTuple):
 def parse_mode(mode: str) -> Mode:
     """Return what a mode asks for: NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN].
 
-    "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for the host, "fp8" with frozen base
-    products in fp8 (rows of their own: what they compute is an approximation, which the judge allows for), "stream" keeps frozen weights on the host,
-    "tilesN" runs feed-forward blocks in N tiles.
+    "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for
+    the host, "fp8" with frozen base products in fp8 (rows of their own: what they compute is an approximation, which
+    the judge allows for), "stream" keeps frozen weights on the host, "tilesN" runs feed-forward blocks in N tiles.
 
     Raises:
         ValueError: There is no such mode.
@@ -76,7 +83,8 @@ def parse_mode(mode: str) -> Mode:
     tiles = [int(part.removeprefix("tiles")) for part in added if part.removeprefix("tiles").isdecimal()]
     if name not in POLICIES or len(tiles) + sum(part in _ADDED for part in added) != len(added):
         raise ValueError(
-            f"A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN] with {', '.join(POLICIES)}; got {mode!r}."
+            "A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+tilesN] with "
+            f"{', '.join(POLICIES)}; got {mode!r}."
         )
     options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
     if "stream" in added:
@@ -97,7 +105,9 @@ def least_warmup(mode: str) -> int:
 
 
 def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
-    """Return what is in effect in plain numbers: the prediction where there is one, the costs it was made from, what the engine holds."""
+    """Return what is in effect in plain numbers: the prediction where there is one, the costs it was made from,
+    what the engine holds.
+    """
     if not checkpointing.stacks:
         return {"text": checkpointing.describe()}
     stack = checkpointing.stacks[-1]
@@ -114,7 +124,11 @@ def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
         found["engine"] = describe_use(stack.engine)
     if stack.streamed is not None:
         streamed = stack.streamed
-        found["streamed"] = {"num_host_bytes": streamed.num_host_bytes, "num_slot_bytes": streamed.num_slot_bytes, "statuses": streamed.statuses}
+        found["streamed"] = {
+            "num_host_bytes": streamed.num_host_bytes,
+            "num_slot_bytes": streamed.num_slot_bytes,
+            "statuses": streamed.statuses,
+        }
     if stack.plan is not None:
         prediction = stack.plan.prediction
         found["predicted"] = {
@@ -139,11 +153,17 @@ def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
 
 def has_host_tensors(checkpointing: OffloadCheckpointing) -> bool:
     """Whether anything goes to the host now."""
-    return any((stack.engine is not None and stack.engine.slab.num_bytes) or stack.streamed is not None for stack in checkpointing.stacks)
+    return any(
+        (stack.engine is not None and stack.engine.slab.num_bytes) or stack.streamed is not None
+        for stack in checkpointing.stacks
+    )
 
 
-def check_plan(tuner: FineTuner, batch: PackedBatch, checkpointing: OffloadCheckpointing, *, is_cuda: bool) -> dict[str, Any]:
-    """Compare the gradients of one batch under the plan in effect with those of plain recompute, on the same weights, without an optimizer step.
+def check_plan(
+    tuner: FineTuner, batch: PackedBatch, checkpointing: OffloadCheckpointing, *, is_cuda: bool
+) -> dict[str, Any]:
+    """Compare the gradients of one batch under the plan in effect with those of plain recompute, on the same weights,
+    without an optimizer step.
 
     Both runs use deterministic kernels where the device has them, so that equal means equal bits.
 
@@ -177,11 +197,20 @@ def check_plan(tuner: FineTuner, batch: PackedBatch, checkpointing: OffloadCheck
         torch.cuda.empty_cache()
     if not verdict.passed:
         raise ValueError(f"The gradients under the plan are not those of recompute: {verdict.reason}")
-    return {**told, "num_equal": num_equal, "num_tensors": len(plain), "is_bitwise": num_equal == len(plain), "worst_cosine": verdict.worst_cosine}
+    return {
+        **told,
+        "num_equal": num_equal,
+        "num_tensors": len(plain),
+        "is_bitwise": num_equal == len(plain),
+        "worst_cosine": verdict.worst_cosine,
+    }
 
 
-def check_graphs(tuner: FineTuner, batch: PackedBatch, *, is_cuda: bool, may_be_none: bool = False) -> dict[str, Any] | None:
-    """Compare the gradients of one batch by recorded layers with those of layers that run as ever, on the same weights, without an optimizer step.
+def check_graphs(
+    tuner: FineTuner, batch: PackedBatch, *, is_cuda: bool, may_be_none: bool = False
+) -> dict[str, Any] | None:
+    """Compare the gradients of one batch by recorded layers with those of layers that run as ever, on the same weights,
+    without an optimizer step.
 
     Args:
         tuner: Between two steps.
@@ -219,7 +248,9 @@ def check_graphs(tuner: FineTuner, batch: PackedBatch, *, is_cuda: bool, may_be_
     return {"num_tensors": len(plain), "worst_cosine": verdict.worst_cosine}
 
 
-def _both(tuner: FineTuner, batch: PackedBatch, stack: SegmentStack) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _both(
+    tuner: FineTuner, batch: PackedBatch, stack: SegmentStack
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     planned = _gradients(tuner, batch)
     with recomputed(stack):
         return planned, _gradients(tuner, batch)

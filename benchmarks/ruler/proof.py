@@ -1,7 +1,9 @@
-"""The proof that timed steps train: the tokens that entered the model, gradients in every step, and parameters that the optimizer moved.
+"""The proof that timed steps train: the tokens that entered the model, gradients in every step, and parameters that the
+optimizer moved.
 
-Nothing here makes the host wait while steps are timed: counts and norms stay on the device until the last one has ended. Whether a tensor moved is
-told by a fingerprint of its bits before and after, made on its device: a copy of all weights would take as much memory as the model.
+Nothing here makes the host wait while steps are timed: counts and norms stay on the device until the last one has
+ended. Whether a tensor moved is told by a fingerprint of its bits before and after, made on its device: a copy of all
+weights would take as much memory as the model.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from benchmarks.ruler.judge import trainable_tensors
 from benchmarks.ruler.tensors import pieces
 from benchmarks.ruler.workloads import FIRST_WORD, IGNORED_LABEL, Pack
 
-# The backward reaches this layer last: what cuts it short anywhere shows here. All other layers are looked at in the last timed step.
+# The backward reaches this layer last: what cuts it short anywhere shows here. All other layers are looked at in the
+# last timed step.
 WATCHED_LAYER = "0."
-# AdamW changes a weight by about the learning rate while its schedule is at the peak. A tenth of it is what every honest system exceeds in some
-# weight of a tensor over the timed steps, whatever its schedule.
+# AdamW changes a weight by about the learning rate while its schedule is at the peak. A tenth of it is what every
+# honest system exceeds in some weight of a tensor over the timed steps, whatever its schedule.
 SURE_STEP_SHARE = 0.1
 # Knuth's multiplier for 64 bits, odd, as a signed number.
 _MULTIPLIER = 6364136223846793005
@@ -30,11 +33,12 @@ def count_batch(batch: Any) -> torch.Tensor:
     """Count what enters a model.
 
     Args:
-        batch: input_ids and labels of shape (B, T), unshifted labels, and where it has them attention_mask and position_ids of the same shape.
+        batch: input_ids and labels of shape (B, T), unshifted labels, and where it has them attention_mask and
+            position_ids of the same shape.
 
     Returns:
-        Shape (4,), int64, on the device of the batch: real tokens (words of the ruler, not masked), labelled tokens, sum of the ids of real tokens,
-        sum of their positions, -1 where the batch has no positions.
+        Shape (4,), int64, on the device of the batch: real tokens (words of the ruler, not masked), labelled tokens,
+        sum of the ids of real tokens, sum of their positions, -1 where the batch has no positions.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[7, 9, 5, 0]]), "labels": torch.tensor([[-100, 9, 5, -100]])}
@@ -79,9 +83,11 @@ def count_problem(count: Sequence[int], pack: Pack, *, share: float) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit number that another number stands in for when any bit of a tensor is another one; int64, shape ().
+    """Return a 64-bit number that another number stands in for when any bit of a tensor is another one; int64, shape
+    ().
 
-    A sum of all elements' bits, each times an odd number of its place: one change always shows, many cancel each other by chance only.
+    A sum of all elements' bits, each times an odd number of its place: one change always shows, many cancel each other
+    by chance only.
 
     Cost:
         One pass over the tensor on its device, no wait; 0.1 GB for what is computed from a piece of it.
@@ -104,9 +110,10 @@ def smallest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
 def can_move(smallest: float, *, dtype: torch.dtype, learning_rate: float) -> bool:
     """Whether a step of AdamW changes the smallest weight of a tensor, where the sum is rounded to dtype.
 
-    A change below half of the last digit of a weight is lost. At a learning rate of 1e-5 bf16 weights above 0.004 stay as they are, whoever trains
-    them: matrices have many below it, while norms, which start at 1, lose every step. So norms that stay are no sign of anything in bf16, and to ask
-    for their movement would refuse honest systems. Their gradients are judged like all others; where weights are fp32, they must move too.
+    A change below half of the last digit of a weight is lost. At a learning rate of 1e-5 bf16 weights above 0.004 stay
+    as they are, whoever trains them: matrices have many below it, while norms, which start at 1, lose every step. So
+    norms that stay are no sign of anything in bf16, and to ask for their movement would refuse honest systems. Their
+    gradients are judged like all others; where weights are fp32, they must move too.
 
     Example:
         >>> [can_move(1.0, dtype=dtype, learning_rate=1e-5) for dtype in (torch.bfloat16, torch.float32)]
@@ -118,9 +125,11 @@ def can_move(smallest: float, *, dtype: torch.dtype, learning_rate: float) -> bo
 
 
 def may_train_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor may be trained where dtype was asked for: in that one, with fewer than two axes also in fp32 where that is wider.
+    """Whether a tensor may be trained where dtype was asked for: in that one, with fewer than two axes also in fp32
+    where that is wider.
 
-    Norms that stay in fp32 beside bf16 matrices are a ten-thousandth of a model's values, and no less work; a matrix in fp32 is another training.
+    Norms that stay in fp32 beside bf16 matrices are a ten-thousandth of a model's values, and no less work; a matrix in
+    fp32 is another training.
 
     Example:
         >>> [may_train_in(torch.ones(shape), torch.bfloat16) for shape in ((4,), (4, 4))]
@@ -154,7 +163,8 @@ class TrainingProof:
         self._counts.append(None if batch is None else count_batch(batch))
 
     def see_model(self, model: torch.nn.Module, reference: Mapping[str, torch.Tensor] | None) -> str:
-        """Take the trained tensors of a model and return how they differ from those of the plain arm; empty when they do not.
+        """Take the trained tensors of a model and return how they differ from those of the plain arm; empty when they
+        do not.
 
         Args:
             model: After its first backward.
@@ -162,10 +172,16 @@ class TrainingProof:
         """
         self._trained = trainable_tensors(model)
         asked = self._dtype
-        refused = [] if asked is None else [name for name, parameter in self._trained.items() if not may_train_in(parameter, asked)]
+        refused = (
+            []
+            if asked is None
+            else [name for name, parameter in self._trained.items() if not may_train_in(parameter, asked)]
+        )
         if refused:
             dtypes = sorted({str(parameter.dtype) for parameter in self._trained.values()})
-            return f"it trains weights in {dtypes}, and not all of them in {asked}: {len(refused)} tensors, {refused[:3]}"
+            return (
+                f"it trains weights in {dtypes}, and not all of them in {asked}: {len(refused)} tensors, {refused[:3]}"
+            )
         if reference is None:
             return ""
         different = sorted(set(self._trained) ^ set(reference))
@@ -182,7 +198,9 @@ class TrainingProof:
 
     @property
     def dtypes(self) -> dict[str, dict[str, int]]:
-        """Tensors that are trained in each dtype: those of two or more axes under "matrices", all others under "vectors"."""
+        """Tensors that are trained in each dtype: those of two or more axes under "matrices", all others under
+        "vectors".
+        """
         found: dict[str, Counter[str]] = {"matrices": Counter(), "vectors": Counter()}
         for parameter in self._trained.values():
             found["vectors" if parameter.ndim < 2 else "matrices"][str(parameter.dtype).removeprefix("torch.")] += 1
@@ -201,7 +219,8 @@ class TrainingProof:
         """Forget what was seen in the warm-up and note every tensor that can move.
 
         Cost:
-            Two passes over what is trained and one wait for the device; a tenth of a second for 8 billion weights on an H200, by its bandwidth.
+            Two passes over what is trained and one wait for the device; a tenth of a second for 8 billion weights on an
+            H200, by its bandwidth.
         """
         self._counts.clear()
         self._norms.clear()
@@ -236,21 +255,36 @@ class TrainingProof:
         if len(counts) != len(packs):
             return f"{len(counts)} batches were seen in {len(packs)} steps"
         for number, (count, pack) in enumerate(zip(counts, packs)):
-            found = "the batch was not shown" if count is None else count_problem(count.tolist(), pack, share=self._share)
+            found = (
+                "the batch was not shown" if count is None else count_problem(count.tolist(), pack, share=self._share)
+            )
             if found:
                 return f"step {number}: {found}" if len(packs) > 1 else found
         return ""
 
     def _dead_steps(self) -> str:
-        dead = [number for number, norms in enumerate(self._norms) if norms is None or not bool(((norms > 0) & norms.isfinite()).all())]
-        return f"{len(dead)} of {len(self._norms)} timed steps had gradients that are missing, zero or not finite: {dead[:5]}" if dead else ""
+        dead = [
+            number
+            for number, norms in enumerate(self._norms)
+            if norms is None or not bool(((norms > 0) & norms.isfinite()).all())
+        ]
+        return (
+            f"{len(dead)} of {len(self._norms)} timed steps had gradients that are missing, zero or not finite: "
+            f"{dead[:5]}"
+            if dead
+            else ""
+        )
 
     def _unmoved(self) -> str:
         if not self._before:
             return "the learning rate is below the last digit of every weight"
         after = self._fingerprints(list(self._before))
         unmoved = [name for (name, before), now in zip(self._before.items(), after) if now == before]
-        return f"the optimizer moved {len(self._before) - len(unmoved)} of {len(self._before)} tensors, not {unmoved[:3]}" if unmoved else ""
+        return (
+            f"the optimizer moved {len(self._before) - len(unmoved)} of {len(self._before)} tensors, not {unmoved[:3]}"
+            if unmoved
+            else ""
+        )
 
     def _fingerprints(self, names: Sequence[str]) -> list[int]:
         return _read([fingerprint(self._trained[name]) for name in names])

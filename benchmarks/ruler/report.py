@@ -17,7 +17,22 @@ _PACKAGES = {
     "unsloth": ("unsloth", "trl", "torch", "transformers"),
     "trl": ("trl", "torch", "transformers", "liger_kernel"),
 }
-_HEADER = ("system mode", "labels", "optim", "ms", "p10", "p90", "n", "tok/s", "lab.tok/s", "GiB", "resv", "waits", "min cos", "x plain")
+_HEADER = (
+    "system mode",
+    "labels",
+    "optim",
+    "ms",
+    "p10",
+    "p90",
+    "n",
+    "tok/s",
+    "lab.tok/s",
+    "GiB",
+    "resv",
+    "waits",
+    "min cos",
+    "x plain",
+)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -28,14 +43,25 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def render_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the table: a row for every case that passed, the reason for every one that did not, and the bars against the plain arm."""
+    """Return the table: a row for every case that passed, the reason for every one that did not, and the bars
+    against the plain arm.
+    """
     timed = [record for record in records if not record["reason"]]
     lines = []
     for workload in dict.fromkeys(record["workload"] for record in records):
         rows = [_HEADER] + [_row(record, timed) for record in timed if record["workload"] == workload]
         lines += [workload, *align(rows)]
-        lines += [f"  note: {_name(record)}: {note}" for record in timed if record["workload"] == workload for note in _dtype_notes(record)]
-        lines += [f"  no row: {_name(record)}: {record['reason'][:300]}{_diagnosis(record)}" for record in records if _is_refused(record, workload)]
+        lines += [
+            f"  note: {_name(record)}: {note}"
+            for record in timed
+            if record["workload"] == workload
+            for note in _dtype_notes(record)
+        ]
+        lines += [
+            f"  no row: {_name(record)}: {record['reason'][:300]}{_diagnosis(record)}"
+            for record in records
+            if _is_refused(record, workload)
+        ]
     return "\n".join(lines)
 
 
@@ -43,7 +69,11 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines of equal columns, the first one to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  " + "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths))) for row in rows
+        "  "
+        + "  ".join(
+            cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
     ]
 
 
@@ -72,26 +102,39 @@ def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict
             ("host waits", record.get("host_waits", ""), "per step"),
             (f"lowest gradient cosine{_limits_text(record)}", record["verdict"]["worst_cosine"][1], "1"),
         ]
-        rows += [{**shared, "metric": metric, "value": value, "unit": unit, "n": summary["n"]} for metric, value, unit in figures]
+        rows += [
+            {**shared, "metric": metric, "value": value, "unit": unit, "n": summary["n"]}
+            for metric, value, unit in figures
+        ]
     return rows
 
 
 def version_text(record: dict[str, Any]) -> str:
     """Return the versions that matter for this system."""
     versions = record.get("versions", {})
-    return "; ".join(f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions)
+    return "; ".join(
+        f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions
+    )
 
 
 def _limits_text(record: dict[str, Any]) -> str:
     """Return what a row was judged by where that is not what all others are."""
     limits = record["verdict"].get("limits", asdict(Limits()))
-    return "" if limits == asdict(Limits()) else f", judged by cosine {limits['min_cosine']} and norm within {limits['max_norm_error']:.0%}"
+    return (
+        ""
+        if limits == asdict(Limits())
+        else f", judged by cosine {limits['min_cosine']} and norm within {limits['max_norm_error']:.0%}"
+    )
 
 
 def _dtype_notes(record: dict[str, Any]) -> list[str]:
     """Return what a system trains in another dtype than its matrices; benchmarks/ruler/proof.py says what may be."""
     dtypes = record.get("dtypes", {"matrices": {}, "vectors": {}})
-    return [f"{number} norm weights in {dtype}" for dtype, number in dtypes["vectors"].items() if dtype not in dtypes["matrices"]]
+    return [
+        f"{number} norm weights in {dtype}"
+        for dtype, number in dtypes["vectors"].items()
+        if dtype not in dtypes["matrices"]
+    ]
 
 
 def _name(record: dict[str, Any]) -> str:
@@ -103,7 +146,11 @@ def _is_refused(record: dict[str, Any], workload: str) -> bool:
 
 
 def _diagnosis(record: dict[str, Any]) -> str:
-    return f" [measured all the same: {record['summary']['median']:.0f} ms, {record['peak_gib']['allocated']:.1f} GiB]" if "summary" in record else ""
+    return (
+        f" [measured all the same: {record['summary']['median']:.0f} ms, {record['peak_gib']['allocated']:.1f} GiB]"
+        if "summary" in record
+        else ""
+    )
 
 
 def _row(record: dict[str, Any], timed: Sequence[dict[str, Any]]) -> tuple[str, ...]:

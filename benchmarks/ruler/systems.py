@@ -65,7 +65,11 @@ SYSTEMS: Mapping[str, System] = {
         modules=("lightning_fastft",),
         pip="pip install -e '.[qlora]'",
         # The last is what the shipped configs run; where everything fits, it keeps everything.
-        settings=(Setting("keep+graphs"), Setting("recompute+graphs=auto"), Setting("auto+graphs=auto", is_default=True)),
+        settings=(
+            Setting("keep+graphs"),
+            Setting("recompute+graphs=auto"),
+            Setting("auto+graphs=auto", is_default=True),
+        ),
         # A plan needs a device whose memory runs out: on a CPU "auto" keeps everything.
         cpu_settings=(Setting("keep", is_default=True),),
     ),
@@ -95,7 +99,8 @@ SYSTEMS: Mapping[str, System] = {
         modules=("torchtune.training",),
         pip="pip install torchtune torchao",
         why_no_arm=(
-            "its last release, 0.6.1, imports torchao.dtypes.nf4tensor, which torchao has taken out; beside an old torchao and an old torch it "
+            "its last release, 0.6.1, imports torchao.dtypes.nf4tensor, which torchao has taken out; beside an old "
+            "torchao and an old torch it "
             "trains models of its own on weights of its own names, which no arm maps yet"
         ),
     ),
@@ -104,7 +109,8 @@ SYSTEMS: Mapping[str, System] = {
         modules=("axolotl",),
         pip="pip install axolotl",
         why_no_arm=(
-            "release 0.19.0 pins transformers 5.16.1, older than what ours runs on, so both never share an environment; underneath it is the Trainer "
+            "release 0.19.0 pins transformers 5.16.1, older than what ours runs on, so both never share an "
+            "environment; underneath it is the Trainer "
             "of transformers, which trl stands for"
         ),
     ),
@@ -124,7 +130,10 @@ def system_of(record: Mapping[str, Any]) -> str:
 
 def is_default(record: Mapping[str, Any], *, device: str) -> bool:
     """Whether a record was measured in the setting that a user of its system gets who chooses nothing."""
-    return any(setting.is_default and setting.mode == record["mode"] for setting in settings_of(SYSTEMS[system_of(record)], device=device))
+    return any(
+        setting.is_default and setting.mode == record["mode"]
+        for setting in settings_of(SYSTEMS[system_of(record)], device=device)
+    )
 
 
 def settings_of(system: System, *, device: str) -> tuple[Setting, ...]:
@@ -135,7 +144,8 @@ def settings_of(system: System, *, device: str) -> tuple[Setting, ...]:
 def find_gap(system: System) -> str:
     """Return why a system cannot run here, with the line that installs it; empty when it can.
 
-    It is imported in a process of its own: Unsloth and Liger change torch and transformers for the process that imports them.
+    It is imported in a process of its own: Unsloth and Liger change torch and transformers for the process that imports
+    them.
     """
     packages = [module.partition(".")[0] for module in system.modules]
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
@@ -157,8 +167,14 @@ def _import_error(modules: Sequence[str]) -> str:
     """Return the last line of what an import of these modules ends in; empty when it succeeds."""
     program = "; ".join(f"import {module}" for module in modules)
     try:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=IMPORT_SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=IMPORT_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return f"its import took longer than {IMPORT_SECONDS:.0f} s"
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return "" if done.returncode == 0 else (lines[-1].strip()[:300] if lines else f"its import ended with code {done.returncode}")
+    return (
+        ""
+        if done.returncode == 0
+        else (lines[-1].strip()[:300] if lines else f"its import ended with code {done.returncode}")
+    )

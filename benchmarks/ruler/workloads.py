@@ -1,7 +1,8 @@
-"""What is trained: models by configuration, packs from the seeded list of lengths, and the files that every system reads.
+"""What is trained: models by configuration, packs from the seeded list of lengths, and the files that every system
+reads.
 
-``python -m benchmarks.train_step build`` writes one folder per workload (random weights, a word tokenizer, non-zero adapters, the token file); the
-arms only read it.
+``python -m benchmarks.train_step build`` writes one folder per workload (random weights, a word tokenizer, non-zero
+adapters, the token file); the arms only read it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from benchmarks.ruler.tensors import TensorFiles
 
 LENGTHS_PATH = Path(__file__).parents[1] / "lengths" / "lognormal_mean512.json"
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# In mixture models: adapters on attention, and on the stacks of expert weights. PEFT names the wrapper of the first stack after the one around it.
+# In mixture models: adapters on attention, and on the stacks of expert weights. PEFT names the wrapper of the first
+# stack after the one around it.
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_PARAMETERS = {"base_layer.": "gate_up_proj", "": "down_proj"}
 IGNORED_LABEL = -100
@@ -32,14 +34,17 @@ SHORTEST_DOCUMENT = 16
 TOKENIZER_WORDS = 8000
 # Ids below this are the tokenizer's own (pad, start, end, unknown): no document has them.
 FIRST_WORD = 4
-# An adapter adds about 3 % to its layer's output (0.6 of this): as after some hundred steps, and far from zero, so that A has a gradient.
+# An adapter adds about 3 % to its layer's output (0.6 of this): as after some hundred steps, and far from zero, so that
+# A has a gradient.
 ADAPTER_SHARE = 0.05
-# What the branches of all layers together add to the residual stream, and the size of what enters a gate: see _condition.
+# What the branches of all layers together add to the residual stream, and the size of what enters a gate: see
+# _condition.
 BRANCH_SHARE = 0.3
 GATE_STD = 0.7
-# Mixture models: every token id carries the directions of its experts in its embedding, this strong, where nothing else of it lies, and routers read
-# them with this gain. With random routers two correct bf16 systems choose another last expert for 2 to 7 % of the tokens of a layer, and cosines fall
-# to 0.995 (CPU, 12 layers, 128 experts); so, both choose the same. With a lower gain a system that drops the routers' gradient would pass the judge.
+# Mixture models: every token id carries the directions of its experts in its embedding, this strong, where nothing else
+# of it lies, and routers read them with this gain. With random routers two correct bf16 systems choose another last
+# expert for 2 to 7 % of the tokens of a layer, and cosines fall to 0.995 (CPU, 12 layers, 128 experts); so, both choose
+# the same. With a lower gain a system that drops the routers' gradient would pass the judge.
 EXPERT_CODES = (2.0, 3.5)
 ROUTER_GAIN = 1.2
 # Tokens on which routers are measured.
@@ -86,10 +91,17 @@ class Workload:
 
 def _qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, Any]:
     return {
-        "vocab_size": 151_936, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": tied,
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }  # fmt: skip
+    }
 
 
 _QWEN3_14B = _qwen3(hidden=5120, inner=17_408, layers=40, heads=40, kv_heads=8, tied=False)
@@ -97,22 +109,50 @@ _QWEN3_8B = _qwen3(hidden=4096, inner=12_288, layers=36, heads=32, kv_heads=8, t
 _QWEN3_32B = _qwen3(hidden=5120, inner=25_600, layers=64, heads=64, kv_heads=8, tied=False)
 _QWEN3_06B = _qwen3(hidden=1024, inner=3072, layers=28, heads=16, kv_heads=8, tied=True)
 _LLAMA_1B = {
-    "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-}  # fmt: skip
+}
 _LLAMA_8B = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
     "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 _TINY = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 1024, "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 def _qwen3_moe(*, layers: int) -> dict[str, Any]:
@@ -124,10 +164,18 @@ def _qwen3_moe(*, layers: int) -> dict[str, Any]:
 
 def _gpt_oss(*, layers: int) -> dict[str, Any]:
     return {
-        "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": layers, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
         "tie_word_embeddings": False,
-    }  # fmt: skip
+    }
 
 
 _TINY_MOE = {**_TINY, "moe_intermediate_size": 24, "num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -138,11 +186,24 @@ _TINY_GPT_OSS = {
 
 
 def _with_routings(name: str, model_type: str, config: dict[str, Any]) -> list[Workload]:
-    """A mixture workload at 8,192 tokens, its packs of 16,384, the same two with skewed routing, which are a model of their own, and one in NF4."""
+    """A mixture workload at 8,192 tokens, its packs of 16,384, the same two with skewed routing, which are a
+    model of their own, and one in NF4.
+    """
     found = []
     for title, is_skewed in ((name, False), (f"{name}-skewed", True)):
         found.append(Workload(title, model_type, config, None, is_skewed=is_skewed))
-        found.append(Workload(f"{title}-16k", model_type, config, None, max_tokens=16_384, num_packs=24, weights_of=title, is_skewed=is_skewed))
+        found.append(
+            Workload(
+                f"{title}-16k",
+                model_type,
+                config,
+                None,
+                max_tokens=16_384,
+                num_packs=24,
+                weights_of=title,
+                is_skewed=is_skewed,
+            )
+        )
     return [*found, Workload(name.replace("-lora", "-qlora"), model_type, config, "nf4", weights_of=name)]
 
 
@@ -153,7 +214,15 @@ _LONGER = (("16k", 16_384, 24), ("32k", 32_768, 12), ("48k", 49_152, 8))
 def _with_longer(name: str, config: dict[str, Any], quantization: str | None) -> list[Workload]:
     """The workload at 8,192 tokens, and those with longer packs that share its weights."""
     longer = [
-        Workload(f"{name}-{suffix}", "qwen3", config, quantization, max_tokens=max_tokens, num_packs=num_packs, weights_of=name)
+        Workload(
+            f"{name}-{suffix}",
+            "qwen3",
+            config,
+            quantization,
+            max_tokens=max_tokens,
+            num_packs=num_packs,
+            weights_of=name,
+        )
         for suffix, max_tokens, num_packs in _LONGER
     ]
     return [Workload(name, "qwen3", config, quantization), *longer]
@@ -161,7 +230,15 @@ def _with_longer(name: str, config: dict[str, Any], quantization: str | None) ->
 
 def _llama_8b() -> list[Workload]:
     """Llama-3.1-8B on packs of 32,768 tokens: three long documents, and one."""
-    three = Workload("llama-3.1-8b-lora-32k", "llama", _LLAMA_8B, None, max_tokens=32_768, num_packs=12, document_lengths=(16_384, 8192, 8192))
+    three = Workload(
+        "llama-3.1-8b-lora-32k",
+        "llama",
+        _LLAMA_8B,
+        None,
+        max_tokens=32_768,
+        num_packs=12,
+        document_lengths=(16_384, 8192, 8192),
+    )
     return [three, replace(three, name=f"{three.name}-one-document", document_lengths=(32_768,), weights_of=three.name)]
 
 
@@ -194,7 +271,10 @@ WORKLOADS = {
                 lora_alpha=4,
                 is_skewed=is_skewed,
             )
-            for name, model_type, config in (("tiny-moe", "qwen3_moe", _TINY_MOE), ("tiny-gpt-oss", "gpt_oss", _TINY_GPT_OSS))
+            for name, model_type, config in (
+                ("tiny-moe", "qwen3_moe", _TINY_MOE),
+                ("tiny-gpt-oss", "gpt_oss", _TINY_GPT_OSS),
+            )
             for is_skewed in (False, True)
         ),
         Workload(
@@ -209,10 +289,43 @@ WORKLOADS = {
             lora_alpha=4,
             weights_of="tiny-moe",
         ),
-        Workload("tiny", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
-        Workload("tiny-long", "qwen3", _TINY, None, max_tokens=512, length_divisor=16, num_packs=6, lora_rank=4, lora_alpha=4, weights_of="tiny"),
-        Workload("tiny-full", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, weights_of="tiny", is_full=True),
-        Workload("tiny-qlora", "qwen3", _TINY, "nf4", max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4),
+        Workload(
+            "tiny", "qwen3", _TINY, None, max_tokens=256, length_divisor=16, num_packs=8, lora_rank=4, lora_alpha=4
+        ),
+        Workload(
+            "tiny-long",
+            "qwen3",
+            _TINY,
+            None,
+            max_tokens=512,
+            length_divisor=16,
+            num_packs=6,
+            lora_rank=4,
+            lora_alpha=4,
+            weights_of="tiny",
+        ),
+        Workload(
+            "tiny-full",
+            "qwen3",
+            _TINY,
+            None,
+            max_tokens=256,
+            length_divisor=16,
+            num_packs=8,
+            weights_of="tiny",
+            is_full=True,
+        ),
+        Workload(
+            "tiny-qlora",
+            "qwen3",
+            _TINY,
+            "nf4",
+            max_tokens=256,
+            length_divisor=16,
+            num_packs=8,
+            lora_rank=4,
+            lora_alpha=4,
+        ),
     )
 }
 
@@ -227,11 +340,14 @@ def num_weights(config: dict[str, Any]) -> int:
     width, head = config["hidden_size"], config["head_dim"]
     attention = 2 * width * head * (config["num_attention_heads"] + config["num_key_value_heads"])
     layer = attention + 3 * width * config["intermediate_size"]
-    return config["num_hidden_layers"] * layer + config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
+    return config["num_hidden_layers"] * layer + config["vocab_size"] * width * (
+        1 if config["tie_word_embeddings"] else 2
+    )
 
 
 class Pack:
-    """One packed micro-batch as every system receives it: token ids and document lengths; labels follow from the label share.
+    """One packed micro-batch as every system receives it: token ids and document lengths; labels follow from the label
+    share.
 
     Args:
         input_id_T: Token ids, shape (T,), int64.
@@ -243,7 +359,9 @@ class Pack:
         self.lengths = [int(length) for length in lengths]
 
     def label_T(self, share: float) -> np.ndarray:
-        """Return unshifted labels: the last share of every document, never its first token, at least one token where it has two."""
+        """Return unshifted labels: the last share of every document, never its first token, at least one token
+        where it has two.
+        """
         label_T = np.full(self.input_id_T.shape, IGNORED_LABEL, dtype=np.int64)
         for start, end in self.borders():
             num_labelled = num_labelled_tokens(end - start, share=share)
@@ -283,7 +401,8 @@ def read_lengths(path: Path = LENGTHS_PATH) -> dict[str, Any]:
 
 
 def plan_packs(lengths: Sequence[int], *, max_tokens: int, num_packs: int) -> list[list[int]]:
-    """Fill packs to exactly max_tokens in the order of the list; the last document of a pack is cut or stretched to fit.
+    """Fill packs to exactly max_tokens in the order of the list; the last document of a pack is cut or stretched to
+    fit.
 
     Raises:
         ValueError: The list does not fill num_packs.
@@ -301,7 +420,9 @@ def plan_packs(lengths: Sequence[int], *, max_tokens: int, num_packs: int) -> li
             current = []
         if len(packs) == num_packs:
             return packs
-    raise ValueError(f"{len(lengths)} lengths fill {len(packs)} packs of {max_tokens} tokens, {num_packs} were asked for.")
+    raise ValueError(
+        f"{len(lengths)} lengths fill {len(packs)} packs of {max_tokens} tokens, {num_packs} were asked for."
+    )
 
 
 def make_packs(workload: Workload) -> list[Pack]:
@@ -313,7 +434,12 @@ def make_packs(workload: Workload) -> list[Pack]:
         plans = plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)
     highest = min(workload.model_config["vocab_size"], TOKENIZER_WORDS)
     return [
-        Pack(input_id_T=np.random.default_rng([7, number]).integers(FIRST_WORD, highest, size=workload.max_tokens, dtype=np.int64), lengths=plan)
+        Pack(
+            input_id_T=np.random.default_rng([7, number]).integers(
+                FIRST_WORD, highest, size=workload.max_tokens, dtype=np.int64
+            ),
+            lengths=plan,
+        )
         for number, plan in enumerate(plans)
     ]
 
@@ -360,7 +486,9 @@ class WorkloadFiles:
         return load_file(self.adapter / "adapter_model.safetensors")
 
     def read_trained(self) -> Mapping[str, torch.Tensor]:
-        """Return what every case starts from by the names of its files: the adapter, or all weights, each read when it is asked for."""
+        """Return what every case starts from by the names of its files: the adapter, or all weights, each read
+        when it is asked for.
+        """
         return TensorFiles(sorted(self.model.glob("*.safetensors"))) if self.workload.is_full else self.read_adapter()
 
 
@@ -398,11 +526,15 @@ def _fingerprint(workload: Workload) -> dict[str, Any]:
     if not workload.is_full:
         # What was built before there was full fine-tuning stays what it is.
         fields = {name: value for name, value in fields.items() if name != "is_full"}
-    return json.loads(json.dumps({**fields, "shares": [ADAPTER_SHARE, BRANCH_SHARE, GATE_STD, *EXPERT_CODES, ROUTER_GAIN]}))
+    return json.loads(
+        json.dumps({**fields, "shares": [ADAPTER_SHARE, BRANCH_SHARE, GATE_STD, *EXPERT_CODES, ROUTER_GAIN]})
+    )
 
 
 def _write_model(files: WorkloadFiles, *, device: str, dtype: torch.dtype) -> dict[str, tuple[int, int, float]]:
-    """Draw random weights and save them; return rows, columns and standard deviation of every adapted weight by its name."""
+    """Draw random weights and save them; return rows, columns and standard deviation of every adapted weight by
+    its name.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(files.workload.model_type, **files.workload.model_config)
@@ -426,11 +558,13 @@ def _write_model(files: WorkloadFiles, *, device: str, dtype: torch.dtype) -> di
 
 @torch.no_grad()
 def _condition(model: Any, *, tied: bool) -> None:
-    """Scale random weights so that signals and gradients keep their size through the layers, as they do in a trained model.
+    """Scale random weights so that signals and gradients keep their size through the layers, as they do in a trained
+    model.
 
-    With a library's default initialisation the branches swamp the residual stream, and rounding grows from layer to layer: two correct bf16 systems
-    then have cosines of 0.997 to 0.998 in a deep model, and no judge could tell a fault from noise. Scaled so, the same two agree to 0.9997 (tried on
-    CPU with 16 to 40 layers). Thresholds stay what they are.
+    With a library's default initialisation the branches swamp the residual stream, and rounding grows from layer to
+    layer: two correct bf16 systems then have cosines of 0.997 to 0.998 in a deep model, and no judge could tell a fault
+    from noise. Scaled so, the same two agree to 0.9997 (tried on CPU with 16 to 40 layers). Thresholds stay what they
+    are.
     """
     stream = float(model.config.initializer_range) if tied else 1.0
     _set_std(model.model.embed_tokens, stream)
@@ -439,9 +573,14 @@ def _condition(model: Any, *, tied: bool) -> None:
     branch = stream * BRANCH_SHARE / math.sqrt(2 * len(model.model.layers))
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        # Attention averages values, so its output is smaller than its input; 2 makes up for some of it. silu(gate) * up has 0.6 of its inputs'
-        # squares.
-        gains = [(attention.q_proj, 1.0), (attention.k_proj, 1.0), (attention.v_proj, 1.0), (attention.o_proj, 2.0 * branch)]
+        # Attention averages values, so its output is smaller than its input; 2 makes up for some of it. silu(gate) * up
+        # has 0.6 of its inputs' squares.
+        gains = [
+            (attention.q_proj, 1.0),
+            (attention.k_proj, 1.0),
+            (attention.v_proj, 1.0),
+            (attention.o_proj, 2.0 * branch),
+        ]
         if hasattr(mlp, "experts"):
             _condition_experts(layer, branch=branch)
         else:
@@ -455,10 +594,13 @@ def _set_std(module: torch.nn.Module, std: float) -> None:
 
 
 def _condition_experts(layer: Any, *, branch: float) -> None:
-    """Scale the expert stacks of one layer; draw what gpt-oss adds (biases, sinks), so that nothing is zero that a system could drop."""
+    """Scale the expert stacks of one layer; draw what gpt-oss adds (biases, sinks), so that nothing is zero that
+    a system could drop.
+    """
     mlp, attention, is_gpt_oss = layer.mlp, layer.self_attn, hasattr(layer.mlp, "router")
     router, experts = _router(mlp), mlp.experts
-    # gpt-oss stores (experts, inputs, outputs), and its gate, (up + 1) * gate * sigmoid(1.7 gate), has 0.55 where silu(gate) * up has 0.6 of squares.
+    # gpt-oss stores (experts, inputs, outputs), and its gate, (up + 1) * gate * sigmoid(1.7 gate), has 0.55 where
+    # silu(gate) * up has 0.6 of squares.
     num_inner = experts.down_proj.shape[1 if is_gpt_oss else 2]
     inner = 0.55 if is_gpt_oss else 0.6 * GATE_STD**2
     experts.gate_up_proj.normal_(std=GATE_STD * router.weight.shape[1] ** -0.5)
@@ -480,7 +622,8 @@ def _router(mlp: Any) -> Any:
 
 @torch.no_grad()
 def _write_routes(model: Any, *, is_skewed: bool) -> None:
-    """Give every token id its experts: their directions in its embedding, and routers that read them, each layer with other experts for them.
+    """Give every token id its experts: their directions in its embedding, and routers that read them, each layer with
+    other experts for them.
 
     Experts are drawn evenly, or half of each token's from a tenth of the experts.
     """
@@ -493,13 +636,18 @@ def _write_routes(model: Any, *, is_skewed: bool) -> None:
     if is_skewed:
         # Every token has as many of the busy experts as of the others.
         busy = num_busy(num_experts)
-        parts = (score[:, :busy].topk(num_chosen // 2).indices, score[:, busy:].topk(num_chosen - num_chosen // 2).indices + busy)
+        parts = (
+            score[:, :busy].topk(num_chosen // 2).indices,
+            score[:, busy:].topk(num_chosen - num_chosen // 2).indices + busy,
+        )
         expert_WK = torch.cat(parts, dim=1)
     else:
         expert_WK = score.topk(num_chosen).indices
     # In an order of its own, so that the weights of busy experts are not the small ones.
     expert_WK = expert_WK.gather(1, torch.rand(expert_WK.shape, generator=generator).argsort(dim=1))
-    direction_ED = torch.linalg.qr(torch.randn(width, num_experts, generator=generator)).Q.T.contiguous().to(table.device)
+    direction_ED = (
+        torch.linalg.qr(torch.randn(width, num_experts, generator=generator)).Q.T.contiguous().to(table.device)
+    )
     direction_DE = direction_ED.T.to(table.dtype)
     table -= table @ direction_DE @ direction_DE.T
     for strength, expert_W in zip(torch.linspace(*EXPERT_CODES, num_chosen).tolist(), expert_WK.unbind(dim=1)):
@@ -513,7 +661,9 @@ def _measure_routing(model: Any, pack: Pack) -> dict[str, Any]:
     """Return what the busiest tenth of the experts gets in each layer, on the longest document of a pack."""
     shares: list[float] = []
     handles = [
-        _router(layer.mlp).register_forward_hook(lambda router, _, outputs: shares.append(busiest_share(outputs[2], router.num_experts)))
+        _router(layer.mlp).register_forward_hook(
+            lambda router, _, outputs: shares.append(busiest_share(outputs[2], router.num_experts))
+        )
         for layer in model.model.layers
     ]
     start, end = max(pack.borders(), key=lambda border: border[1] - border[0])
@@ -521,7 +671,12 @@ def _measure_routing(model: Any, pack: Pack) -> dict[str, Any]:
     model.model(input_ids=ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    return {"busiest_tenth": sum(shares) / len(shares), "lowest": min(shares), "highest": max(shares), "num_tokens": ids.numel()}
+    return {
+        "busiest_tenth": sum(shares) / len(shares),
+        "lowest": min(shares),
+        "highest": max(shares),
+        "num_tokens": ids.numel(),
+    }
 
 
 def busiest_share(expert_TK: torch.Tensor, num_experts: int) -> float:
@@ -541,7 +696,9 @@ def num_busy(num_experts: int) -> int:
 
 
 def _mixture_shapes(model: Any) -> dict[str, tuple[int, int, float]]:
-    """Return rows and columns of B and A for every adapted weight by the name of its wrapper; stacks count all their experts' ranks apart."""
+    """Return rows and columns of B and A for every adapted weight by the name of its wrapper; stacks count all
+    their experts' ranks apart.
+    """
     found = {
         name: (*module.weight.shape, float(module.weight.detach().float().std()))
         for name, module in model.named_modules()
@@ -568,14 +725,21 @@ def _write_tokenizer(files: WorkloadFiles) -> None:
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", model_max_length=32_768
+        tokenizer_object=words,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=32_768,
     )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(files.model)
 
 
 def _write_adapter(files: WorkloadFiles, shapes: dict[str, tuple[int, int, float]]) -> None:
-    """Write non-zero adapters in PEFT's format; values are exact in bf16, so that bf16 and fp32 adapters hold the same numbers."""
+    """Write non-zero adapters in PEFT's format; values are exact in bf16, so that bf16 and fp32 adapters hold the
+    same numbers.
+    """
     from safetensors.torch import save_file
 
     rank, num_experts = files.workload.lora_rank, files.workload.num_experts
@@ -584,7 +748,9 @@ def _write_adapter(files: WorkloadFiles, shapes: dict[str, tuple[int, int, float
     for name, (num_rows, num_columns, weight_std) in shapes.items():
         num_ranks = rank * num_experts if ".experts" in name else rank
         a = (torch.rand(num_ranks, num_columns, generator=generator) * 2 - 1) / math.sqrt(num_columns)
-        b = torch.randn(num_rows, num_ranks, generator=generator) * (ADAPTER_SHARE * weight_std * math.sqrt(num_columns / rank))
+        b = torch.randn(num_rows, num_ranks, generator=generator) * (
+            ADAPTER_SHARE * weight_std * math.sqrt(num_columns / rank)
+        )
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16).float()
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(torch.bfloat16).float()
     files.adapter.mkdir(exist_ok=True)
@@ -604,7 +770,9 @@ def lora_config(workload: Workload) -> Any:
         lora_dropout=0.0,
         bias="none",
         target_modules=list(ATTENTION_MODULES if workload.num_experts else TARGET_MODULES),
-        target_parameters=[f"mlp.experts.{name}" for name in EXPERT_PARAMETERS.values()] if workload.num_experts else None,
+        target_parameters=[f"mlp.experts.{name}" for name in EXPERT_PARAMETERS.values()]
+        if workload.num_experts
+        else None,
         task_type="CAUSAL_LM",
     )
 

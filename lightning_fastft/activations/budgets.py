@@ -16,7 +16,9 @@ UNKNOWN_BYTES = 2**62
 
 
 def auto_vram_bytes(device: torch.device) -> int:
-    """Return what the process has on a device plus 90 % of what it could still get; without end where no allocator counts."""
+    """Return what the process has on a device plus 90 % of what it could still get; without end where no
+    allocator counts.
+    """
     if device.type != "cuda":
         return UNKNOWN_BYTES
     free, total = torch.cuda.mem_get_info(device)
@@ -39,7 +41,9 @@ def auto_host_bytes() -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory in use so far: of the device's allocator, or of this process on the host; 0 on Windows, which does not count it so."""
+    """Return the most memory in use so far: of the device's allocator, or of this process on the host; 0 on
+    Windows, which does not count it so.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

@@ -26,10 +26,10 @@ _MOST_GIB = float(2**20)
 logger = logging.getLogger(__name__)
 
 
-class Ledger(Protocol):
-    """Where instance changes are written down and undone (lightning_fastft.core.patcher.SwapLedger)."""
+class Patcher(Protocol):
+    """Where instance changes are written down and undone (lightning_fastft.core.patcher.ModelPatcher)."""
 
-    def set_attribute(self, owner: Any, name: str, value: Any) -> None:  # noqa: ANN401 - any attribute of any instance
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of one instance and remember the old value."""
 
     def add_undo(self, undo: Callable[[], None]) -> None:
@@ -37,26 +37,33 @@ class Ledger(Protocol):
 
 
 class OffloadCheckpointing:
-    """Decide per decoder layer whether its activations are kept, held in part, sent to pinned host memory, or recomputed.
+    """Decide per decoder layer whether its activations are kept, held in part, sent to pinned host memory, or
+    recomputed.
 
-    Owns one pinned slab, fixed staging slots and two copy streams per model; the copies of a layer are under way before its backward begins. Works
-    through the layer's own checkpointing attributes (``gradient_checkpointing`` and ``_gradient_checkpointing_func``, as the decoder layers of
-    transformers have them) or, for any other module, through its instance's ``forward``, so no class and no source is touched. Gradients are
-    bit-equal for every policy when the kernels are deterministic. Inert in evaluation mode and where no gradients are recorded. Of a decoder layer
-    compiled as a whole nothing is captured by transformers 5.23 (it runs as it is); compile its parts (``layer.mlp.compile()``).
+    Owns one pinned slab, fixed staging slots and two copy streams per model; the copies of a layer are under way before
+    its backward begins. Works through the layer's own checkpointing attributes (``gradient_checkpointing`` and
+    ``_gradient_checkpointing_func``, as the decoder layers of transformers have them) or, for any other module, through
+    its instance's ``forward``, so no class and no source is touched. Gradients are bit-equal for every policy when the
+    kernels are deterministic. Inert in evaluation mode and where no gradients are recorded. Of a decoder layer compiled
+    as a whole nothing is captured by transformers 5.23 (it runs as it is); compile its parts (``layer.mlp.compile()``).
 
     Args:
-        policy: "keep" holds every activation. "recompute" holds the input of each layer and runs the layer again in the backward. "offload" is the
-            same with the inputs in pinned host memory. "auto" measures the first three steps, in which it recomputes, and then holds on the device
-            what is dearest to recompute, sends to the host what hides under compute, and recomputes the rest; on a CPU it keeps.
-        vram_budget: Device memory for everything, in GiB, that "auto" may fill; "auto" is what the process has plus 90 % of what is free.
-        host_budget: Pinned host memory of each rank, in GiB; "auto" is half of what the host has available, shared by its ranks.
+        policy: "keep" holds every activation. "recompute" holds the input of each layer and runs the layer again in the
+            backward. "offload" is the same with the inputs in pinned host memory. "auto" measures the first three
+            steps, in which it recomputes, and then holds on the device what is dearest to recompute, sends to the host
+            what hides under compute, and recomputes the rest; on a CPU it keeps.
+        vram_budget: Device memory for everything, in GiB, that "auto" may fill; "auto" is what the process has plus 90
+            % of what is free.
+        host_budget: Pinned host memory of each rank, in GiB; "auto" is half of what the host has available, shared by
+            its ranks.
         buffers: Staging slots: 2 fetches one layer ahead, 1 is the serial form (a control), more fetch further ahead.
-        weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory and brings each layer in before
-            its use; "auto" does so under policy "auto" when no plan fits otherwise, or when the memory that is free then makes the step at least 3 %
-            faster, by the planner's account; "resident" never.
-        mlp_tiles: Run dense feed-forward blocks in this many tiles of tokens, so that only one tile's intermediates exist at a time: the least memory
-            for long packs. 1 for none. Products of fewer rows round differently, so gradients are equal to rounding, not to the bit.
+        weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory
+            and brings each layer in before its use; "auto" does so under policy "auto" when no plan fits otherwise, or
+            when the memory that is free then makes the step at least 3 % faster, by the planner's account; "resident"
+            never.
+        mlp_tiles: Run dense feed-forward blocks in this many tiles of tokens, so that only one tile's intermediates
+            exist at a time: the least memory for long packs. 1 for none. Products of fewer rows round differently, so
+            gradients are equal to rounding, not to the bit.
 
     Raises:
         OptionError: A value is not allowed.
@@ -78,10 +85,15 @@ class OffloadCheckpointing:
     ) -> None:
         self.policy = check_choice("policy", policy, _POLICIES)
         if policy != "auto" and (not isinstance(vram_budget, str) or vram_budget != "auto"):
-            raise OptionError(f"vram_budget={vram_budget!r} is what policy 'auto' plans for; policy {policy!r} has no use for it.")
+            raise OptionError(
+                f"vram_budget={vram_budget!r} is what policy 'auto' plans for; policy {policy!r} has no use for it."
+            )
         check_choice("weights", weights, ("auto", "resident", "stream"))
         if policy == "keep" and weights == "stream":
-            raise OptionError("weights='stream' saves device memory that policy 'keep' spends on activations: use policy 'auto', with vram_budget.")
+            raise OptionError(
+                "weights='stream' saves device memory that policy 'keep' spends on activations: use policy 'auto', "
+                "with vram_budget."
+            )
         self.options = StackOptions(
             policy=policy,
             vram_budget_bytes=_read_gib("vram_budget", vram_budget),
@@ -91,21 +103,26 @@ class OffloadCheckpointing:
         )
         self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         if policy == "keep" and mlp_tiles > 1:
-            raise OptionError(f"mlp_tiles={mlp_tiles} computes blocks again in the backward, which policy 'keep' forbids: use 'auto' or 'recompute'.")
+            raise OptionError(
+                f"mlp_tiles={mlp_tiles} computes blocks again in the backward, which policy 'keep' forbids: use 'auto' "
+                "or 'recompute'."
+            )
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
         self._forget_the_run()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled plugin has its options alone: stacks with streams and pinned memory stay with the original."""
+        """A copied or pickled plugin has its options alone: stacks with streams and pinned memory stay with the
+        original.
+        """
         alone = object.__new__(type(self))
         vars(alone).update(vars(self) | {"stacks": [], "_last_description": self.describe()})
         alone._forget_the_run()
         return vars(alone)
 
     def _forget_the_run(self) -> None:
-        # Set by who owns the plugin: where plans are reported, what will be resident later, how ranks agree on one plan, how long packs can be, and
-        # how many ranks share the host.
+        # Set by who owns the plugin: where plans are reported, what will be resident later, how ranks agree on one
+        # plan, how long packs can be, and how many ranks share the host.
         self.report: Callable[[str], None] = logger.info
         self.extra_bytes: Callable[[], int] = _nothing
         self.agree: Callable[[Plan], Plan] = _own_plan
@@ -120,17 +137,19 @@ class OffloadCheckpointing:
         return {
             "keep": "keep: every activation is held, nothing is recomputed",
             "recompute": "recompute: the input of each decoder layer is held, the layer runs again in the backward",
-            "offload": "offload: the input of each decoder layer goes to pinned memory, the layer runs again in the backward",
+            "offload": "offload: the input of each decoder layer goes to pinned memory, the layer runs again in the "
+            "backward",
             "auto": "auto: planned from the first steps; held, on the host or recomputed, layer by layer",
         }[self.policy]
 
-    def attach(self, layers: Sequence[nn.Module], ledger: Ledger, *, stacks: Iterable[nn.Module] = ()) -> Status:
-        """Put the policy into effect on these decoder layers, until the ledger is undone.
+    def attach(self, layers: Sequence[nn.Module], patcher: Patcher, *, stacks: Iterable[nn.Module] = ()) -> Status:
+        """Put the policy into effect on these decoder layers, until the patcher is undone.
 
         Args:
             layers: Decoder layers, in the order in which they run.
-            ledger: Where every change is written down.
-            stacks: Modules around the layers that carry the checkpointing flag of transformers; it keeps them from building a key/value cache.
+            patcher: Where every change is written down.
+            stacks: Modules around the layers that carry the checkpointing flag of transformers; it keeps them from
+                building a key/value cache.
 
         Returns:
             What is active.
@@ -140,8 +159,9 @@ class OffloadCheckpointing:
             OptionError: Policy "keep" meets a model that recomputes already: this plugin is the only switch.
 
         Cost:
-            "recompute": one more forward of the layers per backward, without what only their output needs. "offload": that, and copies beside the
-            compute stream. "auto": as planned. No host synchronisation in a step but one, when "auto" reads its measurements.
+            "recompute": one more forward of the layers per backward, without what only their output needs. "offload":
+            that, and copies beside the compute stream. "auto": as planned. No host synchronisation in a step but one,
+            when "auto" reads its measurements.
         """
         if not layers:
             raise SwapError("There is no decoder layer to attach activation checkpointing to.")
@@ -150,8 +170,10 @@ class OffloadCheckpointing:
         if self.policy == "keep":
             if checkpointed:
                 raise OptionError(
-                    f"{type(checkpointed[0]).__name__} recomputes its activations already (gradient_checkpointing_enable() was called on the model), "
-                    "and the policy here is 'keep'. Activation checkpointing has one switch: remove that call, and to recompute pass "
+                    f"{type(checkpointed[0]).__name__} recomputes its activations already "
+                    "(gradient_checkpointing_enable() was called on the model), "
+                    "and the policy here is 'keep'. Activation checkpointing has one switch: remove that call, and to "
+                    "recompute pass "
                     'activations=OffloadCheckpointing("recompute").'
                 )
             return Status(STATUS_NAME, "active", self.describe())
@@ -166,11 +188,11 @@ class OffloadCheckpointing:
             num_local_ranks=functools.partial(_ask, self, "num_local_ranks"),
         )
         self.stacks.append(stack)
-        ledger.add_undo(functools.partial(self._detach, stack))
+        patcher.add_undo(functools.partial(self._detach, stack))
         for layer, segment in zip(layers, stack.segments):
-            _take_over(layer, segment.run, ledger)
+            _take_over(layer, segment.run, patcher)
         for module in stacks:
-            ledger.set_attribute(module, "gradient_checkpointing", True)
+            patcher.set_attribute(module, "gradient_checkpointing", True)
         taken_over = ", taken over from the model's own checkpointing" if checkpointed else ""
         return Status(STATUS_NAME, "active", f"{self.describe()}; {len(layers)} layers{taken_over}")
 
@@ -185,11 +207,18 @@ class OffloadCheckpointing:
         return Status(STATUS_NAME, "active", self._last_description)
 
     def statuses(self) -> list[Status]:
-        """Return what is in effect now: the activations, then the frozen weights and the embedding where they are streamed."""
-        return [self.status(), *(status for stack in self.stacks if stack.streamed is not None for status in stack.streamed.statuses)]
+        """Return what is in effect now: the activations, then the frozen weights and the embedding where they are
+        streamed.
+        """
+        return [
+            self.status(),
+            *(status for stack in self.stacks if stack.streamed is not None for status in stack.streamed.statuses),
+        ]
 
     def place(self, device: torch.device) -> None:
-        """Move frozen weights to the host where that was asked for; called when the model stands on its device, else the first forward does it."""
+        """Move frozen weights to the host where that was asked for; called when the model stands on its device,
+        else the first forward does it.
+        """
         for stack in self.stacks:
             stack.place(device)
 
@@ -198,14 +227,20 @@ class OffloadCheckpointing:
         return any(stack.step_down() for stack in self.stacks)
 
     def advice(self) -> str | None:
-        """Return what to start again with after the device ran out of memory; None where no option of policy "auto" is left to say."""
+        """Return what to start again with after the device ran out of memory; None where no option of policy
+        "auto" is left to say.
+        """
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
         if peaks:
             return f"OffloadCheckpointing('auto', vram_budget={NOTCH * max(peaks) / 2**30:.1f})"
         if any(stack.can_stream for stack in self.stacks):
             return "OffloadCheckpointing('auto', weights='stream')"
         if any(stack.streamed is not None for stack in self.stacks) and self.mlp_tiles == 1:
-            return "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), which is equal to rounding and not to the last bit"
+            return (
+                "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), which is equal to rounding and not "
+                "to "
+                "the last bit"
+            )
         return None
 
     def remedy(self) -> str:
@@ -213,7 +248,9 @@ class OffloadCheckpointing:
         advice = self.advice()
         if advice is not None:
             return f"start again with {advice}"
-        leaner = {"keep": "OffloadCheckpointing('auto')", "recompute": "OffloadCheckpointing('offload')"}.get(self.policy)
+        leaner = {"keep": "OffloadCheckpointing('auto')", "recompute": "OffloadCheckpointing('offload')"}.get(
+            self.policy
+        )
         shorter = "shorter packs, PackedDataModule(max_tokens=...), or batches of fewer rows"
         if leaner is None and self.mlp_tiles == 1:
             leaner = f"OffloadCheckpointing({self.policy!r}, mlp_tiles=8)"
@@ -222,7 +259,10 @@ class OffloadCheckpointing:
     def describe_budget(self) -> str:
         """Return the budgets as they were given."""
         vram, host = self.options.vram_budget_bytes, self.options.host_budget_bytes
-        shown = {name: "auto" if value is None else f"{value / 2**30:.1f} GiB" for name, value in (("vram_budget", vram), ("host_budget", host))}
+        shown = {
+            name: "auto" if value is None else f"{value / 2**30:.1f} GiB"
+            for name, value in (("vram_budget", vram), ("host_budget", host))
+        }
         return ", ".join(f"{name} {value}" for name, value in shown.items())
 
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
@@ -233,11 +273,17 @@ class OffloadCheckpointing:
         Raises:
             OptionError: The policy is not "keep" and a layer that is trained is in evaluation mode.
         """
-        idle = [layer for layer in layers if not layer.training and any(parameter.requires_grad for parameter in layer.parameters())]
+        idle = [
+            layer
+            for layer in layers
+            if not layer.training and any(parameter.requires_grad for parameter in layer.parameters())
+        ]
         if self.policy != "keep" and idle:
             raise OptionError(
-                f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where transformers recomputes "
-                "nothing: it loads models in that mode and Lightning keeps it: call .train() on the model once after loading it."
+                f"{len(idle)} of {len(layers)} decoder layers ({type(idle[0]).__name__}) are in evaluation mode, where "
+                "transformers recomputes "
+                "nothing: it loads models in that mode and Lightning keeps it: call .train() on the model once after "
+                "loading it."
             )
 
     def _detach(self, stack: SegmentStack) -> None:
@@ -246,22 +292,22 @@ class OffloadCheckpointing:
         self.stacks.remove(stack)
 
 
-def _take_over(layer: nn.Module, run: Callable[..., Any], ledger: Ledger) -> None:
+def _take_over(layer: nn.Module, run: Callable[..., Any], patcher: Patcher) -> None:
     """Have a layer run through its segment."""
     if hasattr(layer, "gradient_checkpointing"):
-        ledger.set_attribute(layer, "_gradient_checkpointing_func", run)
-        ledger.set_attribute(layer, "gradient_checkpointing", True)
+        patcher.set_attribute(layer, "_gradient_checkpointing_func", run)
+        patcher.set_attribute(layer, "gradient_checkpointing", True)
         return
-    ledger.set_attribute(layer, "forward", functools.partial(_run_in_training, layer, layer.forward, run))
+    patcher.set_attribute(layer, "forward", functools.partial(_run_in_training, layer, layer.forward, run))
 
 
 def _run_in_training(
     layer: nn.Module,
     own_forward: Callable[..., Any],
     run: Callable[..., Any],
-    *args: Any,  # noqa: ANN401 - the layer's own signature
-    **kwargs: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run a layer through its segment in training."""
     return run(functools.partial(own_forward, **kwargs), *args) if layer.training else own_forward(*args, **kwargs)
 
@@ -275,7 +321,7 @@ def _read_gib(name: str, value: float | str) -> int | None:
     return int(check_float(name, value, low=0.0, high=_MOST_GIB) * 2**30)
 
 
-def _ask(plugin: OffloadCheckpointing, name: str, *args: Any) -> Any:  # noqa: ANN401 - as the callable's
+def _ask(plugin: OffloadCheckpointing, name: str, *args: Any) -> Any:
     return getattr(plugin, name)(*args)
 
 

@@ -1,4 +1,6 @@
-"""Measure one step under checkpointing: times, bytes and peaks of every segment, which the planner turns into a plan."""
+"""Measure one step under checkpointing: times, bytes and peaks of every segment, which the planner turns into a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ _BANDWIDTH_COPIES = 6
 class Clock(Protocol):
     """Times on the device, read later."""
 
-    def now(self) -> Any:  # noqa: ANN401 - an event or a number
+    def now(self) -> Any:
         """Note a moment."""
 
-    def ms_between(self, begin: Any, end: Any) -> float:  # noqa: ANN401
+    def ms_between(self, begin: Any, end: Any) -> float:
         """Return the milliseconds from one moment to another; waits for the later one."""
 
 
@@ -126,7 +128,7 @@ class StepProbe(SegmentObserver):
         previous: When the forward before this one began; None where nobody noted it.
     """
 
-    def __init__(self, clock: Clock, memory: Memory, *, previous: Any = None) -> None:  # noqa: ANN401 - a moment of the clock
+    def __init__(self, clock: Clock, memory: Memory, *, previous: Any = None) -> None:
         self._clock, self._memory = clock, memory
         self._previous = previous
         self._moments: dict[tuple[str, int], Any] = {}
@@ -143,7 +145,9 @@ class StepProbe(SegmentObserver):
 
     @property
     def has_backward(self) -> bool:
-        """Whether the backward has reached every segment that it goes through; false after an exception in the middle."""
+        """Whether the backward has reached every segment that it goes through; false after an exception in the
+        middle.
+        """
         return bool(self._awaited) and self._awaited == self._reached
 
     def forward_begins(self, segment: Segment) -> None:
@@ -221,7 +225,9 @@ class StepProbe(SegmentObserver):
         """
         backward = self._backward_times(len(segments))
         costs = [
-            self._segment_cost(segment, backward_ms=backward[segment.index], input_bytes=input_bytes, saved=saved_bytes)._replace(weight_bytes=weight)
+            self._segment_cost(
+                segment, backward_ms=backward[segment.index], input_bytes=input_bytes, saved=saved_bytes
+            )._replace(weight_bytes=weight)
             for segment, weight in zip(segments, weight_bytes)
         ]
         last = segments[-1].index
@@ -239,14 +245,18 @@ class StepProbe(SegmentObserver):
             other_ms=max(0.0, total - known),
         )
 
-    def _segment_cost(self, segment: Segment, *, backward_ms: float, input_bytes: int, saved: Callable[[int], int]) -> SegmentCost:
+    def _segment_cost(
+        self, segment: Segment, *, backward_ms: float, input_bytes: int, saved: Callable[[int], int]
+    ) -> SegmentCost:
         index = segment.index
         saved_bytes = max(0, saved(index) - input_bytes)
         values = []
         for name, (num_bytes, moments) in self._values[index].items():
             # What the last point computes is never rebuilt, so nothing is gained by holding it.
             if segment.last_point is None or not name.startswith(segment.last_point):
-                values.append(ValueCost(name, num_bytes, sum(self._clock.ms_between(begin, end) for begin, end in moments)))
+                values.append(
+                    ValueCost(name, num_bytes, sum(self._clock.ms_between(begin, end) for begin, end in moments))
+                )
         return SegmentCost(
             input_bytes=input_bytes,
             saved_bytes=saved_bytes,
@@ -260,7 +270,9 @@ class StepProbe(SegmentObserver):
         )
 
     def _backward_times(self, num_segments: int) -> list[float]:
-        """Backward without replay, per segment; the first segments, whose end nobody sees, take the mean of the others."""
+        """Backward without replay, per segment; the first segments, whose end nobody sees, take the mean of the
+        others.
+        """
         found: dict[int, float] = {}
         for index in range(1, num_segments):
             if ("backward", index) in self._moments and ("backward", index - 1) in self._moments:
@@ -284,7 +296,8 @@ class StepProbe(SegmentObserver):
 
 
 def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
-    """Return what the step costs for packs of another length: times, activations and transients grow with it, weights and the rest do not.
+    """Return what the step costs for packs of another length: times, activations and transients grow with it, weights
+    and the rest do not.
 
     Args:
         cost: What was measured.
@@ -300,14 +313,19 @@ def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
             forward_ms=segment.forward_ms * factor,
             backward_ms=segment.backward_ms * factor,
             recompute_ms=segment.recompute_ms * factor,
-            values=tuple(ValueCost(value.name, align(math.ceil(value.num_bytes * factor)), value.rebuild_ms * factor) for value in segment.values),
+            values=tuple(
+                ValueCost(value.name, align(math.ceil(value.num_bytes * factor)), value.rebuild_ms * factor)
+                for value in segment.values
+            ),
             forward_peak_bytes=round(segment.forward_peak_bytes * factor),
             backward_peak_bytes=round(segment.backward_peak_bytes * factor),
             weight_bytes=segment.weight_bytes,
         )
         for segment in cost.segments
     )
-    return cost._replace(segments=segments, head_peak_bytes=round(cost.head_peak_bytes * factor), head_ms=cost.head_ms * factor)
+    return cost._replace(
+        segments=segments, head_peak_bytes=round(cost.head_peak_bytes * factor), head_ms=cost.head_ms * factor
+    )
 
 
 def make_clock(device: torch.device) -> Clock:

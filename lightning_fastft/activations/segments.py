@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from lightning_fastft.activations.engine import Group, HostLease, OffloadEngine
+from lightning_fastft.activations.engine import Group, HostAllocation, OffloadEngine
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.planner.step import SegmentPlan
 
@@ -61,7 +61,8 @@ class SegmentObserver:
 class Segment:
     """A decoder layer that runs under a plan.
 
-    Modules inside the layer that can take a value instead of computing it find their segment in an attribute and ask ``session`` during a run.
+    Modules inside the layer that can take a value instead of computing it find their segment in an attribute and ask
+    ``session`` during a run.
 
     Args:
         index: Place among the layers of its model, from 0.
@@ -95,9 +96,11 @@ class Segment:
         return vars(alone)
 
     def inner_session(self) -> Session | None:
-        """Return a session for a part of the layer that runs in a backward outside of the layer's own second run; else None.
+        """Return a session for a part of the layer that runs in a backward outside of the layer's own second run; else
+        None.
 
-        A checkpoint inside the layer does so, and its part has to save the tensors that it saved in the first run, under a session.
+        A checkpoint inside the layer does so, and its part has to save the tensors that it saved in the first run,
+        under a session.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         return InnerSession(self, engine=None, group=None) if is_in_backward and not self.plan.is_kept else None
@@ -107,7 +110,7 @@ class Segment:
         self.plan, self.engine = plan, engine
         self.places = dict(plan.values)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - whatever the layer takes and returns
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run the layer once, as its checkpointing function.
 
         Cost:
@@ -127,11 +130,18 @@ class Segment:
                 output = function(*args)
         else:
             session = Session(self, engine=self.engine, group=group)
-            # Only what the layer is given passes these hooks: what it saves inside goes to the checkpoint's own. Where nothing is to be sent there
-            # are none: the input of a checkpoint inside another one belongs to that one's hooks.
+            # Only what the layer is given passes these hooks: what it saves inside goes to the checkpoint's own. Where
+            # nothing is to be sent there are none: the input of a checkpoint inside another one belongs to that one's
+            # hooks.
             is_sent = self.plan.input_place == "host" and self.engine is not None
-            with torch.autograd.graph.saved_tensors_hooks(session.pack_input, session.unpack_input) if is_sent else nullcontext():
-                output = checkpoint(partial(session.run, function), *args, use_reentrant=False, preserve_rng_state=self.is_random)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(session.pack_input, session.unpack_input)
+                if is_sent
+                else nullcontext()
+            ):
+                output = checkpoint(
+                    partial(session.run, function), *args, use_reentrant=False, preserve_rng_state=self.is_random
+                )
         if observer is not None:
             observer.forward_ends(self)
         self._announce_backward(output)
@@ -139,7 +149,7 @@ class Segment:
             self._watch_backward(output, group=group, observer=observer)
         return output
 
-    def _announce_backward(self, output: Any) -> None:  # noqa: ANN401
+    def _announce_backward(self, output: Any) -> None:
         """Call on_backward as soon as the gradient of one of the outputs is known."""
         announce, self.on_backward = self.on_backward, None
         if announce is None:
@@ -148,7 +158,7 @@ class Segment:
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: announce())
 
-    def _watch_backward(self, output: Any, *, group: Group | None, observer: SegmentObserver | None) -> None:  # noqa: ANN401
+    def _watch_backward(self, output: Any, *, group: Group | None, observer: SegmentObserver | None) -> None:
         """Learn when the backward reaches the layer: when the gradient of its output is known."""
         tensor = output[0] if isinstance(output, (tuple, list)) else output
         if not torch.is_tensor(tensor) or not tensor.requires_grad:
@@ -180,7 +190,10 @@ def _hidden_states(function: Callable[..., Any], args: tuple[Any, ...]) -> torch
     given = (*args, *getattr(function, "keywords", {}).values())
     hidden = next((value for value in given if torch.is_tensor(value) and value.is_floating_point()), None)
     if hidden is None:
-        raise SwapError("A decoder layer was called without a tensor of hidden states; activation policies need layers that take and return them.")
+        raise SwapError(
+            "A decoder layer was called without a tensor of hidden states; activation policies need layers that take "
+            "and return them."
+        )
     return hidden
 
 
@@ -202,7 +215,7 @@ class Session:
         self._num_runs = 0
         self._choice: _RememberedChoice | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - the layer's own
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run the layer with this session open; the first time records, later times replay."""
         self.is_replay = self._num_runs > 0
         self._num_runs += 1
@@ -218,7 +231,8 @@ class Session:
                     return function(*args)
             return function(*args)
         finally:
-            # The two refer to each other: held on, an interrupted step would keep its memory until garbage is collected.
+            # The two refer to each other: held on, an interrupted step would keep its memory until garbage is
+            # collected.
             self._choice = None
             segment.session = outer
             if self.is_replay and observer is not None:
@@ -226,7 +240,9 @@ class Session:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Run what chooses no experts without being watched for it: every call of torch, each look at a shape among them, passes a watch."""
+        """Run what chooses no experts without being watched for it: every call of torch, each look at a shape
+        among them, passes a watch.
+        """
         choice = self._choice
         if choice is None or not choice.is_innermost():
             yield
@@ -267,7 +283,9 @@ class Session:
         return self.is_replay and self.segment.last_point == name
 
     def skip(self, name: str) -> None:
-        """Pass over one call of a value that is not computed, so that the next call does not take what was held for this one."""
+        """Pass over one call of a value that is not computed, so that the next call does not take what was held
+        for this one.
+        """
         self._held.pop(self._key(name), None)
 
     @contextmanager
@@ -285,12 +303,15 @@ class Session:
             self.segment.last_point = None
 
     def run_last(self, name: str, run: Callable[[], torch.Tensor], *, anew: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a point that may be the last to save something in the layer, and leave its output out where nobody needs it.
+        """Run a point that may be the last to save something in the layer, and leave its output out where nobody needs
+        it.
 
         Args:
             name: Name of the point.
-            run: Computes; in a second run that is known to end here it may return anything of the right shape (``is_last``).
-            anew: Computes in full; called without gradients where the second run went on after all, so that somebody may read the output.
+            run: Computes; in a second run that is known to end here it may return anything of the right shape
+                (``is_last``).
+            anew: Computes in full; called without gradients where the second run went on after all, so that somebody
+                may read the output.
         """
         is_unneeded = self.is_last(name)
         with self.watch_end(name):
@@ -300,16 +321,21 @@ class Session:
                 out.data = anew()
         return out
 
-    def pack_input(self, tensor: torch.Tensor) -> torch.Tensor | HostLease:
+    def pack_input(self, tensor: torch.Tensor) -> torch.Tensor | HostAllocation:
         """Send the layer's input to the host if the plan says so."""
-        if self._engine is None or self._group is None or self.segment.plan.input_place != "host" or tensor.numel() == 0:
+        if (
+            self._engine is None
+            or self._group is None
+            or self.segment.plan.input_place != "host"
+            or tensor.numel() == 0
+        ):
             return tensor
-        lease = self._engine.store(self._group, tensor)
-        return tensor if lease is None else lease
+        allocation = self._engine.store(self._group, tensor)
+        return tensor if allocation is None else allocation
 
-    def unpack_input(self, packed: torch.Tensor | HostLease) -> torch.Tensor:
+    def unpack_input(self, packed: torch.Tensor | HostAllocation) -> torch.Tensor:
         """Return the layer's input."""
-        if not isinstance(packed, HostLease):
+        if not isinstance(packed, HostAllocation):
             return packed
         assert self._engine is not None
         return self._engine.load(packed)
@@ -320,10 +346,15 @@ class Session:
 
     def _hold(self, tensor: torch.Tensor, *, name: str, place: str) -> _Held:
         tensor = tensor.detach()
-        if place == "host" and self._engine is not None and self._group is not None and tensor.numel() * tensor.element_size() >= _LEAST_HOST_BYTES:
-            lease = self._engine.store(self._group, tensor)
-            if lease is not None:
-                return _HeldOnHost(self._engine, lease)
+        if (
+            place == "host"
+            and self._engine is not None
+            and self._group is not None
+            and tensor.numel() * tensor.element_size() >= _LEAST_HOST_BYTES
+        ):
+            allocation = self._engine.store(self._group, tensor)
+            if allocation is not None:
+                return _HeldOnHost(self._engine, allocation)
         return _HeldOnDevice(tensor, name=name)
 
 
@@ -349,7 +380,8 @@ class _HeldOnDevice:
     def get(self) -> torch.Tensor:
         if self._tensor._version != self._version:
             raise SwapError(
-                f"{self._name} was kept for the backward and then written to in place by the model. Keep or recompute whole layers: "
+                f"{self._name} was kept for the backward and then written to in place by the model. Keep or recompute "
+                "whole layers: "
                 "OffloadCheckpointing('keep') or 'recompute'."
             )
         return self._tensor
@@ -358,11 +390,11 @@ class _HeldOnDevice:
 class _HeldOnHost:
     """A tensor in pinned memory."""
 
-    def __init__(self, engine: OffloadEngine, lease: HostLease) -> None:
-        self._engine, self._lease = engine, lease
+    def __init__(self, engine: OffloadEngine, allocation: HostAllocation) -> None:
+        self._engine, self._allocation = engine, allocation
 
     def get(self) -> torch.Tensor:
-        return self._engine.load(self._lease)
+        return self._engine.load(self._allocation)
 
 
 class _RememberedChoice(TorchFunctionMode):
@@ -377,29 +409,35 @@ class _RememberedChoice(TorchFunctionMode):
         depth = torch._C._len_torch_function_stack()
         return depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is not torch.topk and func is not torch.Tensor.topk:
             return func(*args, **kwargs)
         scores: torch.Tensor = args[0] if args else kwargs["input"]
         axis = args[2] if len(args) > 2 else kwargs.get("dim", -1)
         with torch.no_grad():
-            (index,) = self._session.value("choice of experts", lambda: (func(*args, **kwargs).indices,), is_always_held=True)
+            (index,) = self._session.value(
+                "choice of experts", lambda: (func(*args, **kwargs).indices,), is_always_held=True
+            )
         values = _ChosenValues.apply(scores, index, axis) if scores.is_floating_point() else scores.gather(axis, index)
         return torch.return_types.topk((values, index))  # type: ignore[attr-defined]
 
 
 class _ChosenValues(torch.autograd.Function):
-    """The values of a top-k at indices that are known; forward and gradient have the bits of torch.topk's own. Saves the indices."""
+    """The values of a top-k at indices that are known; forward and gradient have the bits of torch.topk's own.
+    Saves the indices.
+    """
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+    def forward(ctx: Any, scores: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.axis, ctx.shape = axis, scores.shape
         return scores.gather(axis, index)
 
     @staticmethod
-    def backward(ctx: Any, d_values: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, d_values: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         # No index comes twice along the axis, so nothing is summed.
         return d_values.new_zeros(ctx.shape).scatter(ctx.axis, index, d_values), None, None
@@ -411,4 +449,7 @@ def is_random(module: nn.Module) -> bool:
 
     if isinstance(module, _DropoutNd) and module.p > 0:
         return True
-    return any(isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name) for name, value in vars(module).items())
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+        for name, value in vars(module).items()
+    )

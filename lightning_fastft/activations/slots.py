@@ -1,4 +1,6 @@
-"""Memory that offload owns: one pinned slab on the host, handed out in regions, and fixed staging slots on the device."""
+"""Memory that offload owns: one pinned slab on the host, handed out in regions, and fixed staging slots on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_fastft.activations.streams import Lanes, Mark
+from lightning_fastft.activations.streams import CopyStreams, Mark
 from lightning_fastft.core.errors import HostMemoryError
 
 # Copies begin at multiples of this: full speed of the copy engines, and room for any dtype.
@@ -77,7 +79,9 @@ class PinnedSlab:
         try:
             self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8)
         except RuntimeError as error:
-            raise HostMemoryError(f"The host has no {self.num_bytes / 2**30:.1f} GiB for offloaded tensors: lower host_budget. ({error})") from error
+            raise HostMemoryError(
+                f"The host has no {self.num_bytes / 2**30:.1f} GiB for offloaded tensors: lower host_budget. ({error})"
+            ) from error
         if device.type == "cuda" and num_bytes:
             self._register(device)
 
@@ -144,13 +148,16 @@ class PinnedSlab:
         if is_slow:
             logger.info("pinning %.1f GiB of host memory, about %.0f s", gib, gib)
         begin = time.perf_counter()
-        status = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, _CUDA_HOST_REGISTER_PORTABLE))
+        status = int(
+            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, _CUDA_HOST_REGISTER_PORTABLE)
+        )
         if status:
             # The next launch would report the failed call once more, in the name of something innocent.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=device)
             raise HostMemoryError(
-                f"The host refuses to pin {gib:.1f} GiB (CUDA error {status}): lower host_budget, or raise the limit on locked memory. Under WSL "
+                f"The host refuses to pin {gib:.1f} GiB (CUDA error {status}): lower host_budget, or raise the limit "
+                "on locked memory. Under WSL "
                 "pinned memory is limited to a share of the host's memory."
             )
         # Also where nobody closes the slab: memory that is freed while it is pinned cannot be pinned again.
@@ -168,13 +175,13 @@ class StagingSlot:
 
     Args:
         num_bytes: Size.
-        lanes: Who copies into it.
+        streams: Who copies into it.
     """
 
-    def __init__(self, num_bytes: int, *, lanes: Lanes) -> None:
+    def __init__(self, num_bytes: int, *, streams: CopyStreams) -> None:
         self.num_bytes = num_bytes
         self.num_replaced = 0
-        self._lanes = lanes
+        self._streams = streams
         self._owner: weakref.ref[Any] | None = None
         self._marks: list[Mark] = []
         self._allocate()
@@ -193,7 +200,9 @@ class StagingSlot:
             self.num_replaced += 1
             if self.num_replaced == 1:
                 logger.warning(
-                    "a staged tensor outlived the backward of its decoder layer: its %d bytes are left to whoever holds it", self.num_bytes
+                    "a staged tensor outlived the backward of its decoder layer: its %d bytes are left to whoever "
+                    "holds it",
+                    self.num_bytes,
                 )
             self._allocate()
         marks, self._marks = self._marks, []
@@ -210,9 +219,9 @@ class StagingSlot:
         self._marks = [mark]
 
     def _allocate(self) -> None:
-        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._lanes.device)
+        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._streams.device)
         # The allocator may hand out memory that earlier work of the compute stream still uses.
-        self._marks = [self._lanes.mark_compute()]
+        self._marks = [self._streams.mark_compute()]
 
 
 def _num_holders(tensor: torch.Tensor) -> int:

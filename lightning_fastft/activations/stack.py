@@ -13,10 +13,17 @@ from torch import nn
 
 from lightning_fastft.activations.budgets import auto_host_bytes, auto_vram_bytes, check_not_unified, is_unified
 from lightning_fastft.activations.engine import OffloadEngine
-from lightning_fastft.activations.probe import Memory, SavedBytesProbe, StepProbe, make_clock, measure_machine, scale_cost
+from lightning_fastft.activations.probe import (
+    Memory,
+    SavedBytesProbe,
+    StepProbe,
+    make_clock,
+    measure_machine,
+    scale_cost,
+)
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_random
 from lightning_fastft.activations.slots import align
-from lightning_fastft.activations.streams import Lanes, make_lanes
+from lightning_fastft.activations.streams import CopyStreams, make_copy_streams
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.core.status import Status
 from lightning_fastft.planner.picture import render_plan
@@ -25,7 +32,8 @@ from lightning_fastft.planner.step import Machine, Plan, SegmentPlan, StepCost
 
 logger = logging.getLogger(__name__)
 
-# Forwards before the plan: one that counts saved bytes, one that warms up (and finds the last value points), one that is timed.
+# Forwards before the plan: one that counts saved bytes, one that warms up (and finds the last value points), one that
+# is timed.
 _FRESH, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _PLANNED = range(5)
 # What is left of a budget that turned out not to be there.
 NOTCH = 0.9
@@ -69,7 +77,8 @@ class SegmentStack:
         layers: Decoder layers, in order.
         options: What was asked for.
         report: Takes what the user should read.
-        extra_bytes: Returns the bytes that will be resident later and are not yet (optimizer state before the first step).
+        extra_bytes: Returns the bytes that will be resident later and are not yet (optimizer state before the first
+            step).
         agree: Returns the plan that all ranks follow, from this rank's.
         most_tokens: Returns the tokens of the longest pack to come, 0 where nobody knows.
         num_local_ranks: Returns how many ranks share the host's memory.
@@ -88,18 +97,22 @@ class SegmentStack:
     ) -> None:
         self.options = options
         self.segments = [
-            Segment(index, is_random=any(map(is_random, layer.modules())), has_router=_has_router(layer)) for index, layer in enumerate(layers)
+            Segment(index, is_random=any(map(is_random, layer.modules())), has_router=_has_router(layer))
+            for index, layer in enumerate(layers)
         ]
         self.engine: OffloadEngine | None = None
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         self.note = ""
-        # Moves the frozen weights of the layers to the host, and says how many bytes of embedding would go with them; set by who knows the model.
-        self.stream_weights: Callable[[Lanes], StreamedWeights] | None = None
+        # Moves the frozen weights of the layers to the host, and says how many bytes of embedding would go with them;
+        # set by who knows the model.
+        self.stream_weights: Callable[[CopyStreams], StreamedWeights] | None = None
         self.embedding_bytes: Callable[[], int] = lambda: 0
         self.streamed: StreamedWeights | None = None
-        self.make_lanes: Callable[[torch.device], Lanes] = lambda device: make_lanes(device, is_serial=options.is_serial)
-        self._lanes: Lanes | None = None
+        self.make_copy_streams: Callable[[torch.device], CopyStreams] = lambda device: make_copy_streams(
+            device, is_serial=options.is_serial
+        )
+        self._streams: CopyStreams | None = None
         self._weight_bytes = [_frozen_bytes(layer) for layer in layers]
         self.segments[0].on_forward = self.begin_forward
         for segment in self.segments:
@@ -110,7 +123,8 @@ class SegmentStack:
         self._num_local_ranks = num_local_ranks
         # Known once the model stands on its device.
         self._is_always_kept = False
-        # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the others for ever.
+        # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the
+        # others for ever.
         self._has_agreed = False
         self._phase = _FRESH
         self._device = torch.device("cpu")
@@ -125,7 +139,8 @@ class SegmentStack:
         """Do what is due before a forward: grow the engine, take the next step of the probe, or make the plan."""
         num_bytes = hidden.numel() * hidden.element_size()
         self.place(hidden.device)
-        # The longest pack that is announced counts from the start, so that nothing is planned and pinned again for a few tokens more.
+        # The longest pack that is announced counts from the start, so that nothing is planned and pinned again for a
+        # few tokens more.
         most_tokens = self._most_tokens()
         announced = most_tokens * hidden.shape[-1] * hidden.element_size() if most_tokens else 0
         is_larger = max(num_bytes, announced) > self._most_bytes
@@ -137,13 +152,16 @@ class SegmentStack:
             self._advance(hidden.device, num_bytes=num_bytes, is_larger=is_larger)
 
     def place(self, device: torch.device) -> None:
-        """Take note of the device the model stands on, and move frozen weights to the host if that was asked for and not done.
+        """Take note of the device the model stands on, and move frozen weights to the host if that was asked for and
+        not done.
 
         Raises:
             OptionError: Nobody knows how to stream the weights of these layers, or none is frozen.
             HostMemoryError: The host has no room for them.
         """
-        is_always_kept = self.options.policy == "auto" and self.options.vram_budget_bytes is None and device.type == "cpu"
+        is_always_kept = (
+            self.options.policy == "auto" and self.options.vram_budget_bytes is None and device.type == "cpu"
+        )
         if is_always_kept != self._is_always_kept:
             self._is_always_kept = is_always_kept
             for segment in self.segments:
@@ -164,7 +182,9 @@ class SegmentStack:
         """
         if len(plan) != len(self.segments):
             raise OptionError(f"The plan has {len(plan)} segments, the model has {len(self.segments)} decoder layers.")
-        sizes = [_host_bytes(entry, index, cost=cost, input_bytes=self._input_bytes) for index, entry in enumerate(plan)]
+        sizes = [
+            _host_bytes(entry, index, cost=cost, input_bytes=self._input_bytes) for index, entry in enumerate(plan)
+        ]
         self.close_engine()
         engine = None
         if any(sizes):
@@ -190,7 +210,8 @@ class SegmentStack:
     def step_down(self) -> bool:
         """Get along with less after the device ran out of memory; return whether that is possible.
 
-        A plan is made again for a tenth less; before there is one, frozen weights are streamed and the first steps measured anew.
+        A plan is made again for a tenth less; before there is one, frozen weights are streamed and the first steps
+        measured anew.
         """
         if self.can_stream:
             gc.collect()
@@ -202,7 +223,10 @@ class SegmentStack:
                 self._report(f"activations: the first steps do not fit, and frozen weights cannot be streamed: {error}")
                 return False
             self._phase = _FRESH
-            self._report("activations: the first steps do not fit with all weights on the device, so frozen weights are streamed from the host")
+            self._report(
+                "activations: the first steps do not fit with all weights on the device, so frozen weights are "
+                "streamed from the host"
+            )
             return True
         if self.plan is None or self.cost is None or self.options.policy != "auto":
             return False
@@ -256,7 +280,10 @@ class SegmentStack:
         most = len(self.segments) - 1
         num_hosted = min(most, budget // self._input_bytes)
         while True:
-            plan = [RECOMPUTE._replace(input_place="host" if index < num_hosted else "device") for index in range(len(self.segments))]
+            plan = [
+                RECOMPUTE._replace(input_place="host" if index < num_hosted else "device")
+                for index in range(len(self.segments))
+            ]
             try:
                 self.follow(plan, device=device)
                 break
@@ -272,11 +299,15 @@ class SegmentStack:
     def _advance(self, device: torch.device, *, num_bytes: int, is_larger: bool) -> None:
         """Take the next step of the probe, or plan.
 
-        A pack that grows while the probe runs changes no phase, so that all ranks plan at the same forward: what was measured is scaled.
+        A pack that grows while the probe runs changes no phase, so that all ranks plan at the same forward: what was
+        measured is scaled.
         """
         self._device = device
         if is_larger and self._phase == _PLANNED:
-            self._report(f"activations: packs grew to {self._input_bytes / 2**20:.1f} MiB of hidden states; measuring and planning again")
+            self._report(
+                f"activations: packs grew to {self._input_bytes / 2**20:.1f} MiB of hidden states; measuring and "
+                "planning again"
+            )
             self.close_engine()
             self._observe(None)
             self.plan, self._phase = None, _FRESH
@@ -365,25 +396,37 @@ class SegmentStack:
             try:
                 self.follow(plan.segments, device=device, cost=self.cost)
             except HostMemoryError as error:
-                # The last attempt is made without a host that refuses again and again; weights that are there stay there.
+                # The last attempt is made without a host that refuses again and again; weights that are there stay
+                # there.
                 held = self._held_bytes()
-                host_budget = held + (max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0)
+                host_budget = held + (
+                    max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0
+                )
                 self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
                 self._report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
             except torch.OutOfMemoryError:
                 vram_budget = int(vram_budget * NOTCH)
-                self._report(f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB.")
+                self._report(
+                    f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB."
+                )
             else:
                 self.plan = plan
                 return
         self.close_engine()
-        raise OptionError("No plan for the activations could be put into effect; give vram_budget and host_budget in GiB, or policy 'recompute'.")
+        raise OptionError(
+            "No plan for the activations could be put into effect; give vram_budget and host_budget in GiB, or policy "
+            "'recompute'."
+        )
 
     def _best_plan(self, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
         """The fastest plan that fits, with weights that are streamed where they are already."""
         assert self.cost is not None
         plan = functools.partial(
-            make_plan, vram_budget_bytes=vram_budget, host_budget_bytes=host_budget, machine=machine, buffers=self.options.buffers
+            make_plan,
+            vram_budget_bytes=vram_budget,
+            host_budget_bytes=host_budget,
+            machine=machine,
+            buffers=self.options.buffers,
         )
         if self.streamed is not None:
             return plan(self.cost, weights="stream")
@@ -391,11 +434,14 @@ class SegmentStack:
             return plan(self.cost, weights="resident")
         return plan(self.cost, weights="auto")
 
-    def _stream_for(self, plan: Plan, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
+    def _stream_for(
+        self, plan: Plan, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine
+    ) -> Plan:
         """Move the frozen weights to the host, as a plan wants it.
 
         Returns:
-            The plan; made again where the embedding turned out to be one that stays, or where the weights cannot go and a plan without that fits.
+            The plan; made again where the embedding turned out to be one that stays, or where the weights cannot go and
+            a plan without that fits.
         """
         assert self.cost is not None
         try:
@@ -418,19 +464,21 @@ class SegmentStack:
     def _stream(self, device: torch.device) -> None:
         if self.stream_weights is None:
             raise OptionError(
-                "weights='stream' is for models of transformers; for other layers use lightning_fastft.activations.weights.WeightStreamer."
+                "weights='stream' is for models of transformers; for other layers use "
+                "lightning_fastft.activations.weights.WeightStreamer."
             )
         self.streamed = self.stream_weights(self._lanes_of(device))
-        # Where this is decided inside the first layer's own call, the hooks that were just added to it pass that call by.
+        # Where this is decided inside the first layer's own call, the hooks that were just added to it pass that call
+        # by.
         self.segments[0].on_backward = self.streamed.enter_backward
 
-    def _lanes_of(self, device: torch.device) -> Lanes:
-        """The copy lanes of the stack, shared by activations and weights."""
-        if self._lanes is None or self._lanes.device != device:
-            self._lanes = self.make_lanes(device)
-        return self._lanes
+    def _lanes_of(self, device: torch.device) -> CopyStreams:
+        """The copy streams of the stack, shared by activations and weights."""
+        if self._streams is None or self._streams.device != device:
+            self._streams = self.make_copy_streams(device)
+        return self._streams
 
-    def _observe(self, observer: Any) -> None:  # noqa: ANN401 - a probe or None
+    def _observe(self, observer: Any) -> None:
         for segment in self.segments:
             segment.observer = observer
 
@@ -487,4 +535,7 @@ def _frozen_bytes(layer: nn.Module) -> int:
 
 def _has_router(layer: nn.Module) -> bool:
     """Whether a layer chooses experts: it has a module of experts, or one named a router."""
-    return any("experts" in name.rpartition(".")[2].lower() or "router" in type(module).__name__.lower() for name, module in layer.named_modules())
+    return any(
+        "experts" in name.rpartition(".")[2].lower() or "router" in type(module).__name__.lower()
+        for name, module in layer.named_modules()
+    )

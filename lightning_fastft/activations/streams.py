@@ -1,4 +1,6 @@
-"""Copy lanes: bytes move between device and host beside the compute stream, in an order that marks decide; the host never waits."""
+"""Copy streams: bytes move between device and host beside the compute stream, in an order that marks decide; the
+host never waits.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in the work of one lane or of the compute stream."""
+    """A point in the work of one stream or of the compute stream."""
 
 
-class Lanes(Protocol):
-    """One lane out of the device, one into it, and the compute stream that is current when a method is called."""
+class CopyStreams(Protocol):
+    """One stream out of the device, one into it, and the compute stream that is current when a method is called."""
 
     device: torch.device
 
@@ -30,26 +32,27 @@ class Lanes(Protocol):
         """Copy host bytes to the device once every mark has passed; return the point after the copy."""
 
     def synchronize(self) -> None:
-        """Have the host wait until both lanes are empty; for teardown, never in a step."""
+        """Have the host wait until both streams are empty; for teardown, never in a step."""
 
 
-def make_lanes(device: torch.device, *, is_serial: bool = False) -> Lanes:
-    """Return the lanes of a device: two streams on CUDA, immediate copies elsewhere.
+def make_copy_streams(device: torch.device, *, is_serial: bool = False) -> CopyStreams:
+    """Return the streams of a device: two streams on CUDA, immediate copies elsewhere.
 
     Args:
         device: Where compute runs.
         is_serial: Copy on the compute stream itself, so that nothing overlaps: the control of a measurement.
     """
     if device.type == "cuda":
-        return CudaLanes(device, is_serial=is_serial)
-    return ImmediateLanes(device)
+        return CudaCopyStreams(device, is_serial=is_serial)
+    return ImmediateStreams(device)
 
 
-class CudaLanes:
+class CudaCopyStreams:
     """Two CUDA streams ordered by events.
 
-    Sources and targets are flat, contiguous byte tensors, so every copy is one asynchronous memcpy; host tensors must be pinned. Nothing is told to
-    the caching allocator: who calls keeps a source alive until compute has waited for its copy.
+    Sources and targets are flat, contiguous byte tensors, so every copy is one asynchronous memcpy; host tensors must
+    be pinned. Nothing is told to the caching allocator: who calls keeps a source alive until compute has waited for its
+    copy.
 
     Args:
         device: A CUDA device.
@@ -66,7 +69,7 @@ class CudaLanes:
         """Record an event on the stream that is current now."""
         return self._record(torch.cuda.current_stream(self.device))
 
-    def wait_compute(self, mark: Any) -> None:  # noqa: ANN401 - an event of this class
+    def wait_compute(self, mark: Any) -> None:
         """Have the stream that is current now wait for the event."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
@@ -83,7 +86,9 @@ class CudaLanes:
         self.out_stream.synchronize()
         self.in_stream.synchronize()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: torch.cuda.Stream, after: Sequence[Any]) -> torch.cuda.Event:
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, *, stream: torch.cuda.Stream, after: Sequence[Any]
+    ) -> torch.cuda.Event:
         stream = torch.cuda.current_stream(self.device) if self.is_serial else stream
         for mark in after:
             stream.wait_event(mark)
@@ -97,8 +102,8 @@ class CudaLanes:
         return event
 
 
-class ImmediateLanes:
-    """Lanes of a device whose memory the host shares: every copy is done when the method returns."""
+class ImmediateStreams:
+    """CopyStreams of a device whose memory the host shares: every copy is done when the method returns."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
@@ -106,7 +111,7 @@ class ImmediateLanes:
     def mark_compute(self) -> None:
         """Return the present, which has passed."""
 
-    def wait_compute(self, mark: Any) -> None:  # noqa: ANN401 - None
+    def wait_compute(self, mark: Any) -> None:
         """Do nothing: the mark has passed."""
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Any]) -> None:

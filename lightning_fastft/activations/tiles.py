@@ -1,4 +1,6 @@
-"""Tiled feed-forward blocks: rows of tokens one tile after the other, each computed again just before its own backward."""
+"""Tiled feed-forward blocks: rows of tokens one tile after the other, each computed again just before its own
+backward.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import nn
 from lightning_fastft.activations.segments import Segment, is_random
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
 from lightning_fastft.core.errors import SwapError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 
 BLOCK_NAMES = ("mlp", "feed_forward", "ffn")
 
@@ -28,17 +30,20 @@ class _Block(NamedTuple):
     num_tiles: int
 
 
-def install_tiles(layers: Sequence[nn.Module], segments: Sequence[Segment], ledger: SwapLedger, *, num_tiles: int) -> int:
+def install_tiles(
+    layers: Sequence[nn.Module], segments: Sequence[Segment], patcher: ModelPatcher, *, num_tiles: int
+) -> int:
     """Run the dense feed-forward block of every decoder layer in tiles of tokens, in training.
 
-    A block treats every token by itself, so tiles change no value beyond the rounding of products with fewer rows. Only one tile's intermediates
-    (gate, up, their product and gradients) exist at a time. Inside a layer that is recomputed nothing more is computed than before: the layer's
-    second run ends where the block begins, and each tile runs again before its backward.
+    A block treats every token by itself, so tiles change no value beyond the rounding of products with fewer rows. Only
+    one tile's intermediates (gate, up, their product and gradients) exist at a time. Inside a layer that is recomputed
+    nothing more is computed than before: the layer's second run ends where the block begins, and each tile runs again
+    before its backward.
 
     Args:
         layers: Decoder layers.
         segments: One per layer.
-        ledger: Where the changes are written down.
+        patcher: Where the changes are written down.
         num_tiles: Tiles of a pack, at least 2.
 
     Returns:
@@ -59,15 +64,19 @@ def install_tiles(layers: Sequence[nn.Module], segments: Sequence[Segment], ledg
             segment = Segment(outer.index, is_random=any(map(is_random, block.modules())))
             for module in block.modules():
                 if SEGMENT_ATTRIBUTE in vars(module):
-                    ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
-            ledger.set_attribute(block, "forward", functools.partial(_run_tiled, _Block(layer, name, outer, segment, num_tiles)))
+                    patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+            patcher.set_attribute(
+                block, "forward", functools.partial(_run_tiled, _Block(layer, name, outer, segment, num_tiles))
+            )
             num_tiled += 1
     if not num_tiled:
-        raise SwapError(f"mlp_tiles={num_tiles}: no decoder layer has a dense feed-forward block ({', '.join(BLOCK_NAMES)}).")
+        raise SwapError(
+            f"mlp_tiles={num_tiles}: no decoder layer has a dense feed-forward block ({', '.join(BLOCK_NAMES)})."
+        )
     return num_tiled
 
 
-def _run_tiled(block: _Block, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the block's own
+def _run_tiled(block: _Block, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run the block that stands in the layer now, which may be another instance with the same state."""
     module = block.layer._modules[block.name]
     assert module is not None

@@ -14,7 +14,9 @@ ATTENTION_VALUE = "attention"
 
 
 def find_session(module: nn.Module) -> Session | None:
-    """Return the open session of the segment that a module belongs to; None outside one and while torch.compile traces."""
+    """Return the open session of the segment that a module belongs to; None outside one and while torch.compile
+    traces.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     segment: Segment | None = vars(module).get(SEGMENT_ATTRIBUTE)
@@ -29,5 +31,7 @@ def value_name(module: nn.Module) -> str:
 
 
 def unneeded(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return what stands for an output that nobody will read: NaN of shape (..., width) in the memory of one element."""
+    """Return what stands for an output that nobody will read: NaN of shape (..., width) in the memory of one
+    element.
+    """
     return x.new_full((1,), float("nan")).expand(*x.shape[:-1], width)

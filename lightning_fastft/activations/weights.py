@@ -1,4 +1,6 @@
-"""Frozen weights streamed from the host: each decoder layer's tensors are copied into a fixed device slot before every use."""
+"""Frozen weights streamed from the host: each decoder layer's tensors are copied into a fixed device slot before
+every use.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_fastft.activations.slots import align
-from lightning_fastft.activations.streams import Lanes, Mark
+from lightning_fastft.activations.streams import CopyStreams, Mark
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError
 
@@ -42,29 +44,32 @@ class _Layer(NamedTuple):
 
 
 class WeightStreamer:
-    """Keep the frozen tensors of a stack of layers on the host and bring each layer into a device slot before it is used.
+    """Keep the frozen tensors of a stack of layers on the host and bring each layer into a device slot before it is
+    used.
 
-    Layer k belongs to slot k mod num_slots, where its tensors point for as long as the streamer is attached: a view taken in the forward is right
-    again in the backward once the same layer has been copied in. A slot is overwritten only after compute has moved on from the layer in it. Whoever
-    computes calls ``use`` first, on one compute stream at a time.
+    Layer k belongs to slot k mod num_slots, where its tensors point for as long as the streamer is attached: a view
+    taken in the forward is right again in the backward once the same layer has been copied in. A slot is overwritten
+    only after compute has moved on from the layer in it. Whoever computes calls ``use`` first, on one compute stream at
+    a time.
 
     Args:
         layers: The frozen tensors of each layer, leaves on any one device, no two of them with common memory.
-        lanes: The copy lanes of the device that computes.
+        streams: The copy streams of the device that computes.
         num_slots: Device slots; 2 at least, 3 let a copy start one layer earlier.
-        allocate_host: Called with a number of bytes; returns host memory (uint8), pinned for a CUDA device. None for pageable memory, on a CPU only.
+        allocate_host: Called with a number of bytes; returns host memory (uint8), pinned for a CUDA device. None for
+            pageable memory, on a CPU only.
 
     Raises:
         OptionError: A tensor is trained or no leaf, or two of them share memory.
 
     Cost:
-        Host memory for all tensors, device memory for num_slots layers; per forward and per backward one copy of every layer. No host
-        synchronisation outside attach and detach.
+        Host memory for all tensors, device memory for num_slots layers; per forward and per backward one copy of every
+        layer. No host synchronisation outside attach and detach.
 
     Example:
-        >>> from lightning_fastft.activations.streams import ImmediateLanes
+        >>> from lightning_fastft.activations.streams import ImmediateStreams
         >>> layers = [[torch.full((2,), float(k))] for k in range(4)]
-        >>> streamer = WeightStreamer(layers, lanes=ImmediateLanes(), num_slots=2)
+        >>> streamer = WeightStreamer(layers, streams=ImmediateStreams(), num_slots=2)
         >>> streamer.attach()
         >>> for k in range(4):
         ...     streamer.use(k, direction=1)
@@ -79,13 +84,13 @@ class WeightStreamer:
         self,
         layers: Sequence[Sequence[torch.Tensor]],
         *,
-        lanes: Lanes,
+        streams: CopyStreams,
         num_slots: int = DEFAULT_NUM_SLOTS,
         allocate_host: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         check_int("num_slots", num_slots, low=2)
         _check_tensors(layers)
-        self.lanes = lanes
+        self.streams = streams
         self._allocate_host = allocate_host or _allocate_pageable
         self._layers: list[_Layer] = []
         begin = 0
@@ -98,7 +103,8 @@ class WeightStreamer:
         self._host: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._addresses: list[list[int]] = []
-        # Per slot: the layer whose bytes it has or gets, the end of that copy, and the point where compute was done with the layer before.
+        # Per slot: the layer whose bytes it has or gets, the end of that copy, and the point where compute was done
+        # with the layer before.
         self._content: list[int | None] = []
         self._arrived: list[Mark] = []
         self._left: list[Mark] = []
@@ -115,7 +121,8 @@ class WeightStreamer:
         return sum(self._slot_sizes())
 
     def attach(self) -> None:
-        """Move every tensor's bytes to the host region and point the tensors into their slots; a second call does nothing.
+        """Move every tensor's bytes to the host region and point the tensors into their slots; a second call does
+        nothing.
 
         Raises:
             HostMemoryError: allocate_host returned too little, or memory that is not pinned for a CUDA device.
@@ -132,43 +139,48 @@ class WeightStreamer:
             for layer, bytes_of_layer in zip(self._layers, host):
                 for piece in layer.pieces:
                     piece.view(bytes_of_layer).copy_(piece.tensor)
-            slots = [torch.empty(size, dtype=torch.uint8, device=self.lanes.device) for size in self._slot_sizes()]
+            slots = [torch.empty(size, dtype=torch.uint8, device=self.streams.device) for size in self._slot_sizes()]
             # Nothing was changed so far; from here on detach puts everything back.
             self._host, self._is_attached = host, True
-            self._targets = [slots[index % self._num_slots][: layer.num_bytes] for index, layer in enumerate(self._layers)]
+            self._targets = [
+                slots[index % self._num_slots][: layer.num_bytes] for index, layer in enumerate(self._layers)
+            ]
             for layer, target in zip(self._layers, self._targets):
                 for piece in layer.pieces:
                     piece.tensor.data = piece.view(target)
         self._addresses = [[piece.tensor.data_ptr() for piece in layer.pieces] for layer in self._layers]
         self._content = [None] * self._num_slots
         # The allocator may hand out memory that earlier work of the compute stream still uses.
-        self._left = [self.lanes.mark_compute()] * self._num_slots
+        self._left = [self.streams.mark_compute()] * self._num_slots
         self._arrived = list(self._left)
         self._current = None
 
     def detach(self, *, device: torch.device | None = None) -> None:
         """Give every tensor memory of its own again, with its bytes; a second call does nothing.
 
-        Right at any time, also after an exception in the middle of a step; graphs that were recorded before cannot be run backward any more.
+        Right at any time, also after an exception in the middle of a step; graphs that were recorded before cannot be
+        run backward any more.
 
         Args:
-            device: Where the tensors go; None for the device that computes, or for host memory, with a warning, if that has no room for them.
+            device: Where the tensors go; None for the device that computes, or for host memory, with a warning, if that
+                has no room for them.
 
         Cost:
-            One copy of all tensors; the host waits for it and for the lanes.
+            One copy of all tensors; the host waits for it and for the streams.
         """
         if not self._is_attached:
             return
-        self.lanes.synchronize()
+        self.streams.synchronize()
         with torch.inference_mode(mode=False), torch.no_grad():
             try:
-                self._restore(device or self.lanes.device)
+                self._restore(device or self.streams.device)
             except torch.OutOfMemoryError:
                 if device is not None:
                     raise
                 self._restore(torch.device("cpu"))
                 warnings.warn(
-                    f"{self.lanes.device} has no room for the {self.num_host_bytes / 2**30:.1f} GiB of weights that were streamed: they are in host "
+                    f"{self.streams.device} has no room for the {self.num_host_bytes / 2**30:.1f} GiB of weights that "
+                    "were streamed: they are in host "
                     "memory now. Move the model to a device that holds it before using it.",
                     stacklevel=2,
                 )
@@ -188,21 +200,24 @@ class WeightStreamer:
             SwapError: The streamer is not attached, or a tensor of the layer was moved or replaced meanwhile.
 
         Cost:
-            Two marks and at most two copies that no one waits for on the host; compute waits for the layer unless it was fetched ahead.
+            Two marks and at most two copies that no one waits for on the host; compute waits for the layer unless it
+            was fetched ahead.
         """
         if not self._is_attached:
             raise SwapError(
-                f"Layer {index} is about to be computed after its streamed weights were given back: the backward of a step must end before teardown."
+                f"Layer {index} is about to be computed after its streamed weights were given back: the backward of a "
+                "step must end before teardown."
             )
         if index == self._current:
             return
         self._check_place(index)
-        # No layer is in use until the copy has been ordered: an exception in between must not leave one that is not there.
+        # No layer is in use until the copy has been ordered: an exception in between must not leave one that is not
+        # there.
         previous, self._current = self._current, None
         if previous is not None:
-            self._left[previous % self._num_slots] = self.lanes.mark_compute()
+            self._left[previous % self._num_slots] = self.streams.mark_compute()
         self._fetch(index)
-        self.lanes.wait_compute(self._arrived[index % self._num_slots])
+        self.streams.wait_compute(self._arrived[index % self._num_slots])
         self._current = index
         if 0 <= index + direction < len(self._layers):
             self._fetch(index + direction)
@@ -224,15 +239,17 @@ class WeightStreamer:
             return
         # Nobody's, should the copy fail.
         self._content[slot] = None
-        self._arrived[slot] = self.lanes.copy_in(self._targets[index], self._host[index], after=[self._left[slot]])
+        self._arrived[slot] = self.streams.copy_in(self._targets[index], self._host[index], after=[self._left[slot]])
         self._content[slot] = index
 
     def _check_place(self, index: int) -> None:
         for number, (piece, address) in enumerate(zip(self._layers[index].pieces, self._addresses[index])):
             if piece.tensor.data_ptr() != address:
                 raise SwapError(
-                    f"Frozen tensor {number} of layer {index} (shape {tuple(piece.shape)}) was moved or replaced while it was streamed, for "
-                    "example by model.to() or by merging adapters. Take the streaming back first (undo its ledger), then change the model."
+                    f"Frozen tensor {number} of layer {index} (shape {tuple(piece.shape)}) was moved or replaced while "
+                    "it was streamed, for "
+                    "example by model.to() or by merging adapters. Take the streaming back first (undo its patcher), "
+                    "then change the model."
                 )
 
     def _slot_sizes(self) -> list[int]:
@@ -246,14 +263,21 @@ class WeightStreamer:
     def _make_region(self) -> torch.Tensor:
         num_bytes = self.num_host_bytes
         region = self._allocate_host(num_bytes)
-        if region.dtype is not torch.uint8 or region.ndim != 1 or region.numel() < num_bytes or region.device.type != "cpu":
+        if (
+            region.dtype is not torch.uint8
+            or region.ndim != 1
+            or region.numel() < num_bytes
+            or region.device.type != "cpu"
+        ):
             raise HostMemoryError(
-                f"allocate_host({num_bytes}) returned {region.numel()} elements of {region.dtype} on {region.device}; it must return at least as "
+                f"allocate_host({num_bytes}) returned {region.numel()} elements of {region.dtype} on {region.device}; "
+                "it must return at least as "
                 "many bytes (uint8, one axis) of host memory."
             )
-        if self.lanes.device.type == "cuda" and num_bytes and not region.is_pinned():
+        if self.streams.device.type == "cuda" and num_bytes and not region.is_pinned():
             raise HostMemoryError(
-                f"Weights are streamed to {self.lanes.device} from pinned memory only, and allocate_host({num_bytes}) returned pageable memory: "
+                f"Weights are streamed to {self.streams.device} from pinned memory only, and "
+                f"allocate_host({num_bytes}) returned pageable memory: "
                 "give a PinnedSlab's region, or keep the weights on the device."
             )
         return region
@@ -288,16 +312,29 @@ def _check_tensors(layers: Sequence[Sequence[torch.Tensor]]) -> None:
         for number, tensor in enumerate(tensors):
             name = f"tensor {number} of layer {index} (shape {tuple(tensor.shape)})"
             if tensor.requires_grad or not tensor.is_leaf:
-                raise OptionError(f"Only frozen leaf tensors can be streamed, and {name} is trained or the result of an operation.")
+                raise OptionError(
+                    f"Only frozen leaf tensors can be streamed, and {name} is trained or the result of an operation."
+                )
             if tensor.layout is not torch.strided or tensor.device.type == "meta":
-                raise OptionError(f"Only dense tensors with memory can be streamed; {name} has layout {tensor.layout} on {tensor.device}.")
+                raise OptionError(
+                    f"Only dense tensors with memory can be streamed; {name} has layout {tensor.layout} on "
+                    f"{tensor.device}."
+                )
             if tensor.numel():
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-                stretches.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name))
+                stretches.append(
+                    (
+                        str(tensor.device),
+                        tensor.data_ptr(),
+                        tensor.data_ptr() + (last + 1) * tensor.element_size(),
+                        name,
+                    )
+                )
     stretches.sort()
     for (device, _, end, name), (other_device, start, _, other_name) in pairwise(stretches):
         if device == other_device and start < end:
             raise OptionError(
-                f"{name} shares memory with {other_name}: tied weights cannot be streamed, since each layer has a place of its own. Untie them, or "
+                f"{name} shares memory with {other_name}: tied weights cannot be streamed, since each layer has a "
+                "place of its own. Untie them, or "
                 "keep the weights on the device."
             )

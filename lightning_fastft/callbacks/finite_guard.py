@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.core.status import Status
@@ -31,7 +31,9 @@ _FLAGS = ("loss", "gradients")
 
 
 class _Micro(NamedTuple):
-    """Where one micro-batch came from: its number in the epoch, and its place in the plan or -1, for each pack in it."""
+    """Where one micro-batch came from: its number in the epoch, and its place in the plan or -1, for each pack in
+    it.
+    """
 
     batch_idx: int
     plan_indices: tuple[int, ...]
@@ -46,31 +48,36 @@ class _Window(NamedTuple):
 
 
 class FiniteGuard(Callback):
-    """Make an optimizer step change nothing where a loss or a gradient is NaN or infinite; count it; stop after too many.
+    """Make an optimizer step change nothing where a loss or a gradient is NaN or infinite; count it; stop after too
+    many.
 
-    One flag per rank is formed on the device from the losses of all micro-batches of the step and the square of the norm of all gradients: a norm
-    above 1.8e19 counts too, because its square overflows the second moment. The flag is joined over all ranks and given to the optimizer as
-    ``found_inf``: weights, averages, narrow copies and step counts keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers take
-    it. The learning-rate schedule moves on, as Lightning's does behind any step; the gradients are dropped with the next window. Each skipped step
-    is warned about with its packs, once its flag is on the host. The run stops when max_skips of its last 100 steps were skipped.
+    One flag per rank is formed on the device from the losses of all micro-batches of the step and the square of the
+    norm of all gradients: a norm above 1.8e19 counts too, because its square overflows the second moment. The flag is
+    joined over all ranks and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step counts
+    keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves
+    on, as Lightning's does behind any step; the gradients are dropped with the next window. Each skipped step is warned
+    about with its packs, once its flag is on the host. The run stops when max_skips of its last 100 steps were skipped.
 
-    With ``Trainer(precision="16-mixed")`` nothing is done: the loss scaler skips such steps itself. Manual optimization is refused.
+    With ``Trainer(precision="16-mixed")`` nothing is done: the loss scaler skips such steps itself. Manual optimization
+    is refused.
 
     Args:
         max_skips: Skipped steps among the last 100 that stop the run, 1 to 100.
-        check_every_n_steps: How often flags are brought to the host. A run stops at most twice as many steps after the step that fills max_skips; bad
-            steps until then change nothing either.
-        unsupported: What happens with an optimizer that takes no ``found_inf``, such as those of bitsandbytes. "refuse": the run is not guarded, and
-            the status table says so; "wait": the host reads the flag in every step and drops the gradients of a bad one, so that nothing is stepped.
+        check_every_n_steps: How often flags are brought to the host. A run stops at most twice as many steps after the
+            step that fills max_skips; bad steps until then change nothing either.
+        unsupported: What happens with an optimizer that takes no ``found_inf``, such as those of bitsandbytes.
+            "refuse": the run is not guarded, and the status table says so; "wait": the host reads the flag in every
+            step and drops the gradients of a bad one, so that nothing is stepped.
 
     Raises:
         OptionError: A value is not allowed.
         NotTrainingError: From the training loop, on every rank at the same step: max_skips is reached.
 
     Cost:
-        A dozen launches on single numbers per step, one reduction of two numbers per rank over the ranks, and no host wait: what is read was copied
-        check_every_n_steps before. (On several ranks the host waits if the device is further behind than that; all ranks must stop at the same step.)
-        ``FusedAdamW`` that clips by norm hands its norm over; otherwise gradients are read once more. "wait": one host wait per step.
+        A dozen launches on single numbers per step, one reduction of two numbers per rank over the ranks, and no host
+        wait: what is read was copied check_every_n_steps before. (On several ranks the host waits if the device is
+        further behind than that; all ranks must stop at the same step.) ``FusedAdamW`` that clips by norm hands its
+        norm over; otherwise gradients are read once more. "wait": one host wait per step.
 
     Source:
         own; ``found_inf`` is the protocol of torch.amp.GradScaler.
@@ -80,13 +87,15 @@ class FiniteGuard(Callback):
         'inactive'
     """
 
-    def __init__(self, *, max_skips: int = 5, check_every_n_steps: int = 10, unsupported: Literal["refuse", "wait"] = "refuse") -> None:
+    def __init__(
+        self, *, max_skips: int = 5, check_every_n_steps: int = 10, unsupported: Literal["refuse", "wait"] = "refuse"
+    ) -> None:
         self.max_skips = check_int("max_skips", max_skips, low=1, high=WINDOW_STEPS)
         self.check_every_n_steps = check_int("check_every_n_steps", check_every_n_steps, low=1)
         self.unsupported = check_choice("unsupported", unsupported, ("refuse", "wait"))
         self.num_steps = self.num_skipped = 0
         self._base = Status(STATUS_NAME, "inactive", "no training yet")
-        self._copies = LateCopies()
+        self._copies = AsyncScalarReader()
         self._recent: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self._trainer: pl.Trainer | None = None
         # Of the accumulation window so far, and of the steps whose flags have not been sent yet.
@@ -114,11 +123,19 @@ class FiniteGuard(Callback):
         if isinstance(optimizer, FusedAdamW):
             optimizer.attach_guard(self._flag_of)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Note where a batch came from; host integers only."""
         if self._trainer is not None:
             packed = find_packed_batches(batch)
-            self._micros.append(_Micro(batch_idx, tuple(found.index for found in packed), sum(found.context.num_documents for found in packed)))
+            self._micros.append(
+                _Micro(
+                    batch_idx,
+                    tuple(found.index for found in packed),
+                    sum(found.context.num_documents for found in packed),
+                )
+            )
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """Keep the loss of a micro-batch on its device."""
@@ -126,7 +143,9 @@ class FiniteGuard(Callback):
             self._losses.append(loss.detach().reshape(()).float())
 
     @torch.no_grad()
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
         """Judge the gradients before they are clipped, unless the optimizer does so with the norm that it clips by."""
         if self._trainer is None:
             return
@@ -136,7 +155,12 @@ class FiniteGuard(Callback):
             if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
                 self._norms.append(inner.gradient_norm())
             return
-        grads = [parameter.grad for group in inner.param_groups for parameter in group["params"] if parameter.grad is not None]
+        grads = [
+            parameter.grad
+            for group in inner.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         found_inf = self._flag_of(_norm_of(grads, device=trainer.strategy.root_device))
         if _takes_flag(inner):
             inner.found_inf = found_inf
@@ -144,7 +168,7 @@ class FiniteGuard(Callback):
         elif bool(found_inf):
             inner.zero_grad(set_to_none=True)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Every so many steps: judge the flags that were sent before, then send the new ones."""
         if self._trainer is not None and len(self._flags) >= self.check_every_n_steps:
             # Ranks must stop at the same step: no rank may judge what another has not got yet.
@@ -172,9 +196,18 @@ class FiniteGuard(Callback):
     def _judge_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Status:
         """Say how this run is guarded, or why it is not."""
         if not pl_module.automatic_optimization:
-            return Status(STATUS_NAME, "refused", "manual optimization: steps are made by the module's own code", "use automatic optimization")
+            return Status(
+                STATUS_NAME,
+                "refused",
+                "manual optimization: steps are made by the module's own code",
+                "use automatic optimization",
+            )
         if trainer.scaler is not None:
-            return Status(STATUS_NAME, "inactive", f"the loss scaler of precision={str(trainer.precision)!r} skips such steps itself")
+            return Status(
+                STATUS_NAME,
+                "inactive",
+                f"the loss scaler of precision={str(trainer.precision)!r} skips such steps itself",
+            )
         optimizer: Any = trainer.optimizers[0]
         name = type(optimizer).__name__
         if _takes_flag(optimizer):
@@ -193,7 +226,9 @@ class FiniteGuard(Callback):
 
     @torch.no_grad()
     def _flag_of(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return found_inf of the step, the same on every rank, and keep the flags of all ranks; shape (), fp32, on the device of the norm."""
+        """Return found_inf of the step, the same on every rank, and keep the flags of all ranks; shape (), fp32,
+        on the device of the norm.
+        """
         trainer = self._trainer
         assert trainer is not None
         # The second moment holds squares, which overflow long before the gradients do.
@@ -216,7 +251,9 @@ class FiniteGuard(Callback):
             self._flags = []
 
     def _judge(self, arrived: Sequence[tuple[Sequence[_Window], torch.Tensor]]) -> None:
-        """Count steps whose flags are on the host, tell of those that were skipped, and stop the run where they are too many."""
+        """Count steps whose flags are on the host, tell of those that were skipped, and stop the run where they
+        are too many.
+        """
         for windows, flag_NR2 in arrived:
             # A copy on the host that has arrived: reading it waits for nothing.
             for window, flag_R2 in zip(windows, flag_NR2.tolist()):
@@ -239,14 +276,18 @@ class FiniteGuard(Callback):
             described = [None] * trainer.world_size
             torch.distributed.all_gather_object(described, _describe(window, trainer))
         packs = "; ".join(f"rank {rank}: {described[rank]}" for rank in bad_ranks)
-        message = f"Optimizer step {window.step} was skipped: {_FLAGS[kind]} not finite (NaN or infinity). Made of {packs}."
+        message = (
+            f"Optimizer step {window.step} was skipped: {_FLAGS[kind]} not finite (NaN or infinity). Made of {packs}."
+        )
         num_recent = sum(self._recent)
         if num_recent < self.max_skips:
             rank_zero_warn(f"FiniteGuard: {message}")
             return
         raise NotTrainingError(
-            f"{num_recent} of the last {len(self._recent)} optimizer steps were skipped (max_skips={self.max_skips}). {message} Weights and "
-            "optimizer are as before the first of them. Look at these examples, at the learning rate, and at gradient clipping."
+            f"{num_recent} of the last {len(self._recent)} optimizer steps were skipped (max_skips={self.max_skips}). "
+            f"{message} Weights and "
+            "optimizer are as before the first of them. Look at these examples, at the learning rate, and at gradient "
+            "clipping."
         )
 
     def _stop(self) -> None:
@@ -262,24 +303,28 @@ class FiniteGuard(Callback):
         self._micros, self._losses, self._norms, self._flags = [], [], [], []
 
 
-def _takes_flag(optimizer: Any) -> bool:  # noqa: ANN401 - any optimizer
+def _takes_flag(optimizer: Any) -> bool:
     """Whether a step with found_inf changes nothing: ours, and those that torch made for its loss scaler."""
     if isinstance(optimizer, FusedAdamW):
         return True
     groups = getattr(optimizer, "param_groups", ())
-    has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False) and all(group.get("fused") for group in groups)
+    has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") for group in groups
+    )
     # torch's fused SGD makes its first momentum without filling it, and a skipped step leaves it so (2.13).
     return has_protocol and not any(group.get("momentum") for group in groups)
 
 
-def _remedy(optimizer: Any) -> str:  # noqa: ANN401 - any optimizer
+def _remedy(optimizer: Any) -> str:
     if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         return f"use {type(optimizer).__name__}(fused=True)"
     return "use lightning_fastft.optim.FusedAdamW or torch.optim.AdamW(fused=True)"
 
 
 def _norm_of(grads: Sequence[torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    """Return the L2 norm of what this rank holds of all gradients; shape (), fp32; reads each once, with no host wait."""
+    """Return the L2 norm of what this rank holds of all gradients; shape (), fp32; reads each once, with no host
+    wait.
+    """
     held = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
     held = [grad._values() if grad.is_sparse else grad for grad in held]
     held = [grad for grad in held if grad.numel()]

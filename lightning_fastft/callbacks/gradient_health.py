@@ -23,23 +23,27 @@ if TYPE_CHECKING:
 
 
 class GradientHealth(Callback):
-    """Judge the first optimizer steps: every trainable tensor must get a finite, non-zero gradient and must move at least once.
+    """Judge the first optimizer steps: every trainable tensor must get a finite, non-zero gradient and must move at
+    least once.
 
-    Only steps count that could train: a learning rate above 0, at least one labelled token in the accumulation window, and not skipped (a training
-    step that returned nothing, a gradient scaler that found infinities). A gradient that is not finite in such a step stops the run at once. What the
-    optimizer was given is looked at right after its step, after clipping unless that is part of the step. A run whose learning rate stays 0, or that
-    never meets a labelled token, is warned about after num_steps optimizer steps and fails at its end. Later steps cost nothing.
+    Only steps count that could train: a learning rate above 0, at least one labelled token in the accumulation window,
+    and not skipped (a training step that returned nothing, a gradient scaler that found infinities). A gradient that is
+    not finite in such a step stops the run at once. What the optimizer was given is looked at right after its step,
+    after clipping unless that is part of the step. A run whose learning rate stays 0, or that never meets a labelled
+    token, is warned about after num_steps optimizer steps and fails at its end. Later steps cost nothing.
 
     Args:
         num_steps: Steps to judge, at least 3.
-        allow_zero: Name patterns (``*`` and ``?``) of tensors that may stay without a gradient, such as experts of a mixture that may get no token.
+        allow_zero: Name patterns (``*`` and ``?``) of tensors that may stay without a gradient, such as experts of a
+            mixture that may get no token.
 
     Raises:
         OptionError: A value is not allowed.
         NotTrainingError: From the training loop, with the names of the tensors and what to look at.
 
     Cost:
-        In judged steps two reads of the trainable tensors on the device; results are copied to pinned memory and read a step late, no host wait.
+        In judged steps two reads of the trainable tensors on the device; results are copied to pinned memory and read a
+        step late, no host wait.
 
     Source:
         own.
@@ -66,18 +70,36 @@ class GradientHealth(Callback):
         """List the trainable tensors and begin to watch the optimizers."""
         self._stop_watching()
         if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-            reason = f"{type(trainer.strategy).__name__} may hold its parameters in pieces, which this check does not read"
+            reason = (
+                f"{type(trainer.strategy).__name__} may hold its parameters in pieces, which this check does not read"
+            )
             self._status = Status("gradient health", "refused", reason, "use one device or DDP")
             return
-        named = [(name, parameter) for name, parameter in pl_module.named_parameters() if parameter.requires_grad and parameter.numel() > 0]
+        named = [
+            (name, parameter)
+            for name, parameter in pl_module.named_parameters()
+            if parameter.requires_grad and parameter.numel() > 0
+        ]
         self._check_trainable(pl_module, named, trainer.optimizers)
         self._judges = [
-            OptimizerJudge(optimizer, named, num_steps=self.num_steps, is_allowed=self.is_allowed, is_automatic=pl_module.automatic_optimization)
+            OptimizerJudge(
+                optimizer,
+                named,
+                num_steps=self.num_steps,
+                is_allowed=self.is_allowed,
+                is_automatic=pl_module.automatic_optimization,
+            )
             for optimizer in trainer.optimizers
         ]
-        self._status = Status("gradient health", "active", f"{len(named)} tensors, judged over the first {self.num_steps} steps that can train")
+        self._status = Status(
+            "gradient health",
+            "active",
+            f"{len(named)} tensors, judged over the first {self.num_steps} steps that can train",
+        )
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Count labelled tokens on the host; a batch that is not packed counts as labelled."""
         if self._judges:
             packed = find_packed_batches(batch)
@@ -90,14 +112,16 @@ class GradientHealth(Callback):
         for judge in self._judges:
             judge.has_backward = True
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Read what has arrived from earlier steps, and judge it."""
         for judge in self._judges:
             judge.judge()
         if self._judges and all(judge.is_done for judge in self._judges):
             num_tensors = sum(len(judge.names) for judge in self._judges)
             self._stop_watching()
-            self._status = Status("gradient health", "active", f"{num_tensors} tensors moved within {self.num_steps} steps")
+            self._status = Status(
+                "gradient health", "active", f"{num_tensors} tensors moved within {self.num_steps} steps"
+            )
             rank_zero_info(f"GradientHealth: {self._status.reason}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -118,26 +142,41 @@ class GradientHealth(Callback):
         """Return whether a tensor may stay without a gradient."""
         return any(fnmatchcase(name, pattern) for pattern in self.allow_zero)
 
-    def _check_trainable(self, module: nn.Module, named: list[tuple[str, nn.Parameter]], optimizers: list[torch.optim.Optimizer]) -> None:
+    def _check_trainable(
+        self, module: nn.Module, named: list[tuple[str, nn.Parameter]], optimizers: list[torch.optim.Optimizer]
+    ) -> None:
         """Refuse a run in which some trainable tensor cannot move."""
         if not named:
             raise NotTrainingError(
-                f"{type(module).__name__} has no trainable tensor: every parameter has requires_grad=False. Check that adapters were added after the "
+                f"{type(module).__name__} has no trainable tensor: every parameter has requires_grad=False. Check that "
+                "adapters were added after the "
                 "base model was frozen, and that no precision plugin froze them."
             )
-        owned = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-        left = [(name, parameter.ndim) for name, parameter in named if id(parameter) not in owned and not self.is_allowed(name)]
+        owned = {
+            id(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        left = [
+            (name, parameter.ndim)
+            for name, parameter in named
+            if id(parameter) not in owned and not self.is_allowed(name)
+        ]
         orphans = [name for name, _ in left]
         if orphans and owned and all(num_dimensions < 2 for _, num_dimensions in left):
             # Optimizers of matrices alone (Muon) are given no vectors.
             rank_zero_warn(
-                f"GradientHealth: {len(orphans)} of {len(named)} trainable tensors are vectors that no optimizer has, and stay as they are: "
+                f"GradientHealth: {len(orphans)} of {len(named)} trainable tensors are vectors that no optimizer has, "
+                "and stay as they are: "
                 f"{list_names(orphans)}. Give them to a second optimizer, or set requires_grad=False on them."
             )
         elif orphans:
             raise NotTrainingError(
-                f"{len(orphans)} of {len(named)} trainable tensors are in no optimizer and can never move: {list_names(orphans)}. Build the "
-                "optimizer in configure_optimizers from the parameters of the finished model, or set requires_grad=False on them."
+                f"{len(orphans)} of {len(named)} trainable tensors are in no optimizer and can never move: "
+                f"{list_names(orphans)}. Build the "
+                "optimizer in configure_optimizers from the parameters of the finished model, or set "
+                "requires_grad=False on them."
             )
 
     def _stop_watching(self) -> None:

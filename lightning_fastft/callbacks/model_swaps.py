@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
-    from lightning_fastft.core.patcher import SwapLedger
+    from lightning_fastft.core.patcher import ModelPatcher
 
 
 def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
-    """Refuse a callback that swaps modules and that the Trainer has more than once: the second would find nothing left to swap.
+    """Refuse a callback that swaps modules and that the Trainer has more than once: the second would find nothing left
+    to swap.
 
     Raises:
         OptionError: The Trainer has another of its class.
@@ -27,17 +28,22 @@ def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
     num_given = sum(isinstance(other, kind) for other in getattr(trainer, "callbacks", ()))
     if num_given > 1:
         raise OptionError(
-            f"{kind.__name__} is given {num_given} times, and only one of them can swap the modules: what --trainer.callbacks+= gives on the command "
-            "line comes on top of the callbacks of the config and changes none of them. Give it once; to change an option of the one in the config, "
-            "set it under its init_args in the YAML of a config of your own (a copy: fastft fit --config NAME --print_config > mine.yaml)."
+            f"{kind.__name__} is given {num_given} times, and only one of them can swap the modules: what "
+            "--trainer.callbacks+= gives on the command "
+            "line comes on top of the callbacks of the config and changes none of them. Give it once; to change an "
+            "option of the one in the config, "
+            "set it under its init_args in the YAML of a config of your own (a copy: fastft fit --config NAME "
+            "--print_config > mine.yaml)."
         )
 
 
 class ModelSwaps(Callback):
-    """Swap modules of every transformers model inside the LightningModule for the length of a run; a subclass says which.
+    """Swap modules of every transformers model inside the LightningModule for the length of a run; a subclass says
+    which.
 
-    A FineTuner is asked to swap while it builds its model, before it is sharded and before strategies measure it; any other module is swapped when
-    the run starts, before sanity validation. Everything is taken back at the end and after an exception.
+    A FineTuner is asked to swap while it builds its model, before it is sharded and before strategies measure it; any
+    other module is swapped when the run starts, before sanity validation. Everything is taken back at the end and after
+    an exception.
 
     Raises:
         OptionError: When a run is set up: the Trainer has more than one of the class.
@@ -46,17 +52,17 @@ class ModelSwaps(Callback):
     status_name = ""
 
     def __init__(self) -> None:
-        self._ledger: SwapLedger | None = None
+        self._patcher: ModelPatcher | None = None
         self._statuses: list[Status] = []
         self._is_running = False
 
     @property
     def is_installed(self) -> bool:
         """Whether the swaps are in place."""
-        return self._ledger is not None
+        return self._patcher is not None
 
-    def install(self, root: nn.Module, ledger: SwapLedger) -> list[Status]:
-        """Swap what stands in root, write every change into the ledger, and return what was done."""
+    def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
+        """Swap what stands in root, write every change into the patcher, and return what was done."""
         raise NotImplementedError
 
     def check_start(self, pl_module: pl.LightningModule) -> None:
@@ -111,20 +117,20 @@ class ModelSwaps(Callback):
 
     def _install(self, root: nn.Module) -> None:
         # Imported on first use: callbacks must be importable without transformers.
-        from lightning_fastft.core.patcher import SwapLedger
+        from lightning_fastft.core.patcher import ModelPatcher
 
-        if self._ledger is not None:
+        if self._patcher is not None:
             return
-        self._ledger = SwapLedger()
+        self._patcher = ModelPatcher()
         is_done = False
         try:
-            self._statuses = self.install(root, self._ledger)
+            self._statuses = self.install(root, self._patcher)
             is_done = True
         finally:
             if not is_done:
                 self._undo()
 
     def _undo(self) -> None:
-        ledger, self._ledger, self._is_running = self._ledger, None, False
-        if ledger is not None:
-            ledger.undo()
+        patcher, self._patcher, self._is_running = self._patcher, None, False
+        if patcher is not None:
+            patcher.undo()

@@ -1,4 +1,6 @@
-"""OptimizerJudge: what the first steps of one optimizer did to its tensors, gathered on the device and judged on the host."""
+"""OptimizerJudge: what the first steps of one optimizer did to its tensors, gathered on the device and judged on
+the host.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.training.optimizer import FusedAdamW
 
-# A run that ends early is judged from here on: LoRA's A gets its first gradient in the second step, because B starts at zero.
+# A run that ends early is judged from here on: LoRA's A gets its first gradient in the second step, because B starts at
+# zero.
 FEWEST_STEPS_TO_JUDGE = 3
 NUM_NAMES_SHOWN = 5
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,14 +60,15 @@ class OptimizerJudge:
         self._num_steps_to_judge = num_steps
         self._is_allowed = is_allowed
         self._is_automatic = is_automatic
-        # Of the accumulation window so far. With manual optimization Lightning sees no backward that is called on the loss itself.
+        # Of the accumulation window so far. With manual optimization Lightning sees no backward that is called on the
+        # loss itself.
         self.has_labels = self.has_backward = False
         self.is_done = not watched
         self._has_gradient = [False] * len(watched)
         self._has_rate = [False] * len(watched)
         self._num_steps = self._num_judged = self._num_without_rate = self._num_without_labels = self._num_skipped = 0
         self._has_warned = False
-        self._copies = LateCopies()
+        self._copies = AsyncScalarReader()
         self._last = torch.zeros(3, len(watched), dtype=torch.bool)
         if watched:
             self._device = self._parameters[0].device
@@ -81,7 +85,8 @@ class OptimizerJudge:
         """Judge what has arrived on the host from earlier steps.
 
         Raises:
-            NotTrainingError: A gradient was not finite, or the last step to judge leaves a tensor without a gradient or where it was.
+            NotTrainingError: A gradient was not finite, or the last step to judge leaves a tensor without a gradient or
+                where it was.
         """
         self._read(self._copies.poll())
 
@@ -97,13 +102,16 @@ class OptimizerJudge:
         if self._num_judged >= FEWEST_STEPS_TO_JUDGE:
             self._raise_if_still(self._num_judged)
         elif self._num_judged == 0 and self._num_steps >= FEWEST_STEPS_TO_JUDGE:
-            raise NotTrainingError(f"Nothing was trained in {self._num_steps} optimizer steps: {self._why_nothing_counts()}.")
+            raise NotTrainingError(
+                f"Nothing was trained in {self._num_steps} optimizer steps: {self._why_nothing_counts()}."
+            )
         else:
             rank_zero_warn(
-                f"GradientHealth judged nothing: the run had {self._num_judged} steps that could train, {FEWEST_STEPS_TO_JUDGE} are needed."
+                f"GradientHealth judged nothing: the run had {self._num_judged} steps that could train, "
+                f"{FEWEST_STEPS_TO_JUDGE} are needed."
             )
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - torch's hook arguments
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Take in one step that the optimizer really made; host work and launches only."""
         has_labels, has_backward = self.has_labels, self.has_backward or not self._is_automatic
         self.has_labels = self.has_backward = False
@@ -122,7 +130,9 @@ class OptimizerJudge:
             self._gather(has_rate, found_inf=getattr(optimizer, "found_inf", None))
 
     def _written(self) -> Iterator[torch.Tensor]:
-        """What steps add to: fp32 masters where the optimizer holds them, which move where their rounded values stand still."""
+        """What steps add to: fp32 masters where the optimizer holds them, which move where their rounded values
+        stand still.
+        """
         optimizer = self._optimizer
         return (optimizer.master_of(each) if isinstance(optimizer, FusedAdamW) else each for each in self._parameters)
 
@@ -147,9 +157,12 @@ class OptimizerJudge:
             broken = [name for name, is_broken in zip(self.names, seen_3P[1].tolist()) if is_broken]
             if broken:
                 raise NotTrainingError(
-                    f"Gradients are not finite (NaN or infinity) in optimizer step {num_steps} of this run for {len(broken)} of "
-                    f"{len(self.names)} tensors: {list_names(broken)}. Their weights are spoilt: go back to the last checkpoint. Look at the "
-                    "learning rate, at gradient clipping, at the data of that step, and at fp16 without a gradient scaler."
+                    f"Gradients are not finite (NaN or infinity) in optimizer step {num_steps} of this run for "
+                    f"{len(broken)} of "
+                    f"{len(self.names)} tensors: {list_names(broken)}. Their weights are spoilt: go back to the last "
+                    "checkpoint. Look at the "
+                    "learning rate, at gradient clipping, at the data of that step, and at fp16 without a gradient "
+                    "scaler."
                 )
             if num_judged >= self._num_steps_to_judge and not self.is_done:
                 self.is_done = True
@@ -160,32 +173,51 @@ class OptimizerJudge:
         has_value, _, has_moved = self._last.tolist()
         idle = [name for name, has_rate in zip(self.names, self._has_rate) if not has_rate]
         if idle:
-            rank_zero_warn(f"GradientHealth: {len(idle)} tensors have a learning rate of 0 and were not judged: {list_names(idle)}.")
-        judged = [index for index, name in enumerate(self.names) if self._has_rate[index] and not self._is_allowed(name)]
+            rank_zero_warn(
+                f"GradientHealth: {len(idle)} tensors have a learning rate of 0 and were not judged: "
+                f"{list_names(idle)}."
+            )
+        judged = [
+            index for index, name in enumerate(self.names) if self._has_rate[index] and not self._is_allowed(name)
+        ]
         missing = [index for index in judged if not self._has_gradient[index]]
         zero = [index for index in judged if self._has_gradient[index] and not has_value[index]]
         still = [index for index in judged if has_value[index] and not has_moved[index]]
         causes = (
             (missing, "never had a gradient", "they are not part of the loss, or it was detached before them"),
             (zero, "only had gradients of exactly zero", "what they feed is cut off, masked, or multiplied by zero"),
-            (still, "had gradients and did not move", "the learning rate is too small for their dtype, or they are put back"),
+            (
+                still,
+                "had gradients and did not move",
+                "the learning rate is too small for their dtype, or they are put back",
+            ),
         )
-        parts = [f"{len(found)} {what} ({list_names([self.names[index] for index in found])}): {why}" for found, what, why in causes if found]
+        parts = [
+            f"{len(found)} {what} ({list_names([self.names[index] for index in found])}): {why}"
+            for found, what, why in causes
+            if found
+        ]
         if parts:
             raise NotTrainingError(
-                f"{len(missing) + len(zero) + len(still)} of {len(self.names)} trainable tensors did not train in {num_judged} steps: "
-                f"{'; '.join(parts)}. Freeze what is not meant to train (requires_grad=False); tensors that may stay untouched for that long, such "
+                f"{len(missing) + len(zero) + len(still)} of {len(self.names)} trainable tensors did not train in "
+                f"{num_judged} steps: "
+                f"{'; '.join(parts)}. Freeze what is not meant to train (requires_grad=False); tensors that may stay "
+                "untouched for that long, such "
                 'as experts that got no token, are named in GradientHealth(allow_zero=["*.experts.*"]).'
             )
 
     def _warn_if_nothing_counts(self) -> None:
         if self._num_steps >= self._num_steps_to_judge and self._num_judged == 0 and not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(f"GradientHealth: nothing was trained in {self._num_steps} optimizer steps so far: {self._why_nothing_counts()}.")
+            rank_zero_warn(
+                f"GradientHealth: nothing was trained in {self._num_steps} optimizer steps so far: "
+                f"{self._why_nothing_counts()}."
+            )
 
     def _why_nothing_counts(self) -> str:
         return (
-            f"the learning rate was 0 in {self._num_without_rate} of them, {self._num_without_labels} had no labelled token, and "
+            f"the learning rate was 0 in {self._num_without_rate} of them, {self._num_without_labels} had no labelled "
+            "token, and "
             f"{self._num_skipped} were skipped because the training step returned nothing"
         )
 
@@ -202,27 +234,42 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def _checksums(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return one integer per tensor that changes when its bits change; a change that cancels out once does not do so again and again."""
+    """Return one integer per tensor that changes when its bits change; a change that cancels out once does not do
+    so again and again.
+    """
     sums = [_bits(parameter.detach()).to(device, non_blocking=True) for parameter in parameters]
     return torch.stack(sums)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits read as integers, modulo their range; summed in the type they are read in, which needs no copy of the tensor."""
-    is_whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() % 4 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0
+    """The sum of a tensor's bits read as integers, modulo their range; summed in the type they are read in, which
+    needs no copy of the tensor.
+    """
+    is_whole = (
+        tensor.is_contiguous()
+        and tensor.numel() * tensor.element_size() % 4 == 0
+        and tensor.storage_offset() * tensor.element_size() % 4 == 0
+    )
     if is_whole:
         return tensor.view(-1).view(torch.int32).sum(dtype=torch.int32).long()
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def _largest_values(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the largest absolute value per gradient, 0 where there is none; not squared, so that nothing tiny becomes 0."""
+    """Return the largest absolute value per gradient, 0 where there is none; not squared, so that nothing tiny
+    becomes 0.
+    """
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     is_double = any(gradient.dtype is torch.float64 for gradient in present)
     dtype = torch.float64 if is_double else torch.float32
     found = iter(torch._foreach_norm(present, ord=float("inf")) if present else ())
     zero = torch.zeros((), dtype=dtype, device=device)
-    return torch.stack([zero if gradient is None else next(found).to(device=device, dtype=dtype, non_blocking=True) for gradient in gradients])
+    return torch.stack(
+        [
+            zero if gradient is None else next(found).to(device=device, dtype=dtype, non_blocking=True)
+            for gradient in gradients
+        ]
+    )
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -231,7 +278,9 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _is_above_zero(rate: float | torch.Tensor) -> bool:
-    """Whether a learning rate is above 0; one that lies on the device is taken as such, because reading it would wait."""
+    """Whether a learning rate is above 0; one that lies on the device is taken as such, because reading it would
+    wait.
+    """
     if isinstance(rate, torch.Tensor):
         return rate.device.type != "cpu" or float(rate) > 0
     return rate > 0

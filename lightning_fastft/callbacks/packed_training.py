@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 class PackedTraining(Callback):
     """Give every transformers model in the LightningModule what ``strategy="fastft"`` gives it, under another strategy.
 
-    Swaps keep parameters and state-dict keys, are made when the model stands (eager or lazy), and are undone at the end and after an exception. A
-    packed batch that no attention layer reads is refused before its backward. Under a strategy of ours the callback has nothing to do and says so.
+    Swaps keep parameters and state-dict keys, are made when the model stands (eager or lazy), and are undone at the end
+    and after an exception. A packed batch that no attention layer reads is refused before its backward. Under a
+    strategy of ours the callback has nothing to do and says so.
 
     Args:
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
         activations: What happens to activations; None leaves the models' own checkpointing alone.
 
     Raises:
-        OptionError: Options are given and the strategy is ours: give them to the strategy. Or the Trainer has more than one PackedTraining.
+        OptionError: Options are given and the strategy is ours: give them to the strategy. Or the Trainer has more than
+            one PackedTraining.
 
     Example:
         >>> PackedTraining().status()
@@ -46,7 +48,11 @@ class PackedTraining(Callback):
     def status(self) -> list[Status]:
         """Return what is active, for the table of the run."""
         if self._is_redundant:
-            return [Status("PackedTraining", "inactive", "the strategy installs packed training itself", "remove the callback")]
+            return [
+                Status(
+                    "PackedTraining", "inactive", "the strategy installs packed training itself", "remove the callback"
+                )
+            ]
         return self.packed_steps.statuses()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -55,7 +61,8 @@ class PackedTraining(Callback):
         self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
         if self._is_redundant and (self.packed_steps.activations is not None or self.packed_steps.attention != "auto"):
             raise OptionError(
-                f"{type(trainer.strategy).__name__} installs packed training itself and would ignore the options of PackedTraining: remove the "
+                f"{type(trainer.strategy).__name__} installs packed training itself and would ignore the options of "
+                "PackedTraining: remove the "
                 "callback and give attention= and activations= to the strategy."
             )
         self._precede_searches(trainer)
@@ -86,7 +93,9 @@ class PackedTraining(Callback):
         """Install for ``trainer.predict``."""
         self._install(pl_module)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Note what the context counted before the step."""
         self._begin(batch)
 
@@ -94,32 +103,32 @@ class PackedTraining(Callback):
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="training_step")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step of manual optimisation, which may have no backward that Lightning sees."""
         if not pl_module.automatic_optimization:
             self._check(pl_module, where="training_step")
 
-    def on_validation_batch_start(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+    def on_validation_batch_start(self, *args: Any) -> None:
         """Note what the context counted before the step."""
         self._begin(args[2])
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="validation_step")
 
-    def on_test_batch_start(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+    def on_test_batch_start(self, *args: Any) -> None:
         """Note what the context counted before the step."""
         self._begin(args[2])
 
-    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="test_step")
 
-    def on_predict_batch_start(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+    def on_predict_batch_start(self, *args: Any) -> None:
         """Note what the context counted before the step."""
         self._begin(args[2])
 
-    def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="predict_step")
 
@@ -134,7 +143,11 @@ class PackedTraining(Callback):
     def _precede_searches(self, trainer: pl.Trainer) -> None:
         """Move in front of Lightning's searches, which train in the first hook after the model is built."""
         callbacks: list[Callback] = getattr(trainer, "callbacks", [])
-        searches = [index for index, callback in enumerate(callbacks) if isinstance(callback, (LearningRateFinder, BatchSizeFinder))]
+        searches = [
+            index
+            for index, callback in enumerate(callbacks)
+            if isinstance(callback, (LearningRateFinder, BatchSizeFinder))
+        ]
         if searches and searches[0] < callbacks.index(self):
             # A new list: Lightning goes through the present one.
             others = [callback for callback in callbacks if callback is not self]
@@ -144,7 +157,7 @@ class PackedTraining(Callback):
         if not self._is_redundant:
             self.packed_steps.install(pl_module)
 
-    def _begin(self, batch: Any) -> None:  # noqa: ANN401 - any batch of any data module
+    def _begin(self, batch: Any) -> None:
         self._step = None if self._is_redundant else self.packed_steps.begin(batch)
 
     def _check(self, pl_module: pl.LightningModule, *, where: str) -> None:

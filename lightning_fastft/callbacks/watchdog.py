@@ -41,31 +41,37 @@ _MOST_SECONDS = 86_400.0
 
 
 class Watchdog(Callback):
-    """End a run in which a rank is dead, stopped (SIGSTOP) or hung, name the rank and the step, and kill what is left of it.
+    """End a run in which a rank is dead, stopped (SIGSTOP) or hung, name the rank and the step, and kill what is left
+    of it.
 
-    Beside each rank runs a small process, which goes on where the rank does not. A rank that makes no progress inside or between its training
-    batches for timeout_s, or whose process is gone or stopped, ends the run at most 10 s later: a report with the place and the Python stacks of
-    the ranks is written to stderr and to ``watchdog-step=N.txt`` in the folder of the first ModelCheckpoint (else ``default_root_dir``;
-    the current folder where that is remote), and every
-    rank is killed with all processes below it, so that its exit code is not 0. A rank that ends with an error of its own is left to do so.
+    Beside each rank runs a small process, which goes on where the rank does not. A rank that makes no progress inside
+    or between its training batches for timeout_s, or whose process is gone or stopped, ends the run at most 10 s later:
+    a report with the place and the Python stacks of the ranks is written to stderr and to ``watchdog-step=N.txt`` in
+    the folder of the first ModelCheckpoint (else ``default_root_dir``; the current folder where that is remote), and
+    every rank is killed with all processes below it, so that its exit code is not 0. A rank that ends with an error of
+    its own is left to do so.
 
-    Time counts from one hook of a training batch to the next: not at the start, and not from the beginning of a validation, a save or an epoch until
-    the next batch. What hangs there is not found, but a rank that dies or is stopped there is. A rank that waits in its batch while another one
-    saves or validates has first_steps_factor times as long. Ranks on several nodes name each other where they share the folder. A run suspended with
-    SIGSTOP for timeout_s is ended too. On a GPU the host runs ahead, and its place is the one that is named. POSIX only; a rank that is stopped, and
-    the processes below a rank, are found where there is a /proc.
+    Time counts from one hook of a training batch to the next: not at the start, and not from the beginning of a
+    validation, a save or an epoch until the next batch. What hangs there is not found, but a rank that dies or is
+    stopped there is. A rank that waits in its batch while another one saves or validates has first_steps_factor times
+    as long. Ranks on several nodes name each other where they share the folder. A run suspended with SIGSTOP for
+    timeout_s is ended too. On a GPU the host runs ahead, and its place is the one that is named. POSIX only; a rank
+    that is stopped, and the processes below a rank, are found where there is a /proc.
 
     Args:
-        timeout_s: Seconds without progress after which the run is ended, 1 to 86,400; more than the longest micro-batch takes.
-        first_steps_factor: How many times as long the first three optimizer steps of a run may take, 1 to 1,000; kernels are built in them.
+        timeout_s: Seconds without progress after which the run is ended, 1 to 86,400; more than the longest micro-batch
+            takes.
+        first_steps_factor: How many times as long the first three optimizer steps of a run may take, 1 to 1,000;
+            kernels are built in them.
 
     Raises:
         OptionError: A value is not allowed.
         DataError: From the training loop, before the first step: the ranks have different numbers of training batches.
 
     Cost:
-        Some 20 microseconds of the host per micro-batch, with one system call, no collective and no host wait. One process per rank of some 10 MiB
-        that reads its rank's place four times a second and writes one small file per second. Two collectives at the start of the run.
+        Some 20 microseconds of the host per micro-batch, with one system call, no collective and no host wait. One
+        process per rank of some 10 MiB that reads its rank's place four times a second and writes one small file per
+        second. Two collectives at the start of the run.
 
     Source:
         own
@@ -90,7 +96,9 @@ class Watchdog(Callback):
         return vars(self) | dict.fromkeys(_OF_THIS_PROCESS)
 
     def status(self) -> list[Status]:
-        """Return whether the ranks are watched, and under a strategy of Lightning's own whether they have equally many batches."""
+        """Return whether the ranks are watched, and under a strategy of Lightning's own whether they have equally
+        many batches.
+        """
         return self._statuses
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,14 +109,32 @@ class Watchdog(Callback):
         """
         self._stop()
         if os.name != "posix":
-            self._statuses = [Status(STATUS_NAME, "refused", "a process of another system than POSIX cannot be watched", "remove Watchdog")]
+            self._statuses = [
+                Status(
+                    STATUS_NAME,
+                    "refused",
+                    "a process of another system than POSIX cannot be watched",
+                    "remove Watchdog",
+                )
+            ]
             return
         folder = next(
-            (Path(found).absolute() for found in (checkpoint_folder(trainer), trainer.default_root_dir) if not is_remote(found)), Path.cwd()
+            (
+                Path(found).absolute()
+                for found in (checkpoint_folder(trainer), trainer.default_root_dir)
+                if not is_remote(found)
+            ),
+            Path.cwd(),
         )
         self._first_step, self._num_batches, self._is_alone = trainer.global_step, 0, trainer.world_size == 1
         self._start(trainer, folder, run=trainer.strategy.broadcast(uuid.uuid4().hex))
-        self._statuses = [Status(STATUS_NAME, "active", f"a rank without progress for {self.timeout_s:g} s ends the run; reports in {folder}")]
+        self._statuses = [
+            Status(
+                STATUS_NAME,
+                "active",
+                f"a rank without progress for {self.timeout_s:g} s ends the run; reports in {folder}",
+            )
+        ]
         # A strategy of ours does this itself.
         if trainer.world_size > 1 and not isinstance(trainer.strategy, FastFTStrategyMixin):
             self._statuses.append(check_even_batches(trainer))
@@ -117,7 +143,9 @@ class Watchdog(Callback):
         """Stop the clock: loaders are made."""
         self._beat(Phase.PAUSED)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Start the clock of a micro-batch."""
         self._num_batches += 1
         self._step = trainer.global_step + 1
@@ -131,15 +159,21 @@ class Watchdog(Callback):
         """Note the end of the backward."""
         self._beat(Phase.BACKWARD_DONE)
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
         """Note the beginning of the optimizer step."""
         self._beat(Phase.OPTIMIZER)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Note the end of a micro-batch, and see that the watching process is there."""
         self._beat(Phase.BETWEEN)
         if self._process is not None and self._process.poll() is not None:
-            self._statuses[0] = Status(STATUS_NAME, "refused", f"its process ended with code {self._process.returncode}; nobody watches any more")
+            self._statuses[0] = Status(
+                STATUS_NAME,
+                "refused",
+                f"its process ended with code {self._process.returncode}; nobody watches any more",
+            )
             rank_zero_warn(f"Watchdog: {self._statuses[0].reason}.")
             self._stop()
 
@@ -151,7 +185,9 @@ class Watchdog(Callback):
         """Stop the clock until the next training batch."""
         self._beat(Phase.PAUSED)
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Stop the clock until the next training batch."""
         self._beat(Phase.PAUSED)
 
@@ -175,7 +211,9 @@ class Watchdog(Callback):
         if self._memory is not None:
             self._num_beats += 1
             is_first = self._step - 1 - self._first_step < FIRST_STEPS
-            watch_process.write_beat(self._memory, Beat(self._num_beats, self._num_batches, self._step, phase, is_first, failed_at_s, text))
+            watch_process.write_beat(
+                self._memory, Beat(self._num_beats, self._num_batches, self._step, phase, is_first, failed_at_s, text)
+            )
 
     def _start(self, trainer: pl.Trainer, folder: Path, *, run: str) -> None:
         """Start the process beside this rank."""

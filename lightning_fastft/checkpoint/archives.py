@@ -19,15 +19,16 @@ _BYTEARRAY = "builtins bytearray"
 def check_sizes(file: IO[bytes], *, name: str) -> None:
     """Refuse an archive that takes more memory to read than it has bytes.
 
-    ``torch.save`` stores its records as they are. A record that is compressed, or records that overlap, come from elsewhere: a few MiB can stand
-    for TiB. A pickle of a few bytes can ask for a bytearray of any length.
+    ``torch.save`` stores its records as they are. A record that is compressed, or records that overlap, come from
+    elsewhere: a few MiB can stand for TiB. A pickle of a few bytes can ask for a bytearray of any length.
 
     Args:
         file: An open archive of ``torch.save``.
         name: Which file this is, for the message.
 
     Raises:
-        UnsafeCheckpointError: A record is compressed, the records are larger than the file, or the pickle asks for an empty buffer.
+        UnsafeCheckpointError: A record is compressed, the records are larger than the file, or the pickle asks for an
+            empty buffer.
         zipfile.BadZipFile: This is no archive.
 
     Cost:
@@ -37,18 +38,30 @@ def check_sizes(file: IO[bytes], *, name: str) -> None:
     file.seek(0)
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
-        packed = next((record for record in records if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size), None)
+        packed = next(
+            (
+                record
+                for record in records
+                if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size
+            ),
+            None,
+        )
         if packed is not None:
             raise UnsafeCheckpointError(
-                f"{name} is not loaded: its record {packed.filename[:80]!r} is compressed, {packed.compress_size} bytes that stand for "
+                f"{name} is not loaded: its record {packed.filename[:80]!r} is compressed, {packed.compress_size} "
+                "bytes that stand for "
                 f"{packed.file_size}. torch.save stores records as they are; write the file again with it."
             )
         claimed = sum(record.file_size for record in records)
         if claimed > num_bytes:
-            raise UnsafeCheckpointError(f"{name} is not loaded: it has {num_bytes} bytes and its records claim {claimed}, so they overlap.")
+            raise UnsafeCheckpointError(
+                f"{name} is not loaded: it has {num_bytes} bytes and its records claim {claimed}, so they overlap."
+            )
         for record in records:
             if record.filename.endswith("/data.pkl") and _asks_for_buffer(archive.read(record)):
-                raise UnsafeCheckpointError(f"{name} is not loaded: its pickle asks for an empty buffer of a length of its own choice.")
+                raise UnsafeCheckpointError(
+                    f"{name} is not loaded: its pickle asks for an empty buffer of a length of its own choice."
+                )
 
 
 def _asks_for_buffer(pickled: bytes) -> bool:
@@ -65,7 +78,13 @@ def _asks_for_buffer(pickled: bytes) -> bool:
         if operations[number + 1 : number + 2] and operations[number + 1][0] in _PUTS:
             places.add(operations[number + 1][1])
         rest = [entry[0] for entry in operations[number + 1 : number + 9] if entry[0] not in _PUTS]
-        is_text = rest[:1] and rest[0] in _TEXTS and rest[1:2] and rest[1] in (*_TEXTS, *_GETS) and rest[2:4] == ["TUPLE2", "REDUCE"]
+        is_text = (
+            rest[:1]
+            and rest[0] in _TEXTS
+            and rest[1:2]
+            and rest[1] in (*_TEXTS, *_GETS)
+            and rest[2:4] == ["TUPLE2", "REDUCE"]
+        )
         if not is_text and rest[:2] != ["EMPTY_TUPLE", "REDUCE"]:
             return True
     return False

@@ -1,7 +1,9 @@
-"""Checkpoint files and folders that are there in full or not at all, and whose damage is found before anything of them is unpickled.
+"""Checkpoint files and folders that are there in full or not at all, and whose damage is found before anything of them
+is unpickled.
 
-A file is written beside its place, hashed while it is written, synced and renamed. Its SHA-256 stands in the comment of its zip archive, so that it
-is still a plain file of ``torch.save``; a folder of several ranks has a commit record, written last, with the SHA-256 of every file in it.
+A file is written beside its place, hashed while it is written, synced and renamed. Its SHA-256 stands in the comment of
+its zip archive, so that it is still a plain file of ``torch.save``; a folder of several ranks has a commit record,
+written last, with the SHA-256 of every file in it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from lightning_fastft.core.files import sync_file
 log = logging.getLogger(__name__)
 
 RECORD = "commit.json"
-# ".<name>.<random>.part" is being written, ".<name>.<random>.old" is the folder that the new one of its name is about to replace.
+# ".<name>.<random>.part" is being written, ".<name>.<random>.old" is the folder that the new one of its name is about
+# to replace.
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>part|old)")
 _CHUNK_BYTES = 1 << 20
 # Lustre and NFS answer so where they are mounted without locks.
@@ -40,7 +43,8 @@ _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 # The last record of a zip archive: signature, 16 bytes, and two bytes that give the length of the comment behind it.
 _END_SIGNATURE = b"PK\x05\x06"
 _END_BYTES = 22
-# Text only, so that a digest never looks like another end record. torch.load reads archives with comments up to 64 KiB, any size of archive.
+# Text only, so that a digest never looks like another end record. torch.load reads archives with comments up to 64 KiB,
+# any size of archive.
 _COMMENT = re.compile(rb"lightning_fastft sha256 ([0-9a-f]{64}) bytes (\d{20})(?: hmac-sha256 ([0-9a-f]{64}))?")
 _COMMENT_BYTES = len(b"lightning_fastft sha256  bytes ") + 64 + 20
 _SIGNED_BYTES = _COMMENT_BYTES + len(b" hmac-sha256 ") + 64
@@ -61,13 +65,15 @@ def save_file(content: object, path: Path) -> None:
         path: A local file; its folder is made.
 
     Raises:
-        CheckpointNotSavedError: Anything went wrong; what stood at path stands there still, and nothing is left beside it.
+        CheckpointNotSavedError: Anything went wrong; what stood at path stands there still, and nothing is left beside
+            it.
 
     Cost:
         One pass over the bytes with SHA-256 (about 1.2 GB/s on one core), one sync of file and folder.
 
     Source:
-        reliability: a kill in the middle of a save, 30 trials each: 6 of 30 files torn by a copy from another file system, 0 of 30 this way.
+        reliability: a kill in the middle of a save, 30 trials each: 6 of 30 files torn by a copy from another file
+            system, 0 of 30 this way.
 
     Example:
         >>> import tempfile
@@ -89,17 +95,19 @@ def save_file(content: object, path: Path) -> None:
         sync_folder(path.parent)
 
 
-def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 - whatever was saved
-    """Return the content of a checkpoint file, judged byte by byte before it is unpickled, and unpickled to tensors and plain types only.
+def load_file(path: Path, *, map_location: Any = "cpu") -> Any:
+    """Return the content of a checkpoint file, judged byte by byte before it is unpickled, and unpickled to tensors and
+    plain types only.
 
     Args:
         path: A file of ``save_file`` or of ``torch.save``; the latter has no digest to judge by.
         map_location: As torch.load's.
 
     Raises:
-        DamagedCheckpointError: Bytes differ from those that were written; the message names the newest intact checkpoint of the folder.
-        UnsafeCheckpointError: It is not signed with the key of the environment, holds other objects than tensors and plain types, or would take
-            more memory than it has bytes.
+        DamagedCheckpointError: Bytes differ from those that were written; the message names the newest intact
+            checkpoint of the folder.
+        UnsafeCheckpointError: It is not signed with the key of the environment, holds other objects than tensors and
+            plain types, or would take more memory than it has bytes.
 
     Cost:
         Reads the file twice, the first time with SHA-256.
@@ -114,7 +122,8 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:  # noqa: ANN401 
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
             raise UnsafeCheckpointError(
-                f"{path} holds more than tensors and plain types and is not loaded: {reason}. Keep only such content in hyperparameters and state, "
+                f"{path} holds more than tensors and plain types and is not loaded: {reason}. Keep only such content "
+                "in hyperparameters and state, "
                 "or, if you trust its classes, name them in torch.serialization.add_safe_globals."
             ) from error
 
@@ -151,7 +160,8 @@ def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> 
 
     Args:
         folder: A folder with the files of all ranks.
-        digests: By file name, from the rank that wrote the file; None hashes what is there, which makes a folder of another program a checkpoint.
+        digests: By file name, from the rank that wrote the file; None hashes what is there, which makes a folder of
+            another program a checkpoint.
 
     Raises:
         CheckpointNotSavedError: The folder holds other files than were reported, or cannot be written to.
@@ -204,7 +214,11 @@ def newest_intact(folder: Path, *, but: Path | None = None) -> Path | None:
     Cost:
         Reads every damaged checkpoint that is younger, and the intact one.
     """
-    places = [place for place in folder.iterdir() if not place.name.startswith(".") and not place.is_symlink() and place != but]
+    places = [
+        place
+        for place in folder.iterdir()
+        if not place.name.startswith(".") and not place.is_symlink() and place != but
+    ]
     for place in sorted(places, key=lambda place: place.stat().st_mtime_ns, reverse=True):
         if find_damage(place, needs_digest=True) is None:
             return place
@@ -218,7 +232,8 @@ def newest_intact(folder: Path, *, but: Path | None = None) -> Path | None:
 def part_beside(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
     """Make a new file or folder beside path and yield it; what is left of it at the end is taken away.
 
-    It is locked as long as this process lives, so that a sweep, by whatever process, tells it from what a dead one left behind.
+    It is locked as long as this process lives, so that a sweep, by whatever process, tells it from what a dead one left
+    behind.
     """
     part, lock = _make_part(path, is_folder=is_folder)
     try:
@@ -264,7 +279,8 @@ def find_damage(place: Path, *, needs_digest: bool = False) -> str | None:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether this package wrote what is at path: a file with a digest, or a folder with a commit record and nothing that is not in it.
+    """Return whether this package wrote what is at path: a file with a digest, or a folder with a commit record and
+    nothing that is not in it.
 
     The digests are not compared with the bytes. A link counts as what it points to, or as ours where that is gone.
     """
@@ -293,7 +309,9 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Take away what saves of dead processes left in a folder, and give a folder its name back whose replacement never came."""
+    """Take away what saves of dead processes left in a folder, and give a folder its name back whose replacement
+    never came.
+    """
     if not folder.is_dir():
         return
     for place in sorted(folder.iterdir()):
@@ -320,7 +338,8 @@ def saving(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointNotSavedError(
-            f"The checkpoint {path} was not saved: {error}. What stood there before is untouched. Give a folder that can be written to and has room."
+            f"The checkpoint {path} was not saved: {error}. What stood there before is untouched. Give a folder that "
+            "can be written to and has room."
         ) from error
 
 
@@ -351,10 +370,16 @@ def _told_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except _ForgeryError as forgery:
-        raise UnsafeCheckpointError(f"{path} is not loaded: {forgery}. Unset the variable, or load it where it was signed.") from forgery
+        raise UnsafeCheckpointError(
+            f"{path} is not loaded: {forgery}. Unset the variable, or load it where it was signed."
+        ) from forgery
     except _DamageError as damage:
         intact = newest_intact(path.parent, but=path)
-        advice = f"The newest intact checkpoint beside it is {intact}." if intact else f"There is no intact checkpoint in {path.parent.resolve()}."
+        advice = (
+            f"The newest intact checkpoint beside it is {intact}."
+            if intact
+            else f"There is no intact checkpoint in {path.parent.resolve()}."
+        )
         raise DamagedCheckpointError(f"{path} is damaged and was not loaded: {damage}. {advice}") from damage
 
 
@@ -370,7 +395,9 @@ def _is_intact(place: Path) -> bool:
 
 
 def _is_checkpoint_folder(folder: Path) -> bool:
-    """Whether a folder is empty, was committed (also where it is damaged by now), or is one of Lightning's for sharded models."""
+    """Whether a folder is empty, was committed (also where it is damaged by now), or is one of Lightning's for
+    sharded models.
+    """
     names = {place.name for place in folder.iterdir()}
     return not names or RECORD in names or {".metadata", "meta.pt"} <= names
 
@@ -445,7 +472,11 @@ def _read_seal(file: IO[bytes]) -> _Seal | None:
     for num_bytes in (_COMMENT_BYTES, _SIGNED_BYTES):
         tail = _read_tail(file, _END_BYTES + num_bytes)
         found = _COMMENT.fullmatch(tail[_END_BYTES:])
-        if found is not None and tail.startswith(_END_SIGNATURE) and tail[_END_BYTES - 2 : _END_BYTES] == num_bytes.to_bytes(2, "little"):
+        if (
+            found is not None
+            and tail.startswith(_END_SIGNATURE)
+            and tail[_END_BYTES - 2 : _END_BYTES] == num_bytes.to_bytes(2, "little")
+        ):
             return _Seal(Digest(found[1].decode(), int(found[2])), (found[3] or b"").decode(), num_bytes)
     return None
 
@@ -482,13 +513,15 @@ def _hash_listing(listed: Mapping[str, Iterable[Any]]) -> str:
 
 
 class _HashingWriter:
-    """What torch.save writes to: hashes on the way, and holds back the last bytes, in which the length of the comment must be noted."""
+    """What torch.save writes to: hashes on the way, and holds back the last bytes, in which the length of the
+    comment must be noted.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._digest, self._end, self._num_bytes = file, hashlib.sha256(), b"", 0
         self._failure: OSError | None = None
 
-    def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
+    def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         if len(view) >= _END_BYTES:
             self._put(self._end)
@@ -510,7 +543,9 @@ class _HashingWriter:
             OSError: A write failed, now or before.
         """
         # Kept until here: an exception inside torch's writer makes it write on while it is unwound.
-        assert self._failure is not None or (self._end.startswith(_END_SIGNATURE) and self._end.endswith(b"\0\0")), "torch.save ends a zip archive"
+        assert self._failure is not None or (self._end.startswith(_END_SIGNATURE) and self._end.endswith(b"\0\0")), (
+            "torch.save ends a zip archive"
+        )
         is_signed = bool(sign(""))
         self._put(self._end[:-2] + (_SIGNED_BYTES if is_signed else _COMMENT_BYTES).to_bytes(2, "little"))
         digest = Digest(self._digest.hexdigest(), self._num_bytes)
@@ -520,7 +555,7 @@ class _HashingWriter:
             raise self._failure
         return digest
 
-    def _put(self, data: Any) -> None:  # noqa: ANN401 - any buffer
+    def _put(self, data: Any) -> None:
         if self._failure is not None:
             return
         try:
@@ -543,7 +578,8 @@ def _new_name(path: Path, kind: str) -> Path:
 
 
 def _make_part(path: Path, *, is_folder: bool) -> tuple[Path, int]:
-    # Not there on Windows, where the strategies leave checkpoints to Lightning; the package is imported there all the same.
+    # Not there on Windows, where the strategies leave checkpoints to Lightning; the package is imported there all the
+    # same.
     import fcntl
 
     while True:
@@ -551,7 +587,13 @@ def _make_part(path: Path, *, is_folder: bool) -> tuple[Path, int]:
         if is_folder:
             part.mkdir()
         else:
-            os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IROTH))
+            os.close(
+                os.open(
+                    part,
+                    os.O_CREAT | os.O_EXCL | os.O_WRONLY,
+                    stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IROTH,
+                )
+            )
         lock = os.open(part, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -15,10 +15,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, load, save
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
-from lightning_fastft.checkpoint.files import check_folder, commit_folder, hash_file, load_file, part_beside, replace_folder, save_file
+from lightning_fastft.checkpoint.files import (
+    check_folder,
+    commit_folder,
+    hash_file,
+    load_file,
+    part_beside,
+    replace_folder,
+    save_file,
+)
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 
@@ -27,11 +40,17 @@ METADATA = "meta.pt"
 _INDEX = ".metadata"
 # What torch's index of the pieces is made of; anything else in it would be somebody's code.
 _INDEX_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_INDEX_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+_INDEX_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
 
 
 def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write the pieces of all ranks beside path, then the commit record, then give the folder its name; every rank makes this call.
+    """Write the pieces of all ranks beside path, then the commit record, then give the folder its name; every rank
+    makes this call.
 
     Args:
         checkpoint: Lightning's, with ``state_dict`` and ``optimizer_states`` in pieces.
@@ -61,7 +80,11 @@ def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
             save(pieces, checkpoint_id=part)
         except CheckpointException as error:
             raise CheckpointNotSavedError(f"The checkpoint {path} was not saved: {error}") from error
-        own = [file for file in part.iterdir() if file.name.startswith(f"__{rank}_") or (rank == 0 and file.name in (METADATA, _INDEX))]
+        own = [
+            file
+            for file in part.iterdir()
+            if file.name.startswith(f"__{rank}_") or (rank == 0 and file.name in (METADATA, _INDEX))
+        ]
         reported = on_all_ranks(lambda: {file.name: hash_file(file) for file in own}, error=CheckpointNotSavedError)
 
         def end() -> None:
@@ -73,9 +96,15 @@ def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def load_folder(
-    path: Path, *, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, judge: Callable[[dict[str, Any]], None] = lambda _: None
+    path: Path,
+    *,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    judge: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Load the pieces of a folder into a sharded module and its optimizers, and return the rest of the checkpoint; every rank makes this call.
+    """Load the pieces of a folder into a sharded module and its optimizers, and return the rest of the checkpoint;
+    every rank makes this call.
 
     Args:
         path: A folder of ``save_folder``, of any number of ranks.
@@ -110,7 +139,9 @@ def load_folder(
         name = f"optimizer_{number}"
         moments = {name: get_optimizer_state_dict(module, optimizer)}
         load(moments, checkpoint_id=path, planner=_PlainPlanner())
-        set_optimizer_state_dict(module, optimizer, optim_state_dict=moments[name], options=StateDictOptions(cpu_offload=True))
+        set_optimizer_state_dict(
+            module, optimizer, optim_state_dict=moments[name], options=StateDictOptions(cpu_offload=True)
+        )
     return content
 
 
@@ -127,20 +158,29 @@ def check_index(file: Path) -> None:
 class _IndexUnpickler(pickle.Unpickler):
     """Unpickles the index of torch.distributed.checkpoint and nothing else."""
 
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a class or a function
+    def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_record = module in _INDEX_MODULES and "." not in name and name.lstrip("_")[:1].isupper()
         if is_dtype or is_record or (module, name) in _INDEX_NAMES:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        raise UnsafeCheckpointError(f"The index {_INDEX} of the checkpoint names {module}.{name}, which is no part of one; it is not loaded.")
+        raise UnsafeCheckpointError(
+            f"The index {_INDEX} of the checkpoint names {module}.{name}, which is no part of one; it is not loaded."
+        )
 
 
-def _enum_member(kind: Any, name: Any) -> enum.Enum:  # noqa: ANN401 - whatever the index says
-    """Stand in for the getattr by which early releases of Python 3.11 pickle the members of enumerations, and for no other use of it."""
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(name, str) and name in kind.__members__):
-        raise UnsafeCheckpointError(f"The index {_INDEX} of the checkpoint asks for {name!r} of {kind!r}, which is no part of one; it is not loaded.")
+def _enum_member(kind: Any, name: Any) -> enum.Enum:
+    """Stand in for the getattr by which early releases of Python 3.11 pickle the members of enumerations, and for
+    no other use of it.
+    """
+    if not (
+        isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(name, str) and name in kind.__members__
+    ):
+        raise UnsafeCheckpointError(
+            f"The index {_INDEX} of the checkpoint asks for {name!r} of {kind!r}, which is no part of one; it is not "
+            "loaded."
+        )
     return kind[name]
 
 
@@ -153,6 +193,8 @@ class _PlainPlanner(DefaultLoadPlanner):
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
-            raise UnsafeCheckpointError(f"{read_item.dest_index.fqn} of the checkpoint is no tensor and no plain type: {reason}") from error
+            raise UnsafeCheckpointError(
+                f"{read_item.dest_index.fqn} of the checkpoint is no tensor and no plain type: {reason}"
+            ) from error
         value.seek(0)
         super().load_bytes(read_item, value)

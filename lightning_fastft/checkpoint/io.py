@@ -22,9 +22,9 @@ class VerifiedCheckpointIO(CheckpointIO):
 
     What is unpickled is tensors and plain types only, whatever the caller and the environment say.
 
-    The strategies of this package install it where no other CheckpointIO was given. Its files are plain files of ``torch.save``. Paths are those of
-    local or mounted file systems: object stores and URLs are refused, because they have neither a rename nor a sync that could be relied upon, and
-    what comes from elsewhere is not unpickled.
+    The strategies of this package install it where no other CheckpointIO was given. Its files are plain files of
+    ``torch.save``. Paths are those of local or mounted file systems: object stores and URLs are refused, because they
+    have neither a rename nor a sync that could be relied upon, and what comes from elsewhere is not unpickled.
 
     Raises:
         CheckpointNotSavedError: From a save that did not happen.
@@ -45,14 +45,17 @@ class VerifiedCheckpointIO(CheckpointIO):
 
     def __init__(self) -> None:
         if os.name != "posix":
-            raise OptionError("VerifiedCheckpointIO needs the file locks and folder syncs of POSIX; on this system leave checkpoints to Lightning.")
+            raise OptionError(
+                "VerifiedCheckpointIO needs the file locks and folder syncs of POSIX; on this system leave checkpoints "
+                "to Lightning."
+            )
         self._swept: set[Path] = set()
         self._homes: set[Path] = set()
         # What this object loaded it may remove: Lightning's launchers hand weights over in a file.
         self._loaded: set[Path] = set()
         self._has_looked = False
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401 - as Lightning's
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint; it stands at path in full when this returns.
 
         Raises:
@@ -60,7 +63,8 @@ class VerifiedCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise OptionError(
-                f"storage_options={storage_options!r} has no meaning for local files: leave it away, or give a CheckpointIO that takes it."
+                f"storage_options={storage_options!r} has no meaning for local files: leave it away, or give a "
+                "CheckpointIO that takes it."
             )
         place = local_path(path, use="saved to")
         with saving(place):
@@ -88,7 +92,9 @@ class VerifiedCheckpointIO(CheckpointIO):
         self.prepare(place.parent)
         warn_of_options(weights_only)
         if place.is_dir():
-            raise OptionError(f"{place} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp'.")
+            raise OptionError(
+                f"{place} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp'."
+            )
         if not place.is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {place}.")
         content: dict[str, Any] = load_file(place, map_location=map_location)
@@ -99,7 +105,8 @@ class VerifiedCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this package from a folder that this object saves to.
 
-        Anything else stays, with a warning: ModelCheckpoint takes the paths that it removes from the checkpoint it resumed from.
+        Anything else stays, with a warning: ModelCheckpoint takes the paths that it removes from the checkpoint it
+        resumed from.
         """
         place = local_path(path, use="removed from")
         if not (place.exists() or place.is_symlink()):
@@ -117,7 +124,9 @@ class VerifiedCheckpointIO(CheckpointIO):
     def _why_kept(self, place: Path) -> str:
         """Return why a path is not removed; nothing where it may be."""
         folder = place.parent.resolve()
-        if place.resolve() not in self._loaded and not any(folder == home or home in folder.parents for home in self._homes):
+        if place.resolve() not in self._loaded and not any(
+            folder == home or home in folder.parents for home in self._homes
+        ):
             return "it lies outside of the folders that this run saves to"
         return "" if is_own(place) else "it is no checkpoint that this package wrote"
 
@@ -146,8 +155,10 @@ def local_path(path: str | Path, *, use: str) -> Path:
     # Path("s3://a") has lost a slash.
     if separator or (":/" in text and not Path(text).exists() and text.partition(":/")[0].isalnum()):
         raise UnsafeCheckpointError(
-            f"Checkpoints are {use} local or mounted folders only, got {text!r}: elsewhere there is no rename and no sync to rely upon, and what is "
-            "fetched from a network could run code. Copy it by other means, or use another CheckpointIO: Trainer(plugins=[TorchCheckpointIO()])."
+            f"Checkpoints are {use} local or mounted folders only, got {text!r}: elsewhere there is no rename and no "
+            "sync to rely upon, and what is "
+            "fetched from a network could run code. Copy it by other means, or use another CheckpointIO: "
+            "Trainer(plugins=[TorchCheckpointIO()])."
         )
     return Path(text)
 
@@ -166,18 +177,24 @@ def warn_of_options(weights_only: bool | None) -> None:
     """Say that options which would let a checkpoint run code have no effect."""
     if weights_only is False:
         rank_zero_warn(
-            "weights_only=False is ignored: checkpoints are read as tensors and plain types only. To load a class that you trust, name it in "
+            "weights_only=False is ignored: checkpoints are read as tensors and plain types only. To load a class that "
+            "you trust, name it in "
             "torch.serialization.add_safe_globals([...])."
         )
     if os.environ.get(_FORCED_OPEN, "0").lower() in ("1", "y", "yes", "true"):
-        rank_zero_warn(f"{_FORCED_OPEN} is set and is ignored here; everywhere else torch.load now runs what a file asks it to run. Unset it.")
+        rank_zero_warn(
+            f"{_FORCED_OPEN} is set and is ignored here; everywhere else torch.load now runs what a file asks it to "
+            "run. Unset it."
+        )
 
 
 def warn_without_digest(place: Path) -> None:
     """Say that a checkpoint was not written by this package, so that its damage is not noticed."""
     with place.open("rb") as file:
         if read_comment(file) is None:
-            rank_zero_warn(f"{place} carries no digest (it was not written by this package): damage in it cannot be noticed.")
+            rank_zero_warn(
+                f"{place} carries no digest (it was not written by this package): damage in it cannot be noticed."
+            )
 
 
 def warn_of_objects(place: Path) -> None:
@@ -185,6 +202,8 @@ def warn_of_objects(place: Path) -> None:
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(place))
     if names:
         rank_zero_warn(
-            f"{place} holds objects of {', '.join(sorted(names))}. Checkpoints are read as tensors and plain types only, so it cannot be resumed: "
-            "keep such objects out of hyperparameters and state, or name their classes in torch.serialization.add_safe_globals."
+            f"{place} holds objects of {', '.join(sorted(names))}. Checkpoints are read as tensors and plain types "
+            "only, so it cannot be resumed: "
+            "keep such objects out of hyperparameters and state, or name their classes in "
+            "torch.serialization.add_safe_globals."
         )

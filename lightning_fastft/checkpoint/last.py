@@ -28,15 +28,19 @@ _SUFFIX = ".ckpt"
 def find_last(trainer: pl.Trainer) -> Path | None:
     """Return the checkpoint that ``ckpt_path="last"`` means; None where there is none yet.
 
-    That is the newest of ``last*.ckpt`` and ``stopped-step=N.ckpt``, and of what OnExceptionCheckpoint wrote, in the folders of the run. Where the
-    newest is damaged it is the newest intact checkpoint of these folders, whatever its name, and a warning says so.
+    That is the newest of ``last*.ckpt`` and ``stopped-step=N.ckpt``, and of what OnExceptionCheckpoint wrote, in the
+    folders of the run. Where the newest is damaged it is the newest intact checkpoint of these folders, whatever its
+    name, and a warning says so.
 
     Cost:
-        Rank 0 reads the newest checkpoint once, for its digest, and every damaged one; the strategy hands its choice to the other ranks.
+        Rank 0 reads the newest checkpoint once, for its digest, and every damaged one; the strategy hands its choice to
+        the other ranks.
     """
     folders = _folders(trainer)
     extra = [Path(callback.ckpt_path) for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
-    places = {place for folder in folders for place in _checkpoints(folder)} | {place for place in extra if place.exists()}
+    places = {place for folder in folders for place in _checkpoints(folder)} | {
+        place for place in extra if place.exists()
+    }
     by_age = sorted(places, key=lambda place: place.stat().st_mtime_ns, reverse=True)
     newest = next((place for place in by_age if place.name.startswith((LAST, STOPPED)) or place in extra), None)
     if newest is None or trainer.global_rank != 0:
@@ -45,15 +49,23 @@ def find_last(trainer: pl.Trainer) -> Path | None:
     if damage is None:
         return newest
     for place in by_age:
-        if place != newest and find_damage(place, needs_digest=True) is None and (trainer.state.fn != TrainerFn.FITTING or _is_resumable(place)):
-            rank_zero_warn(f'ckpt_path="last": {newest} is damaged ({damage}). The newest intact checkpoint is taken: {place}.')
+        if (
+            place != newest
+            and find_damage(place, needs_digest=True) is None
+            and (trainer.state.fn != TrainerFn.FITTING or _is_resumable(place))
+        ):
+            rank_zero_warn(
+                f'ckpt_path="last": {newest} is damaged ({damage}). The newest intact checkpoint is taken: {place}.'
+            )
             return place
     # The strategy refuses it, on all ranks.
     return newest
 
 
 def with_last(launcher: _Launcher | None) -> _Launcher:
-    """Return a launcher that does what the given one does, and gives ``"last"`` our meaning in the processes that it starts."""
+    """Return a launcher that does what the given one does, and gives ``"last"`` our meaning in the processes that
+    it starts.
+    """
     if launcher is None:
         return _Here()
     kinds: dict[type, type] = {_SubprocessScriptLauncher: _Scripts, _MultiProcessingLauncher: _Processes}
@@ -63,7 +75,7 @@ def with_last(launcher: _Launcher | None) -> _Launcher:
     return launcher
 
 
-def run_with_last(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - an entry point of the Trainer
+def run_with_last(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an entry point of the Trainer with the path that ``"last"`` means."""
     given = inspect.signature(function).bind(*args, **kwargs)
     trainer = getattr(function, "__self__", None)
@@ -81,7 +93,7 @@ class _Here(_Launcher):
     def is_interactive_compatible(self) -> bool:
         return True
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         return run_with_last(function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
@@ -89,12 +101,12 @@ class _Here(_Launcher):
 
 
 class _Scripts(_SubprocessScriptLauncher):
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         return super().launch(functools.partial(run_with_last, function), *args, trainer=trainer, **kwargs)
 
 
 class _Processes(_MultiProcessingLauncher):
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         return super().launch(functools.partial(run_with_last, function), *args, trainer=trainer, **kwargs)
 
 
@@ -108,7 +120,11 @@ def _folders(trainer: pl.Trainer) -> list[Path]:
 
 
 def _checkpoints(folder: Path) -> Iterable[Path]:
-    return [place for place in folder.iterdir() if place.suffix == _SUFFIX and not place.name.startswith(".") and place.exists()]
+    return [
+        place
+        for place in folder.iterdir()
+        if place.suffix == _SUFFIX and not place.name.startswith(".") and place.exists()
+    ]
 
 
 def _is_resumable(place: Path) -> bool:

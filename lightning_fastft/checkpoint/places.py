@@ -27,7 +27,11 @@ def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
     if not isinstance(io, VerifiedCheckpointIO) or getattr(trainer, "fast_dev_run", False):
         return
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    folders = [local_path(callback.dirpath, use="saved to") for callback in callbacks if callback.dirpath is not None and _saves(callback)]
+    folders = [
+        local_path(callback.dirpath, use="saved to")
+        for callback in callbacks
+        if callback.dirpath is not None and _saves(callback)
+    ]
 
     def check() -> None:
         for folder in folders if trainer.is_global_zero else ():
@@ -49,11 +53,13 @@ def check_writable(folder: Path) -> None:
         place = place.parent
     if not place.is_dir():
         raise CheckpointNotSavedError(
-            f"Checkpoints cannot be saved to {folder}: {place} is a file. Give ModelCheckpoint(dirpath=...) another folder."
+            f"Checkpoints cannot be saved to {folder}: {place} is a file. Give ModelCheckpoint(dirpath=...) another "
+            "folder."
         )
     if not os.access(place, os.W_OK | os.X_OK):
         raise CheckpointNotSavedError(
-            f"Checkpoints cannot be saved to {folder}: {place} cannot be written to. Give ModelCheckpoint(dirpath=...) another folder."
+            f"Checkpoints cannot be saved to {folder}: {place} cannot be written to. Give ModelCheckpoint(dirpath=...) "
+            "another folder."
         )
 
 

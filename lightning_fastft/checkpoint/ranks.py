@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 def on_all_ranks(action: Callable[[], T], *, error: type[FastFTError]) -> list[T]:
-    """Run action on every rank and return all results by rank; where it fails on one rank it fails on all, so that none waits for the others.
+    """Run action on every rank and return all results by rank; where it fails on one rank it fails on all, so that none
+    waits for the others.
 
     Args:
         action: What this rank does; its result is pickled.
@@ -45,11 +46,12 @@ def on_all_ranks(action: Callable[[], T], *, error: type[FastFTError]) -> list[T
 def destroy_groups_at_exit(is_wanted: bool = True) -> None:
     """Let this process leave its process groups before the interpreter is finalised, as Lightning does for NCCL alone.
 
-    Threads of a gloo group let go of tensors that Python made. One that does so while the interpreter is finalised aborts the process ("terminate
-    called without an active exception"), after everything was done and saved.
+    Threads of a gloo group let go of tensors that Python made. One that does so while the interpreter is finalised
+    aborts the process ("terminate called without an active exception"), after everything was done and saved.
 
     Args:
-        is_wanted: False takes it back. A rank that failed must not wait for collectives which the others have not joined.
+        is_wanted: False takes it back. A rank that failed must not wait for collectives which the others have not
+            joined.
     """
     atexit.unregister(_destroy_groups)
     if is_wanted and dist.is_available() and dist.is_initialized():
@@ -64,10 +66,12 @@ def _destroy_groups() -> None:
 
 
 class RankVote:
-    """Tell all ranks of a signal that one of them got, without a wait: what is asked at one step is answered at the next.
+    """Tell all ranks of a signal that one of them got, without a wait: what is asked at one step is answered at the
+    next.
 
     Cost:
-        With several ranks a sum of 8 bytes on the host per optimizer step, begun at one and read at the next; nothing with one.
+        With several ranks a sum of 8 bytes on the host per optimizer step, begun at one and read at the next; nothing
+        with one.
     """
 
     def __init__(self) -> None:
@@ -91,7 +95,9 @@ class RankVote:
         return answer
 
     def everywhere(self, is_so: bool) -> bool:
-        """Return whether something is so on every rank; all of them make this call, and wait for each other on the host."""
+        """Return whether something is so on every rank; all of them make this call, and wait for each other on
+        the host.
+        """
         if self._group is None:
             return is_so
         return bool(self.fewest(int(is_so)))

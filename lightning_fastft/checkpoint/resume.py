@@ -1,4 +1,6 @@
-"""ExactResume: a run that goes on from a checkpoint as if it had never stopped, and that ends in a checkpoint when it is told to stop."""
+"""ExactResume: a run that goes on from a checkpoint as if it had never stopped, and that ends in a checkpoint
+when it is told to stop.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
 from lightning_fastft.core.checks import check_bool, check_float
 from lightning_fastft.core.errors import FastFTError, ResumeError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
@@ -31,10 +33,20 @@ STATE = "fastft_resume"
 _FIXED = ("lora.r",)
 # What an optimizer and its schedule bring along from the checkpoint, whatever this run says.
 _RESTORED = ("learning_rate", "weight_decay", "seed_everything")
-# The method of Lightning's epoch loop that asks rank 0 on the device, before each micro-batch, whether it was told to stop, and waits for the answer.
+# The method of Lightning's epoch loop that asks rank 0 on the device, before each micro-batch, whether it was told to
+# stop, and waits for the answer.
 _ASKING = "_broadcast_sigterm_tensor"
-_INTERRUPT_ANSWER = "\nCtrl-C: the run is saved at the next optimizer step and ends; a second Ctrl-C ends it at once, without saving.\n"
-_TRAINER_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs", "precision")
+_INTERRUPT_ANSWER = (
+    "\nCtrl-C: the run is saved at the next optimizer step and ends; a second Ctrl-C ends it at once, without saving.\n"
+)
+_TRAINER_SETTINGS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "max_steps",
+    "max_epochs",
+    "precision",
+)
 
 
 def checkpoint_folder(trainer: pl.Trainer) -> str:
@@ -44,32 +56,38 @@ def checkpoint_folder(trainer: pl.Trainer) -> str:
 
 
 class ExactResume(Callback):
-    """Keep what a checkpoint of Lightning leaves out, so that the resumed run equals the one that went on, bit for bit where its kernels are.
+    """Keep what a checkpoint of Lightning leaves out, so that the resumed run equals the one that went on, bit for bit
+    where its kernels are.
 
-    The strategies of this package add it. A checkpoint gets the random states of all ranks, restored at the first batch. One that is asked for inside
-    an accumulation window stands for the beginning of that window, because half-summed gradients are in no checkpoint: it has the random states of
-    then, and PackedDataModule trains the window again; other data modules are warned about. SIGTERM and SIGUSR1 are noted, and at the next optimizer
-    step all ranks save ``stopped-step=N.ckpt`` (in the folder of the first ModelCheckpoint, else in the Trainer's ``default_root_dir``) and end with
-    exit code 143 or 138. So does a first Ctrl-C, with exit code 130; a second one, half a second later or more, is a KeyboardInterrupt and saves
-    nothing. In notebooks and other interactive sessions, and where the script has a handler of its own for it, Ctrl-C stays what it is. Settings that
-    differ from those of the checkpoint are named. While signals are noted here on every rank, Lightning's own question of rank 0 before each
+    The strategies of this package add it. A checkpoint gets the random states of all ranks, restored at the first
+    batch. One that is asked for inside an accumulation window stands for the beginning of that window, because
+    half-summed gradients are in no checkpoint: it has the random states of then, and PackedDataModule trains the window
+    again; other data modules are warned about. SIGTERM and SIGUSR1 are noted, and at the next optimizer step all ranks
+    save ``stopped-step=N.ckpt`` (in the folder of the first ModelCheckpoint, else in the Trainer's
+    ``default_root_dir``) and end with exit code 143 or 138. So does a first Ctrl-C, with exit code 130; a second one,
+    half a second later or more, is a KeyboardInterrupt and saves nothing. In notebooks and other interactive sessions,
+    and where the script has a handler of its own for it, Ctrl-C stays what it is. Settings that differ from those of
+    the checkpoint are named. While signals are noted here on every rank, Lightning's own question of rank 0 before each
     micro-batch, for whose answer the host waits for the device, is left out: the ranks agree on the host.
 
-    A signal that comes during a validation, the last one too, ends it between two of its batches in the same way; its metrics are lost, and the
-    resumed run goes on behind it. One that comes later than that (``on_train_end``) changes nothing: the run did what it was asked, and exits with 0.
-    A rank that hangs reaches no step: where nothing goes on for stop_timeout_s after a SIGTERM or SIGUSR1, the process writes its stacks to stderr
-    and ends with 143 or 138, without a save.
+    A signal that comes during a validation, the last one too, ends it between two of its batches in the same way; its
+    metrics are lost, and the resumed run goes on behind it. One that comes later than that (``on_train_end``) changes
+    nothing: the run did what it was asked, and exits with 0. A rank that hangs reaches no step: where nothing goes on
+    for stop_timeout_s after a SIGTERM or SIGUSR1, the process writes its stacks to stderr and ends with 143 or 138,
+    without a save.
 
     Args:
-        stop_signals: Whether SIGTERM, SIGUSR1 and a first Ctrl-C are taken over during training. SLURM with automatic requeueing keeps Lightning's.
-        stop_timeout_s: Seconds without a micro-batch or validation batch, after a signal, until a hung process ends itself, 1 to 86,400; more than
-            the longest micro-batch takes. A save is waited for.
+        stop_signals: Whether SIGTERM, SIGUSR1 and a first Ctrl-C are taken over during training. SLURM with automatic
+            requeueing keeps Lightning's.
+        stop_timeout_s: Seconds without a micro-batch or validation batch, after a signal, until a hung process ends
+            itself, 1 to 86,400; more than the longest micro-batch takes. A save is waited for.
 
     Raises:
         ResumeError: A setting of this run makes the tensors of the checkpoint useless.
 
     Cost:
-        About 100 microseconds of the host per optimizer step; with several ranks a sum of 8 bytes on the host per optimizer step. No host wait.
+        About 100 microseconds of the host per optimizer step; with several ranks a sum of 8 bytes on the host per
+        optimizer step. No host wait.
 
     Source:
         own; the order (random states last, at the first batch) because the making of loaders draws from the generators.
@@ -86,7 +104,7 @@ class ExactResume(Callback):
         self._vote = RankVote()
         self._num_val_votes = 0
         self._has_signals = False
-        self._ledger = SwapLedger()
+        self._patcher = ModelPatcher()
         self._at_window_start: RandomState | None = None
         self._step_before = 0
         self._to_restore: RandomState | None = None
@@ -107,7 +125,9 @@ class ExactResume(Callback):
 
     # Random states.
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Add the random states of all ranks, and the settings; every rank makes this call."""
         self._stops.note_save()
         present = self._at_window_start if is_in_window(trainer) else None
@@ -118,25 +138,33 @@ class ExactResume(Callback):
         states = on_all_ranks(present.to_plain, error=FastFTError)
         checkpoint[STATE] = {"random": states, "settings": self._settings(trainer, pl_module)}
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Take up the random state of this rank, and name settings that differ."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         state = checkpoint.get(STATE)
         if state is None:
             rank_zero_warn(
-                "The checkpoint has no random states (it was written without ExactResume): dropout and whatever else is drawn goes on differently."
+                "The checkpoint has no random states (it was written without ExactResume): dropout and whatever else "
+                "is drawn goes on differently."
             )
             return
         for line in describe_differences(state["settings"], self._settings(trainer, pl_module)):
             rank_zero_warn(f"Resumed with another setting than that of the checkpoint: {line}.")
         states = state["random"]
         if len(states) != trainer.world_size:
-            rank_zero_warn(f"The checkpoint has random states of {len(states)} ranks and this run has {trainer.world_size}: what is drawn differs.")
+            rank_zero_warn(
+                f"The checkpoint has random states of {len(states)} ranks and this run has {trainer.world_size}: what "
+                "is drawn differs."
+            )
             return
         self._to_restore = RandomState.from_plain(states[trainer.global_rank])
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Restore the random states before the first batch of a resumed run; keep those with which a window begins."""
         self._stops.note_progress()
         self._step_before = trainer.global_step
@@ -160,7 +188,7 @@ class ExactResume(Callback):
         self._vote.open()
         self._spare_the_device(trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """At an optimizer step, save and end if a rank was told to stop.
 
         Raises:
@@ -179,11 +207,11 @@ class ExactResume(Callback):
             num_batches = sum(trainer.num_val_batches)
             self._num_val_votes = self._vote.fewest(0 if num_batches == float("inf") else int(num_batches))
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Note that the run goes on."""
         self._stops.note_progress()
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:  # noqa: ANN401
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Between two validation batches, save and end if a rank was told to stop.
 
         Raises:
@@ -203,20 +231,21 @@ class ExactResume(Callback):
         path = f"{folder.rstrip('/')}/{name}" if is_remote(folder) else Path(folder) / name
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
-            f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends; go on with ckpt_path={path}"
+            f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends; go on "
+            f"with ckpt_path={path}"
         )
         raise RunStopped(number, step=trainer.global_step, path=path)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the other ranks; Lightning gives the signals back."""
         self._stops.unwatch()
-        self._ledger.undo()
+        self._patcher.undo()
         self._vote.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Wait for no rank any more."""
         self._stops.unwatch()
-        self._ledger.undo()
+        self._patcher.undo()
         self._vote.drop()
 
     def _settings(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -226,19 +255,28 @@ class ExactResume(Callback):
         environment = trainer._accelerator_connector.cluster_environment
         connector = trainer._signal_connector
         self._has_signals = False
-        reason = "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes at the start of it"
+        reason = (
+            "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes "
+            "at the start of it"
+        )
         if not self.stop_signals:
             reason += "; signals are left alone (stop_signals=False)"
         elif isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             reason += "; SIGTERM and the requeue signal are Lightning's (SLURM requeues)"
-        elif self._stops.install(STOP_SIGNALS, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector):
+        elif self._stops.install(
+            STOP_SIGNALS, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector
+        ):
             self._has_signals = True
             self._stops.watch(self.stop_timeout_s)
-            reason += f"; {' and '.join(number.name for number in STOP_SIGNALS)} save at the next optimizer step and end the run"
+            reason += (
+                f"; {' and '.join(number.name for number in STOP_SIGNALS)} save at the next optimizer step and "
+                "end the run"
+            )
             if self._stops.install_interrupt(_INTERRUPT_ANSWER if trainer.is_global_zero else ""):
                 reason += ", and so does a first Ctrl-C"
             if connector.received_sigterm:
-                # It came between Lightning's handlers and ours; Lightning would end the run inside a window, with exit code 0.
+                # It came between Lightning's handlers and ours; Lightning would end the run inside a window, with exit
+                # code 0.
                 connector.received_sigterm = False
                 self._stops.received = signal.SIGTERM
         else:
@@ -248,11 +286,12 @@ class ExactResume(Callback):
     def _spare_the_device(self, trainer: pl.Trainer) -> None:
         """Leave out Lightning's question, where on every rank the signals come here; all ranks make this call."""
         loop = trainer.fit_loop.epoch_loop
-        self._ledger.undo()
+        self._patcher.undo()
         if trainer.world_size > 1 and hasattr(loop, _ASKING) and self._vote.everywhere(self._has_signals):
-            self._ledger.set_attribute(loop, _ASKING, _ask_nobody)
+            self._patcher.set_attribute(loop, _ASKING, _ask_nobody)
             self._status = self._status._replace(
-                reason=f"{self._status.reason}; ranks agree on the host, in place of Lightning's question before each micro-batch"
+                reason=f"{self._status.reason}; ranks agree on the host, in place of Lightning's question before each "
+                "micro-batch"
             )
 
     def _warn_of_lost_window(self, trainer: pl.Trainer) -> None:
@@ -260,9 +299,12 @@ class ExactResume(Callback):
         if not self._has_warned and not hasattr(getattr(trainer, "datamodule", None), "plan"):
             self._has_warned = True
             rank_zero_warn(
-                "A checkpoint was asked for inside an accumulation window: its gradients are not kept, and a run that is resumed from it does not "
-                "train these micro-batches, unless the data goes back to the beginning of the window, as PackedDataModule does. Save every so many "
-                "optimizer steps (ModelCheckpoint(every_n_train_steps=...)), or make val_check_interval a multiple of accumulate_grad_batches."
+                "A checkpoint was asked for inside an accumulation window: its gradients are not kept, and a run that "
+                "is resumed from it does not "
+                "train these micro-batches, unless the data goes back to the beginning of the window, as "
+                "PackedDataModule does. Save every so many "
+                "optimizer steps (ModelCheckpoint(every_n_train_steps=...)), or make val_check_interval a multiple of "
+                "accumulate_grad_batches."
             )
 
 
@@ -280,7 +322,11 @@ def collect_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict
     """Return by dotted name what a user sets and a run depends on: plain types only."""
     found = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
     hparams = dict(getattr(pl_module, "hparams", {}))
-    return {name: value for name, value in (found | flatten(hparams)).items() if isinstance(value, (int, float, str, list, tuple, type(None)))}
+    return {
+        name: value
+        for name, value in (found | flatten(hparams)).items()
+        if isinstance(value, (int, float, str, list, tuple, type(None)))
+    }
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -320,16 +366,21 @@ def check_settings(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> None:
     """
     saved = checkpoint.get(STATE, {}).get("settings", {})
     current = collect_settings(trainer, trainer.lightning_module)
-    wrong = [f"{name} was {saved[name]!r} and is {current.get(name)!r}" for name in _FIXED if name in saved and current.get(name) != saved[name]]
+    wrong = [
+        f"{name} was {saved[name]!r} and is {current.get(name)!r}"
+        for name in _FIXED
+        if name in saved and current.get(name) != saved[name]
+    ]
     if wrong:
         raise ResumeError(
-            f"The checkpoint does not fit this run: {'; '.join(wrong)}. Resume with the values of the checkpoint, or begin a new run without it."
+            f"The checkpoint does not fit this run: {'; '.join(wrong)}. Resume with the values of the checkpoint, or "
+            "begin a new run without it."
         )
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - a setting
+def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _batch_progress(trainer: pl.Trainer) -> Any:  # noqa: ANN401 - Lightning annotates its trackers by their base class
+def _batch_progress(trainer: pl.Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.batch_progress

@@ -36,8 +36,8 @@ class RandomState(NamedTuple):
         """Return the present states.
 
         Cost:
-            About 100 microseconds, most of them numpy's (timeit, one core); a CUDA generator keeps seed and offset on the host, so nothing waits for
-            the device.
+            About 100 microseconds, most of them numpy's (timeit, one core); a CUDA generator keeps seed and offset on
+            the host, so nothing waits for the device.
         """
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), cuda)  # type: ignore[arg-type]

@@ -45,8 +45,8 @@ class RunStopped(SystemExit):
 class StopSignals:
     """Note SIGTERM and SIGUSR1, and do nothing else when they come: a second one changes nothing.
 
-    Handlers that somebody else had installed are called as well, but for those that ``is_ignored`` names. Ctrl-C (SIGINT) can be noted too: the first
-    one; a second one is a KeyboardInterrupt as ever.
+    Handlers that somebody else had installed are called as well, but for those that ``is_ignored`` names. Ctrl-C
+    (SIGINT) can be noted too: the first one; a second one is a KeyboardInterrupt as ever.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,9 @@ class StopSignals:
         """A copied or pickled object listens to nothing: handlers and the watch belong to the original's process."""
         return vars(self) | {"_wakeup": None, "_others": {}}
 
-    def install(self, signals: tuple[int, ...] = STOP_SIGNALS, *, is_ignored: Callable[[Any], bool] = lambda handler: False) -> bool:
+    def install(
+        self, signals: tuple[int, ...] = STOP_SIGNALS, *, is_ignored: Callable[[Any], bool] = lambda handler: False
+    ) -> bool:
         """Take the signals over; False where that cannot be done: only the main thread of a process can."""
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -81,8 +83,8 @@ class StopSignals:
     def install_interrupt(self, answer: str) -> bool:
         """Take Ctrl-C over as well; False where it is to stay what it is.
 
-        That is in a notebook or another interactive session, where an interrupt ends the cell and not the process; where somebody else has taken it
-        over, or it is ignored; and in any thread but the main one.
+        That is in a notebook or another interactive session, where an interrupt ends the cell and not the process;
+        where somebody else has taken it over, or it is ignored; and in any thread but the main one.
 
         Args:
             answer: What the first Ctrl-C is answered with, at once, on standard error; empty for nothing.
@@ -99,11 +101,12 @@ class StopSignals:
         return True
 
     def watch(self, limit_s: float) -> None:
-        """End the process where it makes no progress for limit_s after a signal came: a hung rank reaches no step at which it could stop.
+        """End the process where it makes no progress for limit_s after a signal came: a hung rank reaches no step at
+        which it could stop.
 
-        Python runs handlers in the main thread, which may wait in a collective that nobody answers. A thread is told of signals by the interpreter's
-        own handler instead. It leaves the stacks on standard error, and the exit code that a stopped run has. No watch where another library uses
-        ``signal.set_wakeup_fd``, or outside of the main thread.
+        Python runs handlers in the main thread, which may wait in a collective that nobody answers. A thread is told of
+        signals by the interpreter's own handler instead. It leaves the stacks on standard error, and the exit code that
+        a stopped run has. No watch where another library uses ``signal.set_wakeup_fd``, or outside of the main thread.
         """
         self.unwatch()
         if threading.current_thread() is not threading.main_thread():
@@ -120,7 +123,10 @@ class StopSignals:
         # A forked worker of a loader would tell this process of its own signals.
         unwatch = weakref.WeakMethod(self.unwatch)
         os.register_at_fork(after_in_child=lambda: _call(unwatch()))
-        threading.Thread(target=self._end_if_hung, args=(read, limit_s), name="fastft-stop", daemon=True).start()
+        self._watching = threading.Thread(
+            target=self._end_if_hung, args=(read, limit_s), name="fastft-stop", daemon=True
+        )
+        self._watching.start()
 
     def unwatch(self) -> None:
         """End the watch; a second call does nothing."""
@@ -128,6 +134,8 @@ class StopSignals:
         if wakeup is not None:
             signal.set_wakeup_fd(-1)
             wakeup.close()
+            # It reads the end of the stream, and ends; a forked child has no such thread.
+            self._watching.join()
 
     def note_progress(self) -> None:
         """Note that the run goes on: a signal that came is seen at the next step."""
@@ -160,12 +168,16 @@ class StopSignals:
     def _end(self, number: int, limit_s: float) -> None:
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):
-            os.write(_STANDARD_ERROR, f"{name}: no progress for {limit_s:g} s, so there is no step to stop at; nothing is saved.\n".encode())
+            os.write(
+                _STANDARD_ERROR,
+                f"{name}: no progress for {limit_s:g} s, so there is no step to stop at; nothing is saved.\n".encode(),
+            )
             faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
         os._exit(128 + number)
 
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
-        # Workers of a DataLoader that were forked have this handler and get the signal of the terminal too: they go on until the run ends.
+        # Workers of a DataLoader that were forked have this handler and get the signal of the terminal too: they go on
+        # until the run ends.
         if os.getpid() != self._process:
             return
         if self._interrupted_s is not None:

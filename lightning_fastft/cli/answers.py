@@ -12,14 +12,17 @@ from pathlib import Path
 
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
-_UNKNOWN_OPTION = re.compile(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)")
+_UNKNOWN_OPTION = re.compile(
+    r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'|unrecognized arguments?: --([\w.+]+)"
+)
 _UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")
 _MISSING = re.compile(r"the following arguments are required: ([\w., ]+)")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Functions of transformers that everything read from a folder or the hub goes through.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
-    r"^(Given value|Subtypes:|Errors:|Does not validate against|- Does not validate|- Expected a path but|- Expected a <class 'NoneType'>)"
+    r"^(Given value|Subtypes:|Errors:|Does not validate against|- Does not validate|- Expected a path but|- Expected a "
+    r"<class 'NoneType'>)"
 )
 
 
@@ -63,7 +66,9 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
 
     unknown = _UNKNOWN_LORA.search(message)
     if unknown:
-        hint = f"hint: did you mean {unknown[2]}?\n" if unknown[2] else "hint: the fields are those of PEFT's LoraConfig\n"
+        hint = (
+            f"hint: did you mean {unknown[2]}?\n" if unknown[2] else "hint: the fields are those of PEFT's LoraConfig\n"
+        )
         return f"error: {where}{unknown[1]}\n{hint}{last_line}"
 
     missing = _MISSING.search(message)
@@ -73,12 +78,17 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         advice = f"hint: a config brings it along: --config NAME or a file; shipped are {', '.join(configs)}\n"
         return f"error: {names} is required and was not given\n{advice}{last_line}"
 
-    kept = [_explain_choice(line.removeprefix("- "), lines) for line in lines[1 if key else 0 :] if line and not _NOISE.match(line)]
+    kept = [
+        _explain_choice(line.removeprefix("- "), lines)
+        for line in lines[1 if key else 0 :]
+        if line and not _NOISE.match(line)
+    ]
     return f"error: {where}{' '.join(kept) or message.strip()}\n{last_line}"
 
 
 def explain_missing_files(error: OSError | ValueError) -> str:
-    """Return what to do where transformers could not read the files of a model; "" where the error is of another origin.
+    """Return what to do where transformers could not read the files of a model; "" where the error is of another
+    origin.
 
     Args:
         error: As it was raised, with its traceback.
@@ -87,13 +97,18 @@ def explain_missing_files(error: OSError | ValueError) -> str:
         >>> explain_missing_files(OSError("no space left on device"))
         ''
     """
-    calls = {(frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_name) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    calls = {
+        (frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    }
     if not calls & {("transformers", name) for name in _READERS}:
         return ""
     return (
         f"error: the model's files could not be read: {' '.join(str(error).split()) or type(error).__name__}\n"
-        f"hint: --model.model takes a name on huggingface.co or a folder (looked from {Path.cwd()}); gated models need `hf auth login`\n"
-        "hint: without a network set HF_HUB_OFFLINE=1 and take a folder that is here: fastft demo leaves a small model in runs/demo/trained\n"
+        f"hint: --model.model takes a name on huggingface.co or a folder (looked from {Path.cwd()}); gated models need "
+        "`hf auth login`\n"
+        "hint: without a network set HF_HUB_OFFLINE=1 and take a folder that is here: fastft demo leaves a small model "
+        "in runs/demo/trained\n"
     )
 
 
@@ -121,7 +136,9 @@ def _owner_of(lines: list[str], option: str) -> str | None:
 
 
 def _parameters_of(class_path: str) -> list[str]:
-    """Return the parameters of a class that the parser has imported already; nothing is imported for an error message."""
+    """Return the parameters of a class that the parser has imported already; nothing is imported for an error
+    message.
+    """
     module, _, name = class_path.rpartition(".")
     owner = getattr(sys.modules.get(module), name, None)
     return list(inspect.signature(owner).parameters) if isinstance(owner, type) else []

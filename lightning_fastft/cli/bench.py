@@ -25,8 +25,9 @@ class _Fit(NamedTuple):
     least_gib: float
 
 
-# Largest first. What decides is the system that all others are judged by, transformers + PEFT with recompute: 26.9 GiB at its peak in the first and
-# 15.6 in the last (H200, benchmarks/train_step.py), in the second its smaller base less; and the first is built from 27.5 GiB of bf16 weights.
+# Largest first. What decides is the system that all others are judged by, transformers + PEFT with recompute: 26.9 GiB
+# at its peak in the first and 15.6 in the last (H200, benchmarks/train_step.py), in the second its smaller base less;
+# and the first is built from 27.5 GiB of bf16 weights.
 _FITS = (_Fit("qwen3-14b-qlora", 40.0), _Fit("qwen3-8b-qlora", 30.0), _Fit("qwen3-0.6b-lora", 20.0))
 _CPU_WORKLOAD = "tiny"
 
@@ -37,15 +38,17 @@ def run_bench(words: Sequence[str]) -> int:
     0 where rows were written; without a GPU, where everything ran.
 
     Args:
-        words: ``--workload NAME`` (by default the largest that fits the GPU; a model of two layers where there is none), ``--out FOLDER`` (a new
-            one in runs/compare), and further options of ``benchmarks.compare``.
+        words: ``--workload NAME`` (by default the largest that fits the GPU; a model of two layers where there is
+            none), ``--out FOLDER`` (a new one in runs/compare), and further options of ``benchmarks.compare``.
 
     Raises:
-        MissingDependencyError: There is no folder ``benchmarks`` beside the package or in the current folder: wheels do not carry it.
+        MissingDependencyError: There is no folder ``benchmarks`` beside the package or in the current folder: wheels do
+            not carry it.
         OptionError: The GPU is smaller than every workload.
 
     Cost:
-        Minutes to an hour: every setting of every system in two processes. One model of the workload on the host beside it.
+        Minutes to an hour: every setting of every system in two processes. One model of the workload on the host beside
+        it.
     """
     workload, rest = take_option(words, "--workload", default="")
     out, rest = take_option(rest, "--out", default="")
@@ -57,7 +60,8 @@ def run_bench(words: Sequence[str]) -> int:
     command = [sys.executable, "-m", "benchmarks.compare", "--workload", chosen, "--device", device]
     if out:
         command += ["--out", out]
-    # Found by its path, so that weights and results are written where the user stands; the processes that it starts find it in the same way.
+    # Found by its path, so that weights and results are written where the user stands; the processes that it starts
+    # find it in the same way.
     places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     return subprocess.run([*command, *rest], env=environment, check=False).returncode  # noqa: S603 - our own module, no shell
@@ -74,8 +78,10 @@ def find_repository() -> Path:
         if (place / "benchmarks" / "compare.py").is_file():
             return place
     raise MissingDependencyError(
-        f"fastft bench runs benchmarks/compare.py of the repository, which is neither in {places[0]} nor in {places[1]}: an installed package does "
-        "not carry it. Clone the repository of lightning_fastft, run `pip install -e '.[qlora,test]'` in the clone, then `fastft bench` there."
+        f"fastft bench runs benchmarks/compare.py of the repository, which is neither in {places[0]} nor in "
+        f"{places[1]}: an installed package does "
+        "not carry it. Clone the repository of lightning_fastft, run `pip install -e '.[qlora,test]'` in the clone, "
+        "then `fastft bench` there."
     )
 
 
@@ -87,7 +93,8 @@ def choose_workload() -> tuple[str, str]:
     """
     if not torch.cuda.is_available():
         return _CPU_WORKLOAD, (
-            "there is no GPU here; a model of two layers shows that everything runs, not how fast it is (minutes; no row is written)"
+            "there is no GPU here; a model of two layers shows that everything runs, not how fast it is (minutes; no "
+            "row is written)"
         )
     name, memory_gib = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / _GIB
     for fit in _FITS:
@@ -95,6 +102,7 @@ def choose_workload() -> tuple[str, str]:
             return fit.workload, f"{name} has {memory_gib:.1f} GiB, and it asks for {fit.least_gib:.0f}"
     smallest = _FITS[-1]
     raise OptionError(
-        f"{name} has {memory_gib:.1f} GiB; the smallest workload, {smallest.workload}, asks for {smallest.least_gib:.0f}: transformers + PEFT, by "
+        f"{name} has {memory_gib:.1f} GiB; the smallest workload, {smallest.workload}, asks for "
+        f"{smallest.least_gib:.0f}: transformers + PEFT, by "
         f"which the others are judged, must fit too. Name one to try it all the same: --workload {smallest.workload}."
     )

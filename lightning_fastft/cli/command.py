@@ -84,4 +84,6 @@ def _run(command: str, words: list[str]) -> int:
         from lightning_fastft.cli.bench import run_bench
 
         return run_bench(words)
-    raise OptionError(f"Unknown command {command!r}; there are fit, validate, test, data, doctor, plan, export, demo and bench.")
+    raise OptionError(
+        f"Unknown command {command!r}; there are fit, validate, test, data, doctor, plan, export, demo and bench."
+    )

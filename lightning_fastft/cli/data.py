@@ -16,10 +16,12 @@ DEFAULT_FOLDER = "runs/data"
 
 
 def run_data(words: Sequence[str]) -> int:
-    """Print rows per format, rejects, lengths, packs and an example; write the length histogram as a picture, and the rejected rows; return 0.
+    """Print rows per format, rejects, lengths, packs and an example; write the length histogram as a picture, and the
+    rejected rows; return 0.
 
     Args:
-        words: Arguments of ``fastft fit``, and ``--out FOLDER`` for what is written (``runs/data`` in the current folder).
+        words: Arguments of ``fastft fit``, and ``--out FOLDER`` for what is written (``runs/data`` in the current
+            folder).
     """
     out, words = take_option(words, "--out", default=DEFAULT_FOLDER)
     cli = FastFTCLI(words, run=False)
@@ -31,12 +33,16 @@ def run_data(words: Sequence[str]) -> int:
     data.trainer = trainer
     data.rejected_path = data.rejected_path or str(Path(out) / REJECTED)
     data.setup("fit")
-    report = describe_data(data, world_size=trainer.world_size, accumulate=trainer.accumulate_grad_batches, is_terminal=sys.stdout.isatty())
+    report = describe_data(
+        data, world_size=trainer.world_size, accumulate=trainer.accumulate_grad_batches, is_terminal=sys.stdout.isatty()
+    )
     sys.stdout.write(report + "\n")
     train = data.subset("train")
     assert train is not None
     try:
-        sys.stdout.write(f"\nlengths as a picture: {save_length_histogram(train.length_N, Path(out) / 'lengths.png')}\n")
+        sys.stdout.write(
+            f"\nlengths as a picture: {save_length_histogram(train.length_N, Path(out) / 'lengths.png')}\n"
+        )
     except MissingDependencyError as error:
         sys.stdout.write(f"\nno picture: {error}\n")
     return 0

@@ -1,4 +1,6 @@
-"""``fastft demo``: make the data, run the shipped config through the command line's own machinery, and show what came of it."""
+"""``fastft demo``: make the data, run the shipped config through the command line's own machinery, and show what
+came of it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class LossCurve(Callback):
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Keep one number; nothing is copied to the host."""
         self._losses.append(outputs["loss"].detach())
 
@@ -54,7 +58,8 @@ class LossCurve(Callback):
 
 
 def run_demo(words: Sequence[str]) -> int:
-    """Run the demo in the current folder and return 0, or 1 if the loss did not fall or the saved model came back different.
+    """Run the demo in the current folder and return 0, or 1 if the loss did not fall or the saved model came back
+    different.
 
     Args:
         words: Further arguments of ``fastft fit``, on top of the demo's config: ``--trainer.max_steps 50``.
@@ -62,7 +67,10 @@ def run_demo(words: Sequence[str]) -> int:
     begin = time.perf_counter()
     rows = generate_rows()
     files = write_demo_files(rows, DEMO_FOLDER)
-    _say(f"Wrote {len(rows.train)} chats to train on and {len(rows.validation)} held out to {DEMO_FOLDER}, with a tokenizer trained on them.")
+    _say(
+        f"Wrote {len(rows.train)} chats to train on and {len(rows.validation)} held out to {DEMO_FOLDER}, with a "
+        "tokenizer trained on them."
+    )
 
     curve, table = LossCurve(), LastTable()
     cli = FastFTCLI(["fit", "--config", str(CONFIG_FOLDER / "demo.yaml"), *words], callbacks=[curve, table])
@@ -75,10 +83,19 @@ def run_demo(words: Sequence[str]) -> int:
     folder = files.model.parent / "trained"
     difference, allowed = _reload(cli.model, folder, files)
     _say(f"\nWhat is active, and why not\n{table.text}")
-    _say(f"\nTraining loss: {first:.3f} at the first step, {last:.3f} over the last {LOSS_MEAN_STEPS} of {cli.trainer.global_step} steps.")
-    _say(f"Validation: loss {result['val_loss']:.4f}, perplexity {result['val_perplexity']:.3f}, token accuracy {result['val_token_accuracy']:.2%}.")
+    _say(
+        f"\nTraining loss: {first:.3f} at the first step, {last:.3f} over the last {LOSS_MEAN_STEPS} of "
+        f"{cli.trainer.global_step} steps."
+    )
+    _say(
+        f"Validation: loss {result['val_loss']:.4f}, perplexity {result['val_perplexity']:.3f}, token accuracy "
+        f"{result['val_token_accuracy']:.2%}."
+    )
     _say(f"Held-out questions answered right: {num_right} of {NUM_ANSWERED}.")
-    _say(f"Saved to {folder}; reloaded with plain transformers in a fresh process: largest difference of a logit {difference:.1e}.")
+    _say(
+        f"Saved to {folder}; reloaded with plain transformers in a fresh process: largest difference of a logit "
+        f"{difference:.1e}."
+    )
     _say(f"Took {time.perf_counter() - begin:.0f} s, {trained - begin:.0f} of them until the end of training.")
     return 0 if last < 0.5 * first and difference <= allowed else 1
 
@@ -88,8 +105,10 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _show_answers(model: Any, rows: DemoRows) -> int:  # noqa: ANN401 - FineTuner, or what a user names in its place
-    """Show a short, a middling and a long question beside its right answer; return how many of all were answered right."""
+def _show_answers(model: Any, rows: DemoRows) -> int:
+    """Show a short, a middling and a long question beside its right answer; return how many of all were answered
+    right.
+    """
     asked = sorted(rows.validation, key=_answer_length)[:: max(1, len(rows.validation) // NUM_ANSWERED)][:NUM_ANSWERED]
     written = model.generate([row["messages"][:1] for row in asked], max_new_tokens=300, do_sample=False)
     right = [final_answer(text) == final_answer(row["messages"][1]["content"]) for text, row in zip(written, asked)]
@@ -103,8 +122,10 @@ def _answer_length(row: Row) -> int:
     return len(row["messages"][1]["content"])
 
 
-def _reload(model: Any, folder: Path, files: DemoFiles) -> tuple[float, float]:  # noqa: ANN401 - as above
-    """Save, reload without our package, and return the largest difference of a logit and the largest that rounding explains."""
+def _reload(model: Any, folder: Path, files: DemoFiles) -> tuple[float, float]:
+    """Save, reload without our package, and return the largest difference of a logit and the largest that
+    rounding explains.
+    """
     model.save_pretrained(str(folder))
     network = model.model.eval()
     question = json.loads(files.validation.read_text(encoding="utf-8").partition("\n")[0])["messages"]

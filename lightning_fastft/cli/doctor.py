@@ -1,4 +1,6 @@
-"""``fastft doctor``: what would be active for a model on this machine, found by one step of a miniature of it; nothing of the user's is trained."""
+"""``fastft doctor``: what would be active for a model on this machine, found by one step of a miniature of it;
+nothing of the user's is trained.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,16 @@ SOURCES = ("paths", "val_paths", "test_paths")
 DOCUMENT_LENGTHS = (192, 64, 256, 2, 126)
 # Options of a run that the miniature must not follow; they come last, so they win.
 OVERRIDES = (
-    *("--trainer.max_steps", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "0"),
+    *(
+        "--trainer.max_steps",
+        "1",
+        "--trainer.max_epochs",
+        "1",
+        "--trainer.limit_train_batches",
+        "1",
+        "--trainer.limit_val_batches",
+        "0",
+    ),
     *("--trainer.accumulate_grad_batches", "1", "--trainer.logger", "false", "--trainer.enable_model_summary", "false"),
 )
 
@@ -62,9 +73,12 @@ class _DoctorCLI(FastFTCLI):
         if self.config.data.class_path.rpartition(".")[2] == PackedDataModule.__name__:
             _check_sources(self.config.data.init_args, examples=self.examples)
         options = self.config.model.init_args
-        if not self.config.model.class_path.rpartition(".")[2] == FineTuner.__name__ or not isinstance(options.get("model"), (str, dict)):
+        if not self.config.model.class_path.rpartition(".")[2] == FineTuner.__name__ or not isinstance(
+            options.get("model"), (str, dict)
+        ):
             raise OptionError(
-                "fastft doctor makes a miniature of a FineTuner's model; for a module of your own the table is logged at the start of fit."
+                "fastft doctor makes a miniature of a FineTuner's model; for a module of your own the table is logged "
+                "at the start of fit."
             )
         options.model = shrink_config(_read_config(options.model, options.get("revision")))
         options.init, options.tokenizer, options.revision = "random", None, None
@@ -77,25 +91,36 @@ def run_doctor(words: Sequence[str]) -> int:
         words: Arguments of ``fastft fit``.
 
     Raises:
-        DataError: A file or folder of data that is named is not there or cannot be read. Nothing of it is tokenised, and what a shipped config names
-            as an example need not be there.
+        DataError: A file or folder of data that is named is not there or cannot be read. Nothing of it is tokenised,
+            and what a shipped config names as an example need not be there.
     """
     table = LastTable()
     with tempfile.TemporaryDirectory() as folder, _quiet():
         cli = _DoctorCLI([*words, *OVERRIDES, "--trainer.default_root_dir", folder], run=False, callbacks=[table])
         trainer = cli.trainer
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))]
+        callbacks[:] = [
+            callback
+            for callback in callbacks
+            if not isinstance(callback, (Checkpoint, ProgressBar, SaveConfigCallback))
+        ]
         rows = [{"input_ids": torch.randint(cli.model.vocab_size, (length,)).tolist()} for length in DOCUMENT_LENGTHS]
-        data = PackedDataModule(rows, max_tokens=sum(DOCUMENT_LENGTHS), num_workers=0, num_proc=1, cache_dir=None, show_progress=False)
+        data = PackedDataModule(
+            rows, max_tokens=sum(DOCUMENT_LENGTHS), num_workers=0, num_proc=1, cache_dir=None, show_progress=False
+        )
         trainer.fit(cli.model, datamodule=data)
-    model = f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors are counted here"
+    model = (
+        f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and "
+        "tensors are counted here"
+    )
     sys.stdout.write(f"{describe_machine()}\n{model}\n\n{table.text}\n")
     return 0
 
 
 def _find_examples(words: Sequence[str]) -> set[str]:
-    """Return the paths of data that stand in the shipped configs that are named, and not on the command line: files that a user is still to make."""
+    """Return the paths of data that stand in the shipped configs that are named, and not on the command line:
+    files that a user is still to make.
+    """
     import yaml
 
     given = [value for word in words for value in (word, word.partition("=")[2])]
@@ -105,11 +130,17 @@ def _find_examples(words: Sequence[str]) -> set[str]:
 
 
 def _check_sources(options: Mapping[str, Any], *, examples: set[str]) -> None:
-    """Refuse files and folders of data that are not there or cannot be read, as the data module would; names on the hub are left to it."""
+    """Refuse files and folders of data that are not there or cannot be read, as the data module would; names on
+    the hub are left to it.
+    """
     for name in SOURCES:
         given = options.get(name)
         for source in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(source, (str, os.PathLike)) and os.fspath(source) not in examples and _is_local(os.fspath(source)):
+            if (
+                isinstance(source, (str, os.PathLike))
+                and os.fspath(source) not in examples
+                and _is_local(os.fspath(source))
+            ):
                 open_sources(source)
 
 
@@ -139,7 +170,10 @@ def describe_machine() -> str:
     lines = []
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
-        lines.append(f"device {number}: {device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}")
+        lines.append(
+            f"device {number}: {device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability "
+            f"{device.major}.{device.minor}"
+        )
     if not lines:
         lines.append(f"device: CPU, {torch.get_num_threads()} threads")
     versions = []
@@ -152,7 +186,8 @@ def describe_machine() -> str:
 
 
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration of the same family with few layers, experts and tokens; head shapes, windows and layer kinds stay.
+    """Return a configuration of the same family with few layers, experts and tokens; head shapes, windows and layer
+    kinds stay.
 
     Args:
         config: A transformers configuration as a dictionary.

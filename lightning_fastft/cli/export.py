@@ -17,7 +17,10 @@ from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.fine_tuner import FineTuner
 
-HOW = "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] [--accept-other-base]"
+HOW = (
+    "fastft export CHECKPOINT_OR_FOLDER OUT [--merge] [--base NAME] [--dtype NAME] [--device NAME] "
+    "[--accept-other-base]"
+)
 _MIB = 2**20
 
 
@@ -34,18 +37,22 @@ class _Question(NamedTuple):
 
 
 def run_export(words: Sequence[str]) -> int:
-    """Write the adapters or the merged weights of a checkpoint or a PEFT folder to a new folder, read back and compared; return 0.
+    """Write the adapters or the merged weights of a checkpoint or a PEFT folder to a new folder, read back and
+    compared; return 0.
 
     Args:
-        words: A checkpoint file of a FineTuner or a folder of PEFT adapters, then the folder to write. ``--merge`` writes the whole model with the
-            adapters in its weights. ``--base NAME`` is the base model where the one that was trained on lies elsewhere now. ``--dtype`` is that of
-            merged weights: that of the run; where the run chose by itself, bfloat16 on a base in NF4, that of the base's files on another.
-            ``--device`` is where the model is built (cpu). ``--accept-other-base`` takes a base with other weights than those of the run.
+        words: A checkpoint file of a FineTuner or a folder of PEFT adapters, then the folder to write. ``--merge``
+            writes the whole model with the adapters in its weights. ``--base NAME`` is the base model where the one
+            that was trained on lies elsewhere now. ``--dtype`` is that of merged weights: that of the run; where the
+            run chose by itself, bfloat16 on a base in NF4, that of the base's files on another. ``--device`` is where
+            the model is built (cpu). ``--accept-other-base`` takes a base with other weights than those of the run.
 
     Raises:
-        OptionError: There is something at the target, nothing at the source, the source is neither, or its base is not known.
+        OptionError: There is something at the target, nothing at the source, the source is neither, or its base is not
+            known.
         DamagedCheckpointError: Bytes of the checkpoint differ from those that were written.
-        ResumeError: The checkpoint does not fit the model that it names, or the base has other weights than that of the run.
+        ResumeError: The checkpoint does not fit the model that it names, or the base has other weights than that of the
+            run.
         CheckpointNotSavedError: The folder cannot be written or reads back otherwise; nothing is left of it.
 
     Cost:
@@ -63,13 +70,20 @@ def run_export(words: Sequence[str]) -> int:
         exported = export_merged(module.model, question.out, tokenizer=module.tokenizer)
     else:
         exported = export_adapters(module.model, question.out, tokenizer=module.tokenizer)
-    notes.append("no tokenizer is known, so none is beside it" if module.tokenizer is None else "the tokenizer is beside it")
+    notes.append(
+        "no tokenizer is known, so none is beside it" if module.tokenizer is None else "the tokenizer is beside it"
+    )
     kind = "merged weights" if question.is_merged else "adapters" if module.has_adapters else "all weights"
     lines = [f"Wrote {kind} to {question.out}: {exported.num_tensors} tensors, {exported.num_bytes / _MIB:,.1f} MiB."]
     lines += [f"  {note}" for note in notes]
-    lines.append(f"  read back by stock libraries: keys, dtypes and values equal, largest difference of a logit {exported.reload_difference:.1e}")
+    lines.append(
+        "  read back by stock libraries: keys, dtypes and values equal, largest difference of a logit "
+        f"{exported.reload_difference:.1e}"
+    )
     if question.is_merged:
-        lines.append(f"  logits of the merged model lie {exported.merge_difference:.1e} of their size from those with adapters")
+        lines.append(
+            f"  logits of the merged model lie {exported.merge_difference:.1e} of their size from those with adapters"
+        )
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
@@ -86,14 +100,19 @@ def _read_question(words: Sequence[str]) -> _Question:
         raise OptionError(f"fastft export takes a source and a target, got {' '.join(rest) or 'nothing'}: {HOW}")
     check_choice("--dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
     if dtype != "auto" and not is_merged:
-        raise OptionError("--dtype is the dtype of merged weights; adapters and trained weights keep theirs: add --merge, or leave it away.")
+        raise OptionError(
+            "--dtype is the dtype of merged weights; adapters and trained weights keep theirs: add --merge, or leave "
+            "it away."
+        )
     try:
         place = torch.device(device)
     except RuntimeError as error:
         raise OptionError(f"--device must be a device of torch, got {device!r}: {error}") from error
     source = local_path(rest[0], use="exported from")
     if not source.exists():
-        raise OptionError(f"There is nothing at {source} (looked from {Path.cwd()}): give a checkpoint file or a folder of adapters.")
+        raise OptionError(
+            f"There is nothing at {source} (looked from {Path.cwd()}): give a checkpoint file or a folder of adapters."
+        )
     return _Question(source, Path(rest[1]), is_merged, base, dtype, place, accepts_other_base)
 
 
@@ -106,7 +125,8 @@ def _open(question: _Question) -> tuple[FineTuner, list[str]]:
         return _open_folder(question)
     if (source / "meta.pt").is_file():
         raise OptionError(
-            f"{source} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp' and call save_pretrained on the module."
+            f"{source} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp' and call "
+            "save_pretrained on the module."
         )
     if (source / "config.json").is_file():
         raise OptionError(f"{source} holds a whole model already; there is nothing to export.")
@@ -118,18 +138,29 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
     content = load_file(question.source, map_location="cpu")
     trained = content.get("fastft_base")
     if trained is None or "hyper_parameters" not in content:
-        raise OptionError(f"{question.source} is no checkpoint of a FineTuner: save a module of your own by its model's save_pretrained.")
+        raise OptionError(
+            f"{question.source} is no checkpoint of a FineTuner: save a module of your own by its model's "
+            "save_pretrained."
+        )
     known = inspect.signature(FineTuner.__init__).parameters
     options = {name: value for name, value in content["hyper_parameters"].items() if name in known}
     has_adapters = options.get("lora") is not None
     if question.is_merged and not has_adapters:
-        raise OptionError(f"{question.source} holds all weights and no adapters, so there is nothing to merge: leave --merge away.")
+        raise OptionError(
+            f"{question.source} holds all weights and no adapters, so there is nothing to merge: leave --merge away."
+        )
     if question.base:
         options.update(model=question.base, init="pretrained", revision=None)
     if "model" not in options:
-        raise OptionError(f"{question.source} does not say which model it was trained on, because that one was given loaded: add --base NAME.")
+        raise OptionError(
+            f"{question.source} does not say which model it was trained on, because that one was given loaded: add "
+            "--base NAME."
+        )
     if options["init"] == "random" and has_adapters and not question.is_merged:
-        raise OptionError("These adapters belong to random weights, which no one else can load: add --merge, which writes base and adapters as one.")
+        raise OptionError(
+            "These adapters belong to random weights, which no one else can load: add --merge, which writes base and "
+            "adapters as one."
+        )
     options["accept_other_base"] = question.accepts_other_base
     # How a sharded run holds its weights means nothing here.
     options["master_dtype"] = "auto"
@@ -144,7 +175,8 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
     if question.is_merged and options.get("quantization") is not None:
         assert module.source is not None
         notes.append(
-            f"merged into the weights of {module.source.name} as NF4 holds them, made dense in {options['dtype']}: what adapters were trained on, "
+            f"merged into the weights of {module.source.name} as NF4 holds them, made dense in {options['dtype']}: "
+            "what adapters were trained on, "
             "so they differ from the base's own weights by what 4 bits lose"
         )
         _register_dequantise(module)

@@ -1,7 +1,8 @@
-"""Decide what a config may import: a short list of packages, and what the user names on the command line, never what a file names.
+"""Decide what a config may import: a short list of packages, and what the user names on the command line, never what a
+file names.
 
-The check of packages is jsonargparse's own: a path outside the list is refused before anything of it is imported, and what a path resolves to is
-checked again. On top of it a config names classes, not functions.
+The check of packages is jsonargparse's own: a path outside the list is refused before anything of it is imported, and
+what a path resolves to is checked again. On top of it a config names classes, not functions.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ _SCHEDULERS = (
 _SCHEDULER_PATHS = tuple(f"transformers{module}.{name}" for module in ("", ".optimization") for name in _SCHEDULERS)
 # The parts of each package that a config has reason to name. Loaders, launchers and the like stand in other parts.
 ALLOWED_PATHS = (
-    *(f"{root}.{name}" for root in ("lightning", "lightning.pytorch") for name in ("Callback", "LightningModule", "LightningDataModule")),
+    *(
+        f"{root}.{name}"
+        for root in ("lightning", "lightning.pytorch")
+        for name in ("Callback", "LightningModule", "LightningDataModule")
+    ),
     "lightning.fabric.accelerators",
     "lightning.fabric.loggers",
     "lightning.fabric.plugins",
@@ -58,13 +63,20 @@ ALLOWED_PATHS = (
     "torchmetrics",
     *_SCHEDULER_PATHS,
 )
-# Parts of these that call what a config names, or load code, models or pickles by name; a longer path decides before a shorter one.
+# Parts of these that call what a config names, or load code, models or pickles by name; a longer path decides before a
+# shorter one.
 DENIED_PATHS = (
     "*",
     "lightning.pytorch.callbacks.LambdaCallback",
     "lightning.pytorch.callbacks.lambda_function",
-    *(f"torchmetrics.{name}" for name in ("audio", "detection", "functional", "image", "multimodal", "utilities", "video")),
-    *(f"torchmetrics.text.{name}" for name in ("BERTScore", "InfoLM", "ROUGEScore", "SacreBLEUScore", "bert", "infolm", "rouge", "sacre_bleu")),
+    *(
+        f"torchmetrics.{name}"
+        for name in ("audio", "detection", "functional", "image", "multimodal", "utilities", "video")
+    ),
+    *(
+        f"torchmetrics.text.{name}"
+        for name in ("BERTScore", "InfoLM", "ROUGEScore", "SacreBLEUScore", "bert", "infolm", "rouge", "sacre_bleu")
+    ),
     *(f"torchmetrics.wrappers.{name}" for name in ("FeatureShare", "feature_share")),
 )
 
@@ -73,7 +85,8 @@ def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments without ``--allow-import``, and the packages that it named.
 
     Args:
-        args: The words of the command line; ``--allow-import name`` and ``--allow-import=name`` may come anywhere and more than once.
+        args: The words of the command line; ``--allow-import name`` and ``--allow-import=name`` may come anywhere and
+            more than once.
 
     Raises:
         OptionError: The option has no value, or the value is no dotted import path.
@@ -93,13 +106,17 @@ def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
             rest.append(word)
     for path in allowed:
         if not all(part.isidentifier() for part in path.split(".")):
-            raise OptionError(f"{ALLOW_IMPORT_OPTION} takes a dotted import path such as my_package or my_package.models, got {path!r}.")
+            raise OptionError(
+                f"{ALLOW_IMPORT_OPTION} takes a dotted import path such as my_package or my_package.models, got "
+                f"{path!r}."
+            )
     return rest, allowed
 
 
 @contextmanager
 def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
-    """Restrict what values of a config may import while the block runs; paths named in allowed are taken back afterwards.
+    """Restrict what values of a config may import while the block runs; paths named in allowed are taken back
+    afterwards.
 
     Args:
         allowed: Import paths that the user named on the command line, on top of ``ALLOWED_PATHS``.
@@ -134,7 +151,7 @@ def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
 def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a loader that refuses text that is small and unfolds into something huge."""
 
-    def load_bounded(text: str) -> Any:  # noqa: ANN401 - any plain value
+    def load_bounded(text: str) -> Any:
         check_size(text)
         return load(text)
 
@@ -173,14 +190,17 @@ def check_size(text: str) -> None:
             outer, count = open_nodes[-1]
             open_nodes[-1] = (outer, count + size)
             if len(open_nodes) > MOST_LEVELS or open_nodes[-1][1] > MOST_VALUES:
-                raise yaml.YAMLError(f"the text nests more than {MOST_LEVELS} levels, or its aliases unfold into more than {MOST_VALUES} values")
+                raise yaml.YAMLError(
+                    f"the text nests more than {MOST_LEVELS} levels, or its aliases unfold into more than "
+                    f"{MOST_VALUES} values"
+                )
 
 
-def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:  # noqa: ANN401 - a Namespace and all that it may hold
+def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:
     """Refuse functions that a parsed config names, other than schedulers and what lies under allowed.
 
-    A class is only made where its type fits; a function would be called with the arguments of the config, and allowed packages have functions that
-    load code. Called before anything of the config is made.
+    A class is only made where its type fits; a function would be called with the arguments of the config, and allowed
+    packages have functions that load code. Called before anything of the config is made.
 
     Args:
         config: What the parser made of files and command line.
@@ -193,7 +213,10 @@ def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:  # 
         target = _find_loaded(path)
         is_allowed = path in _SCHEDULER_PATHS or is_within(path, allowed)
         if target is not None and not isinstance(target, type) and not is_allowed:
-            raise OptionError(f"{key}: a config may name classes, and {path!r} is none. Functions of your own come with {ALLOW_IMPORT_OPTION}.")
+            raise OptionError(
+                f"{key}: a config may name classes, and {path!r} is none. Functions of your own come with "
+                f"{ALLOW_IMPORT_OPTION}."
+            )
 
 
 def is_within(path: str, packages: Sequence[str]) -> bool:
@@ -206,7 +229,7 @@ def is_within(path: str, packages: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in packages)
 
 
-def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401 - as above
+def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield where a config names an object, and the import path of it."""
     if isinstance(value, (Namespace, Mapping)):
         for name, item in vars(value).items() if isinstance(value, Namespace) else value.items():
@@ -221,7 +244,7 @@ def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:  # noq
         yield key, f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
 
 
-def _find_loaded(path: str) -> Any:  # noqa: ANN401 - whatever a path names
+def _find_loaded(path: str) -> Any:
     """Return the object of an import path if the parser has loaded it; nothing is imported here."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):

@@ -1,4 +1,6 @@
-"""FastFTCLI: LightningCLI with our defaults, a closed list of what a config may import, and answers that give the reason first."""
+"""FastFTCLI: LightningCLI with our defaults, a closed list of what a config may import, and answers that give the
+reason first.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,23 @@ DEFAULT_CLASSES: dict[str, type] = {"model": FineTuner, "data": PackedDataModule
 
 
 class FastFTArgumentParser(LightningArgumentParser):
-    """Take options by their full names only; answer a wrong argument with its reason first and one line of advice, not with the usage of 200 options.
+    """Take options by their full names only; answer a wrong argument with its reason first and one line of advice, not
+    with the usage of 200 options.
 
     Args:
         *args: As Lightning's parser.
         **kwargs: As Lightning's parser.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An abbreviation that argparse takes is as often a misspelt name.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self.default_classes: dict[str, type] = {}
 
-    def format_help(self, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401 - as Lightning's
-        """Return the help with the options of the classes that are meant where none is named; by itself it lists those of the Trainer alone."""
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Return the help with the options of the classes that are meant where none is named; by itself it lists
+        those of the Trainer alone.
+        """
         parts = [super().format_help(*args, **kwargs)]
         for key, owner in self.default_classes.items():
             heading = f"--{key} is a {owner.__name__} where no other class is named:"
@@ -67,14 +72,18 @@ class FastFTArgumentParser(LightningArgumentParser):
 
 
 class FastFTCLI(LightningCLI):
-    """LightningCLI for FineTuner and PackedDataModule, or any LightningModule and LightningDataModule that the import policy lets in.
+    """LightningCLI for FineTuner and PackedDataModule, or any LightningModule and LightningDataModule that the import
+    policy lets in.
 
-    Differences from LightningCLI: no automatic optimizer (its parameters would be those of a model not built yet), a checkpoint brings weights and
-    state but never settings, and is a local file read with ``weights_only=True``; ``trainer.log_every_n_steps`` follows the length of the run.
+    Differences from LightningCLI: no automatic optimizer (its parameters would be those of a model not built yet), a
+    checkpoint brings weights and state but never settings, and is a local file read with ``weights_only=True``;
+    ``trainer.log_every_n_steps`` follows the length of the run.
 
     Args:
-        args: Words of the command line, without the name of the program; ``--allow-import`` and names of shipped configs included.
-        run: Whether args begin with a subcommand that runs; otherwise trainer, model and datamodule are made and nothing runs.
+        args: Words of the command line, without the name of the program; ``--allow-import`` and names of shipped
+            configs included.
+        run: Whether args begin with a subcommand that runs; otherwise trainer, model and datamodule are made and
+            nothing runs.
         callbacks: Callbacks that are always added, besides those of the config.
 
     Raises:
@@ -97,7 +106,10 @@ class FastFTCLI(LightningCLI):
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"overwrite": True},
                 trainer_class=FastFTTrainer,
-                trainer_defaults={"strategy": "fastft", "callbacks": [*callbacks, RunLength()] if run else list(callbacks)},
+                trainer_defaults={
+                    "strategy": "fastft",
+                    "callbacks": [*callbacks, RunLength()] if run else list(callbacks),
+                },
                 seed_everything_default=1,
                 parser_class=FastFTArgumentParser,
                 args=find_configs(words),
@@ -112,7 +124,9 @@ class FastFTCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Make FineTuner and PackedDataModule what is meant where a config names no class."""
-        parser.set_defaults({key: {"class_path": f"{owner.__module__}.{owner.__qualname__}"} for key, owner in DEFAULT_CLASSES.items()})
+        parser.set_defaults(
+            {key: {"class_path": f"{owner.__module__}.{owner.__qualname__}"} for key, owner in DEFAULT_CLASSES.items()}
+        )
         parser.default_classes = DEFAULT_CLASSES  # type: ignore[attr-defined]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -120,10 +134,15 @@ class FastFTCLI(LightningCLI):
         self.config = parser.parse_args(list(args or []))
 
     def _parse_ckpt_path(self) -> None:
-        """Take no settings from a checkpoint: Lightning would let them override the command line without a word. Refuse one that is not there."""
+        """Take no settings from a checkpoint: Lightning would let them override the command line without a word.
+        Refuse one that is not there.
+        """
         path = (self.config.get(self.config.get("subcommand") or "") or {}).get("ckpt_path")
         if path is not None and (":" in str(path)) and not Path(path).exists():
-            raise OptionError(f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}: checkpoints are not loaded from elsewhere.")
+            raise OptionError(
+                f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}: checkpoints are not loaded "
+                "from elsewhere."
+            )
         if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(path).exists():
             raise OptionError(f"ckpt_path: there is nothing at {path} (looked from {Path.cwd()}).")
 
@@ -141,7 +160,9 @@ class FastFTCLI(LightningCLI):
         self._check_callbacks()
 
     def _check_callbacks(self) -> None:
-        """Refuse a swapping callback that is given twice before the data is tokenised, where its own set-up would refuse it after."""
+        """Refuse a swapping callback that is given twice before the data is tokenised, where its own set-up would
+        refuse it after.
+        """
         # Imported on use: it brings the strategies along, which --help does not need.
         from lightning_fastft.callbacks.model_swaps import ModelSwaps, check_given_once
         from lightning_fastft.callbacks.packed_training import PackedTraining
@@ -212,4 +233,6 @@ def _find_config(name: str) -> str:
         return str(path)
     near = difflib.get_close_matches(name, config_names(), n=1)
     advice = f" Did you mean {near[0]}?" if near else ""
-    raise OptionError(f"There is no file and no shipped config named {name!r}.{advice} Shipped configs: {', '.join(config_names())}.")
+    raise OptionError(
+        f"There is no file and no shipped config named {name!r}.{advice} Shipped configs: {', '.join(config_names())}."
+    )

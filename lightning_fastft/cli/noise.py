@@ -1,4 +1,6 @@
-"""What other libraries print on every run and no user can act on, kept away from the command line; each line by its words, none by its library."""
+"""What other libraries print on every run and no user can act on, kept away from the command line; each line by
+its words, none by its library.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-# Each stays as narrow as its message, so that a library's next word is heard. Seen with torch 2.13, lightning 2.6.6, transformers 5.23, peft 0.21.2,
-# bitsandbytes 0.50.2; a line of another version that no longer matches comes through.
+# Each stays as narrow as its message, so that a library's next word is heard. Seen with torch 2.13, lightning 2.6.6,
+# transformers 5.23, peft 0.21.2, bitsandbytes 0.50.2; a line of another version that no longer matches comes through.
 _WARNINGS = (
     # Lightning flattens batches by a class that torch has renamed.
     (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),
@@ -16,7 +18,8 @@ _WARNINGS = (
     (FutureWarning, r"torch\.distributed\.nn\.functional\.all_gather is deprecated"),
     # PEFT asks a model by a name that transformers has renamed.
     (FutureWarning, r"`is_gradient_checkpointing` is deprecated"),
-    # Lightning tells why a run without tensorboard logs to CSV files: nothing is missing, and docs/guide.md says which logger a run has.
+    # Lightning tells why a run without tensorboard logs to CSV files: nothing is missing, and docs/guide.md says which
+    # logger a run has.
     (UserWarning, r"Starting from v1\.9\.0, `tensorboardX` has been removed as a dependency"),
 )
 _LOGGED = (
@@ -24,8 +27,12 @@ _LOGGED = (
     ("lightning.pytorch.utilities.rank_zero", "💡 Tip: For seamless cloud"),
     # No strategy of ours runs on a TPU; the line that says whether the GPU is seen is told.
     ("lightning.pytorch.utilities.rank_zero", "TPU available: False, using: 0 TPU cores"),
-    # A kernel from the hub for NF4 products on a CPU: not needed, and code that is fetched when a run starts is what this command line refuses.
-    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'"),
+    # A kernel from the hub for NF4 products on a CPU: not needed, and code that is fetched when a run starts is what
+    # this command line refuses.
+    (
+        "bitsandbytes.backends.cpu.ops",
+        "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'",
+    ),
 )
 
 

@@ -27,8 +27,21 @@ from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
 
 # Options whose value is a folder that something is written into.
-FOLDERS = frozenset({"artifact_location", "cache_dir", "default_root_dir", "dir", "dirpath", "log_dir", "nvme_path", "offline_directory",
-                     "root_dir", "save_dir", "tb_log_dir"})  # fmt: skip
+FOLDERS = frozenset(
+    {
+        "artifact_location",
+        "cache_dir",
+        "default_root_dir",
+        "dir",
+        "dirpath",
+        "log_dir",
+        "nvme_path",
+        "offline_directory",
+        "root_dir",
+        "save_dir",
+        "tb_log_dir",
+    }
+)
 # Options whose value is a file that is written, and its suffix.
 FILES = {"rejected_path": ".jsonl", "path": ".html", "exclude_batches_path": ".json"}
 # Options that are read, or are no path although they may look like one.
@@ -36,8 +49,19 @@ _READ = frozenset({"class_path", "config", "dict_kwargs"})
 # Options that are joined to a folder.
 _JOINED = ("filename", "name", "version", "sub_dir")
 # What shows that a folder holds a run, or a cache of ours.
-_MARKS = ("*.ckpt", "checkpoints", "hparams.yaml", "events.out.tfevents.*", "lightning_logs", "version_*", "wandb", "mlruns", "run_report.html",
-          "rejected.jsonl", "[0-9a-f]" * 32)  # fmt: skip
+_MARKS = (
+    "*.ckpt",
+    "checkpoints",
+    "hparams.yaml",
+    "events.out.tfevents.*",
+    "lightning_logs",
+    "version_*",
+    "wandb",
+    "mlruns",
+    "run_report.html",
+    "rejected.jsonl",
+    "[0-9a-f]" * 32,
+)
 _HIDDEN_ALLOWED = frozenset({".", "..", ".cache"})
 # Stores that are no disk of this machine.
 _REMOTE = re.compile(r"^(s3|s3a|gs|gcs|az|abfs|abfss|adl|hdfs|http|https|databricks)://", re.IGNORECASE)
@@ -58,7 +82,8 @@ class _Value(NamedTuple):
 
 
 def given_on_command_line(words: Sequence[str]) -> set[tuple[str, str]]:
-    """Return the last name and the text of every value on a command line, those inside of YAML values included; config files are not read.
+    """Return the last name and the text of every value on a command line, those inside of YAML values included; config
+    files are not read.
 
     Example:
         >>> sorted(given_on_command_line(["fit", "--config", "a.yaml", "--data.cache_dir", "/x", "--trainer.logger={save_dir: /y}"]))
@@ -102,14 +127,16 @@ def check_outputs(config: Namespace | Mapping[str, Any], *, words: Sequence[str]
     ]
     for value in values:
         # Trainer(profiler="simple") and its like are words, which no check below minds.
-        if (value.name, value.text) not in given and not (value.is_joined and value.name in {name for name, _ in given}):
+        if (value.name, value.text) not in given and not (
+            value.is_joined and value.name in {name for name, _ in given}
+        ):
             _check_value(value)
 
 
 class SaveConfig(SaveConfigCallback):
     """Save the config of a run as Lightning does, and replace no file but one that was saved so."""
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401 - as Lightning's
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check the place, then save."""
         if self.save_to_log_dir and not self.already_saved:
             # All ranks ask for the folder.
@@ -131,8 +158,10 @@ def _is_saved_config(head: bytes) -> bool:
     return head.startswith(_CONFIG_HEAD)
 
 
-def _strings(value: Any, key: str, *, allowed: Sequence[str] = ()) -> Iterator[_Value]:  # noqa: ANN401 - any part of a config
-    """Yield the strings of a config with their names, and the folders that loggers make of several; classes under allowed are skipped."""
+def _strings(value: Any, key: str, *, allowed: Sequence[str] = ()) -> Iterator[_Value]:
+    """Yield the strings of a config with their names, and the folders that loggers make of several; classes under
+    allowed are skipped.
+    """
     if isinstance(value, (Namespace, Mapping)):
         content = vars(value) if isinstance(value, Namespace) else value
         if is_within(str(content.get("class_path")), allowed):
@@ -150,7 +179,9 @@ def _strings(value: Any, key: str, *, allowed: Sequence[str] = ()) -> Iterator[_
 
 
 def _logger_folders(content: Mapping[str, Any], key: str) -> Iterator[_Value]:
-    """Yield the folder of a logger's own whose version is given: files in it are replaced, where a new version has a new folder."""
+    """Yield the folder of a logger's own whose version is given: files in it are replaced, where a new version
+    has a new folder.
+    """
     version = content.get("version")
     if version is None:
         return
@@ -158,7 +189,9 @@ def _logger_folders(content: Mapping[str, Any], key: str) -> Iterator[_Value]:
     for name in ("save_dir", "root_dir"):
         folder = content.get(name)
         if isinstance(folder, (str, os.PathLike)):
-            yield _Value(name, os.path.join(folder, *(str(part) for part in parts if part)), f"{key}.{name}", is_joined=True)
+            yield _Value(
+                name, os.path.join(folder, *(str(part) for part in parts if part)), f"{key}.{name}", is_joined=True
+            )
 
 
 def _check_value(value: _Value) -> None:
@@ -181,7 +214,9 @@ def _check_folder(value: _Value) -> None:
     if _is_inside(place, Path.cwd()) and not value.is_joined:
         return
     try:
-        is_foreign = place.is_dir() and any(place.iterdir()) and not any(next(place.glob(mark), None) for mark in _MARKS)
+        is_foreign = (
+            place.is_dir() and any(place.iterdir()) and not any(next(place.glob(mark), None) for mark in _MARKS)
+        )
     except OSError as error:
         raise _refusal(value, f"cannot be read ({error.strerror})") from error
     if is_foreign:
@@ -231,5 +266,6 @@ def _refusal(value: _Value, reason: str) -> OptionError:
     option = value.key.partition(" ")[0].replace(".init_args", "")
     return OptionError(
         f"{value.key}: {value.text!r} {reason}; a config file may not write there. "
-        f"If it is meant, give it on the command line, which is trusted: --{option} PATH. Otherwise name a new folder, or a path in the current one."
+        f"If it is meant, give it on the command line, which is trusted: --{option} PATH. Otherwise name a new folder, "
+        "or a path in the current one."
     )

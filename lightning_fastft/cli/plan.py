@@ -1,4 +1,6 @@
-"""``fastft plan``: show what would become of the activations of a config on a GPU, without weights, without data and without training."""
+"""``fastft plan``: show what would become of the activations of a config on a GPU, without weights, without data
+and without training.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ def run_plan(words: Sequence[str]) -> int:
     """Print the plan of a config for a GPU, its picture, and the two ends it lies between; return 0.
 
     Args:
-        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (the one here), ``--vram-gib N`` (model, optimizer and nine tenths of what they leave),
-            ``--host-gib N`` (64) and ``--document-tokens N`` (length of the document that a token stands in, on average; 1,024).
+        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (the one here), ``--vram-gib N`` (model, optimizer and
+            nine tenths of what they leave), ``--host-gib N`` (64) and ``--document-tokens N`` (length of the document
+            that a token stands in, on average; 1,024).
 
     Raises:
         OptionError: There is no GPU here and none is named, or the config's model is no FineTuner's.
@@ -49,19 +52,26 @@ def run_plan(words: Sequence[str]) -> int:
     model, data = cli.model, cli.datamodule
     if not isinstance(model, FineTuner) or model.source is None or not isinstance(data, PackedDataModule):
         raise OptionError(
-            "fastft plan needs a FineTuner and a PackedDataModule, which say what is trained on how many tokens; for a module of your own the plan "
+            "fastft plan needs a FineTuner and a PackedDataModule, which say what is trained on how many tokens; for a "
+            "module of your own the plan "
             "is made from its first steps and logged."
         )
     document_tokens = min(question.document_tokens, data.max_tokens)
     cost = _cost_of(model, gpu=question.gpu, num_tokens=data.max_tokens, document_tokens=document_tokens)
     vram_bytes = _vram_bytes(question, cost)
-    plan = make_plan(cost, vram_budget_bytes=vram_bytes, host_budget_bytes=int(question.host_gib * _GIB), machine=question.gpu.machine)
+    plan = make_plan(
+        cost,
+        vram_budget_bytes=vram_bytes,
+        host_budget_bytes=int(question.host_gib * _GIB),
+        machine=question.gpu.machine,
+    )
     training = "every weight" if model.lora is None else f"LoRA r={model.lora.r}"
     base = "" if model.quantization is None else f" on a base in {model.quantization.upper()}"
     lines = [
         f"{model.source.name}: {training}{base}, packs of {data.max_tokens:,} tokens, documents of {document_tokens:,}",
         f"{question.gpu.name}: {_origin(question)}",
-        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned host memory",
+        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {question.host_gib:.1f} GiB of pinned "
+        "host memory",
         "",
         render_plan(cost, plan),
         "",
@@ -111,7 +121,10 @@ def _cost_of(model: FineTuner, *, gpu: Gpu, num_tokens: int, document_tokens: in
     lora = {}
     if model.lora is not None:
         targets = model.lora.target_modules
-        lora = {"lora_rank": model.lora.r, "lora_targets": targets if isinstance(targets, str) else sorted(targets or ()) or "all-linear"}
+        lora = {
+            "lora_rank": model.lora.r,
+            "lora_targets": targets if isinstance(targets, str) else sorted(targets or ()) or "all-linear",
+        }
     return model_costs(
         model.source,
         num_tokens=num_tokens,
@@ -126,10 +139,13 @@ def _cost_of(model: FineTuner, *, gpu: Gpu, num_tokens: int, document_tokens: in
 def _vram_bytes(question: _Question, cost: StepCost) -> int:
     if question.vram_gib is not None:
         return int(question.vram_gib * _GIB)
-    # As at run time: what is resident, and most of what it leaves; a card too small for it gets its whole share, for streamed weights.
+    # As at run time: what is resident, and most of what it leaves; a card too small for it gets its whole share, for
+    # streamed weights.
     memory_bytes = question.gpu.memory_bytes
     resident_bytes = min(cost.base_bytes, memory_bytes)
-    return max(int(AUTO_VRAM_SHARE * memory_bytes), resident_bytes + int(AUTO_VRAM_SHARE * (memory_bytes - resident_bytes)))
+    return max(
+        int(AUTO_VRAM_SHARE * memory_bytes), resident_bytes + int(AUTO_VRAM_SHARE * (memory_bytes - resident_bytes))
+    )
 
 
 def _origin(question: _Question) -> str:
@@ -141,4 +157,7 @@ def _origin(question: _Question) -> str:
 def _describe_end(cost: StepCost, kind: str, *, gpu: Gpu, num_tokens: int) -> str:
     prediction = predict(cost, uniform_plan(len(cost.segments), kind), machine=gpu.machine)
     speed = num_tokens / prediction.step_ms * 1e3
-    return f"{kind + ' all':<15} {speed:>9,.0f} tokens/s in {prediction.peak_bytes / _GIB:.1f} GiB, {prediction.step_ms:,.0f} ms a pack"
+    return (
+        f"{kind + ' all':<15} {speed:>9,.0f} tokens/s in {prediction.peak_bytes / _GIB:.1f} GiB, "
+        f"{prediction.step_ms:,.0f} ms a pack"
+    )

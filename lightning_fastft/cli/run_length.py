@@ -1,4 +1,6 @@
-"""RunLength: what ``fit`` says of the length of its run, before it begins and where a checkpoint leaves nothing of it."""
+"""RunLength: what ``fit`` says of the length of its run, before it begins and where a checkpoint leaves nothing
+of it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ FEWEST_STEPS = 10
 
 
 class RunLength(Callback):
-    """Tell the optimizer steps of an epoch, warn where the data makes very few, and answer a checkpoint that is at or past the end of the run.
+    """Tell the optimizer steps of an epoch, warn where the data makes very few, and answer a checkpoint that is at or
+    past the end of the run.
 
     Raises:
         ResumeError: The checkpoint has more epochs behind it than this run may have.
@@ -40,23 +43,35 @@ class RunLength(Callback):
         num_steps = math.ceil(plan.num_micro_batches / plan.accumulate)
         is_cut = plan.num_micro_batches < plan.num_uncut_micro_batches
         epoch = describe_epoch(
-            num_packs=len(plan.packs), num_extra_packs=plan.num_extra_packs, world_size=plan.world_size, accumulate=plan.accumulate
+            num_packs=len(plan.packs),
+            num_extra_packs=plan.num_extra_packs,
+            world_size=plan.world_size,
+            accumulate=plan.accumulate,
         )
         cut = f", of which limit_train_batches leaves {num_steps}" if is_cut else ""
         rank_zero_info(f"Packs of {data.max_tokens} tokens; {epoch}{cut}.")
         # Whoever sets steps or batches knows how few they are.
-        if is_cut or trainer.max_epochs is None or trainer.max_epochs < 0 or num_steps * trainer.max_epochs >= FEWEST_STEPS:
+        if (
+            is_cut
+            or trainer.max_epochs is None
+            or trainer.max_epochs < 0
+            or num_steps * trainer.max_epochs >= FEWEST_STEPS
+        ):
             return
         if trainer.max_steps < 0 or trainer.max_steps >= num_steps * trainer.max_epochs:
             smaller = "--trainer.accumulate_grad_batches 1, " if plan.accumulate > 1 else ""
             few = count(num_steps * trainer.max_epochs, "optimizer step")
             rank_zero_warn(
-                f"The whole run has {few} (max_epochs={trainer.max_epochs}), too few to learn much: {count(len(plan.packs), 'pack')} of "
-                f"max_tokens={data.max_tokens}, accumulate_grad_batches={plan.accumulate}, {count(plan.world_size, 'rank')}. "
+                f"The whole run has {few} (max_epochs={trainer.max_epochs}), too few to learn much: "
+                f"{count(len(plan.packs), 'pack')} of "
+                f"max_tokens={data.max_tokens}, accumulate_grad_batches={plan.accumulate}, "
+                f"{count(plan.world_size, 'rank')}. "
                 f"For more steps: a smaller --data.max_tokens, {smaller}more --trainer.max_epochs."
             )
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Refuse a checkpoint that is past the last epoch, before Lightning does."""
         loops = checkpoint.get("loops")
         if trainer.state.fn != TrainerFn.FITTING or not loops or trainer.max_epochs is None or trainer.max_epochs < 0:
@@ -64,11 +79,15 @@ class RunLength(Callback):
         num_epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
         if num_epochs > trainer.max_epochs:
             raise ResumeError(
-                f"The checkpoint {trainer.ckpt_path} has {num_epochs} epochs behind it and this run ends after {trainer.max_epochs} "
-                f"(trainer.max_epochs). Go on with --trainer.max_epochs {num_epochs + 1} or more, or take an earlier checkpoint."
+                f"The checkpoint {trainer.ckpt_path} has {num_epochs} epochs behind it and this run ends after "
+                f"{trainer.max_epochs} "
+                f"(trainer.max_epochs). Go on with --trainer.max_epochs {num_epochs + 1} or more, or take an earlier "
+                "checkpoint."
             )
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Note that something is trained."""
         self._has_trained = True
 
@@ -77,10 +96,19 @@ class RunLength(Callback):
         if self._has_trained or trainer.ckpt_path is None:
             return
         if 0 <= trainer.max_steps <= trainer.global_step:
-            place, more = f"optimizer step {trainer.global_step} of max_steps={trainer.max_steps}", "--trainer.max_steps"
+            place, more = (
+                f"optimizer step {trainer.global_step} of max_steps={trainer.max_steps}",
+                "--trainer.max_steps",
+            )
         elif trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch:
-            place = f"epoch {trainer.current_epoch} of max_epochs={trainer.max_epochs}, optimizer step {trainer.global_step}"
+            place = (
+                f"epoch {trainer.current_epoch} of max_epochs={trainer.max_epochs}, optimizer step "
+                f"{trainer.global_step}"
+            )
             more = "--trainer.max_epochs"
         else:
             return
-        rank_zero_info(f"Nothing was left to train: {trainer.ckpt_path} stands at the end of this run ({place}). To go on, give a higher {more}.")
+        rank_zero_info(
+            f"Nothing was left to train: {trainer.ckpt_path} stands at the end of this run ({place}). To go on, give a "
+            f"higher {more}."
+        )

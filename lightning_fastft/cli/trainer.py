@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
-# Each logged step reads its loss from the device, so long runs keep Lightning's own interval; short ones are logged this many times.
+# Each logged step reads its loss from the device, so long runs keep Lightning's own interval; short ones are logged
+# this many times.
 LONGEST_INTERVAL, TIMES_IN_A_RUN = 50, 10
 
 
@@ -16,12 +17,12 @@ class FastFTTrainer(Trainer):
 
     Args:
         *args: As Lightning's Trainer.
-        log_every_n_steps: Optimizer steps between two that are logged. "auto" is 50, or less where the run is short: a tenth of its steps, and at
-            least one step of every epoch. None is Lightning's default, 50.
+        log_every_n_steps: Optimizer steps between two that are logged. "auto" is 50, or less where the run is short: a
+            tenth of its steps, and at least one step of every epoch. None is Lightning's default, 50.
         **kwargs: As Lightning's Trainer.
     """
 
-    def __init__(self, *args: Any, log_every_n_steps: int | Literal["auto"] | None = "auto", **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
+    def __init__(self, *args: Any, log_every_n_steps: int | Literal["auto"] | None = "auto", **kwargs: Any) -> None:
         self._is_auto = log_every_n_steps == "auto"
         super().__init__(*args, log_every_n_steps=None if log_every_n_steps == "auto" else log_every_n_steps, **kwargs)
 
@@ -31,7 +32,11 @@ class FastFTTrainer(Trainer):
         if not self._is_auto:
             return self._log_every_n_steps
         num_steps = math.inf if self.max_steps < 0 else self.max_steps
-        in_epoch = math.ceil(self.num_training_batches / self.accumulate_grad_batches) if math.isfinite(self.num_training_batches) else math.inf
+        in_epoch = (
+            math.ceil(self.num_training_batches / self.accumulate_grad_batches)
+            if math.isfinite(self.num_training_batches)
+            else math.inf
+        )
         if self.max_epochs is not None and self.max_epochs > 0:
             num_steps = min(num_steps, in_epoch * self.max_epochs)
         return int(max(1, min(LONGEST_INTERVAL, num_steps / TIMES_IN_A_RUN, in_epoch)))

@@ -14,14 +14,14 @@ class _Pending(NamedTuple):
     done: torch.cuda.Event | None
 
 
-class LateCopies:
+class AsyncScalarReader:
     """Bring small device tensors to the host without making the host wait.
 
-    A pushed tensor is copied on the current stream; ``poll`` hands out, in order, those whose copy has finished. On the CPU they have finished at
-    once. Holds no device object before the first push and can be pickled when empty.
+    A pushed tensor is copied on the current stream; ``poll`` hands out, in order, those whose copy has finished. On the
+    CPU they have finished at once. Holds no device object before the first push and can be pickled when empty.
 
     Example:
-        >>> copies = LateCopies()
+        >>> copies = AsyncScalarReader()
         >>> copies.push("loss", torch.tensor(2.0))
         >>> [(tag, float(value)) for tag, value in copies.poll()]
         [('loss', 2.0)]
@@ -34,7 +34,7 @@ class LateCopies:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def push(self, tag: Any, value: torch.Tensor) -> None:  # noqa: ANN401 - whatever the caller wants back with the value
+    def push(self, tag: Any, value: torch.Tensor) -> None:
         """Begin to copy a tensor; tag comes back with its value.
 
         Cost:

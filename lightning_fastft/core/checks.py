@@ -48,7 +48,10 @@ def check_bool(name: str, value: bool) -> bool:
 def check_string(name: str, value: str, *, may_be_empty: bool = False) -> str:
     """Return value if it is a string with something in it."""
     if not isinstance(value, str) or not (value.strip() or may_be_empty):
-        raise OptionError(f"{name} must be a string{'' if may_be_empty else ' that is not empty'}, got {value!r} ({type(value).__name__}).")
+        raise OptionError(
+            f"{name} must be a string{'' if may_be_empty else ' that is not empty'}, got {value!r} "
+            f"({type(value).__name__})."
+        )
     return value
 
 
@@ -62,7 +65,8 @@ def check_path(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[st
 
 
 def check_replaceable(name: str, path: Path, *, is_ours: Callable[[bytes], bool]) -> Path:
-    """Return path if there is no file, an empty one, or one that a run wrote; files of others and links are not replaced.
+    """Return path if there is no file, an empty one, or one that a run wrote; files of others and links are not
+    replaced.
 
     Args:
         name: What is to be written, for the message.
@@ -73,12 +77,17 @@ def check_replaceable(name: str, path: Path, *, is_ours: Callable[[bytes], bool]
         OptionError: Something else is there.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise OptionError(f"{name} cannot be written to {path}: it is a link or no file, and is not replaced. Name another file, or remove it.")
+        raise OptionError(
+            f"{name} cannot be written to {path}: it is a link or no file, and is not replaced. Name another file, or "
+            "remove it."
+        )
     if path.exists():
         with path.open("rb") as file:
             head = file.read(2**16)
         if head and not is_ours(head):
-            raise OptionError(f"{name} would replace {path}, which no run wrote. Name another file, or move this one away.")
+            raise OptionError(
+                f"{name} would replace {path}, which no run wrote. Name another file, or move this one away."
+            )
     return path
 
 
@@ -87,18 +96,26 @@ def check_tokenizer(tokenizer: object) -> None:
     if isinstance(tokenizer, str):
         check_string("tokenizer", tokenizer)
     elif tokenizer is not None and not callable(tokenizer):
-        raise OptionError(f"tokenizer must be a hub id, a folder, a tokenizer or None, got {tokenizer!r} ({type(tokenizer).__name__}).")
+        raise OptionError(
+            f"tokenizer must be a hub id, a folder, a tokenizer or None, got {tokenizer!r} "
+            f"({type(tokenizer).__name__})."
+        )
 
 
 def check_choice(name: str, value: T, allowed: Collection[T]) -> T:
     """Return value if it is one of the allowed ones; 1 is not True."""
-    if not any(isinstance(value, type(choice)) and isinstance(value, bool) is isinstance(choice, bool) and value == choice for choice in allowed):
+    if not any(
+        isinstance(value, type(choice)) and isinstance(value, bool) is isinstance(choice, bool) and value == choice
+        for choice in allowed
+    ):
         choices = ", ".join(repr(choice) for choice in allowed)
         raise OptionError(f"{name} must be one of {choices}, got {value!r}.")
     return value
 
 
-def check_tensor(name: str, tensor: torch.Tensor, *, ndim: int, dtypes: Collection[torch.dtype] | None = None) -> torch.Tensor:
+def check_tensor(
+    name: str, tensor: torch.Tensor, *, ndim: int, dtypes: Collection[torch.dtype] | None = None
+) -> torch.Tensor:
     """Return tensor if it has this many axes and one of these dtypes."""
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name} must be a tensor, got {type(tensor).__name__}.")
@@ -113,14 +130,17 @@ def check_tensor(name: str, tensor: torch.Tensor, *, ndim: int, dtypes: Collecti
 def check_columns(name: str, tensor: torch.Tensor) -> None:
     """Refuse rows whose columns are apart in memory."""
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ShapeError(f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it.")
+        raise ShapeError(
+            f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it."
+        )
 
 
 def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
     """Refuse an output in which one row would be written over another."""
     if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
         raise ShapeError(
-            f"The rows of {name} overlap: strides {tensor.stride()} with {tensor.shape[1]} columns. Give memory with a place for each row."
+            f"The rows of {name} overlap: strides {tensor.stride()} with {tensor.shape[1]} columns. Give memory with a "
+            "place for each row."
         )
 
 
@@ -128,12 +148,19 @@ def check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.T
     """Refuse a matrix of another shape, dtype or device than another one, or with columns that are apart in memory."""
     check_tensor(name, tensor, ndim=2, dtypes=(other.dtype,))
     if tensor.shape != other.shape or tensor.device != other.device:
-        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as {other_name}: {tuple(other.shape)} on {other.device}.")
+        raise ShapeError(
+            f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be as {other_name}: {tuple(other.shape)} on "
+            f"{other.device}."
+        )
     check_columns(name, tensor)
 
 
-def check_out(out: torch.Tensor, *, may_be: Mapping[str, torch.Tensor | None], must_not_meet: Iterable[torch.Tensor | None]) -> None:
-    """Refuse memory in which one program would write what another one has still to read: overlapping rows, other inputs, a part of what it may be."""
+def check_out(
+    out: torch.Tensor, *, may_be: Mapping[str, torch.Tensor | None], must_not_meet: Iterable[torch.Tensor | None]
+) -> None:
+    """Refuse memory in which one program would write what another one has still to read: overlapping rows, other
+    inputs, a part of what it may be.
+    """
     check_rows_apart("out", out)
     others = [other for other in must_not_meet if other is not None]
     others += [other for other in may_be.values() if other is not None and not is_same_memory(out, other)]
@@ -159,7 +186,8 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
     begin, num_elements = tensor.data_ptr(), 1
-    # A loop: this runs for each input of every kernel that writes where it is told, and a sum over a generator takes twice as long.
+    # A loop: this runs for each input of every kernel that writes where it is told, and a sum over a generator takes
+    # twice as long.
     for size, stride in zip(tensor.shape, tensor.stride()):
         num_elements += (size - 1) * stride
     return begin, begin + num_elements * tensor.element_size()

@@ -1,11 +1,13 @@
-"""What a device can do at best: dense bf16 tensor-core operations per second, accumulated in fp32, by the name that CUDA gives it."""
+"""What a device can do at best: dense bf16 tensor-core operations per second, accumulated in fp32, by the name
+that CUDA gives it.
+"""
 
 from __future__ import annotations
 
 import re
 
-# (words that the device name must all hold, dense bf16 operations per second). The first match counts, so longer entries come first.
-# Vendors print figures with structured sparsity; these are without it (half of them).
+# (words that the device name must all hold, dense bf16 operations per second). The first match counts, so longer
+# entries come first. Vendors print figures with structured sparsity; these are without it (half of them).
 PEAK_BF16_FLOPS: tuple[tuple[frozenset[str], float], ...] = tuple(
     (frozenset(words.split()), peak)
     for words, peak in (
@@ -41,7 +43,8 @@ PEAK_BF16_FLOPS: tuple[tuple[frozenset[str], float], ...] = tuple(
         ("a6000", 154.8e12),
         ("6000 ada", 364.2e12),
         ("pro 6000 blackwell", 503.8e12),
-        # GeForce cards multiply bf16 at half rate when they accumulate in fp32: GA102, Ada and RTX Blackwell architecture papers.
+        # GeForce cards multiply bf16 at half rate when they accumulate in fp32: GA102, Ada and RTX Blackwell
+        # architecture papers.
         ("rtx 3090 ti", 80e12),
         ("rtx 3090", 71e12),
         ("rtx 3080 ti", 68e12),

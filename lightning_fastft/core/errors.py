@@ -7,12 +7,14 @@ import re
 
 import torch
 
-# Control characters of a terminal, characters that turn the direction of text, line ends other than a line feed, and halves of characters.
+# Control characters of a terminal, characters that turn the direction of text, line ends other than a line feed, and
+# halves of characters.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str, *, keeps_lines: bool = False) -> str:
-    r"""Return text as it is safe to show: control characters as escapes, so that data and file names cannot steer a terminal.
+    r"""Return text as it is safe to show: control characters as escapes, so that data and file names cannot steer a
+    terminal.
 
     Args:
         text: Text with parts that come from data, columns or file names.
@@ -74,7 +76,9 @@ class HostMemoryError(FastFTError, RuntimeError):
 
 
 class DeviceMemoryError(FastFTError, torch.OutOfMemoryError):
-    """The device has not the memory that a step or a save needs; the message has the plan, the peak so far and what to set."""
+    """The device has not the memory that a step or a save needs; the message has the plan, the peak so far and
+    what to set.
+    """
 
 
 class BackendError(FastFTError, RuntimeError):

@@ -1,4 +1,6 @@
-"""Write all that the demo trains from: rows as JSONL, and a model folder with a configuration, a tokenizer and a chat template, but no weights."""
+"""Write all that the demo trains from: rows as JSONL, and a model folder with a configuration, a tokenizer and a
+chat template, but no weights.
+"""
 
 from __future__ import annotations
 
@@ -59,18 +61,29 @@ def write_demo_files(rows: DemoRows, folder: str | Path, *, vocab_size: int = 51
 
     tokenizer = train_tokenizer(rows.train, vocab_size=vocab_size)
     tokenizer.save(str(files.model / "tokenizer.json"))
-    config = model_config(vocab_size=tokenizer.get_vocab_size(), end_id=SPECIAL_TOKENS.index(TURN_END), pad_id=SPECIAL_TOKENS.index(END_OF_TEXT))
+    config = model_config(
+        vocab_size=tokenizer.get_vocab_size(),
+        end_id=SPECIAL_TOKENS.index(TURN_END),
+        pad_id=SPECIAL_TOKENS.index(END_OF_TEXT),
+    )
     _write_json(files.model / "config.json", config)
     _write_json(
         files.model / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TURN_END, "pad_token": END_OF_TEXT, "clean_up_tokenization_spaces": False},
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": TURN_END,
+            "pad_token": END_OF_TEXT,
+            "clean_up_tokenization_spaces": False,
+        },
     )
     (files.model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return files
 
 
 def train_tokenizer(rows: Iterable[Row], *, vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE trained on the messages of rows; every digit is a token of its own, so that sums are learnt digit by digit."""
+    """Return a byte-level BPE trained on the messages of rows; every digit is a token of its own, so that sums
+    are learnt digit by digit.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

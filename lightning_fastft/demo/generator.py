@@ -1,6 +1,8 @@
-"""Make the demo's chat rows: worded arithmetic with worked steps, of very different lengths, the same for the same seed.
+"""Make the demo's chat rows: worded arithmetic with worked steps, of very different lengths, the same for the same
+seed.
 
-Numbers stay small (single-digit steps, totals mostly below 100): a model of 0.65 million parameters gets most of them right within minutes.
+Numbers stay small (single-digit steps, totals mostly below 100): a model of 0.65 million parameters gets most of them
+right within minutes.
 """
 
 from __future__ import annotations
@@ -11,10 +13,59 @@ import numpy as np
 
 from lightning_fastft.core.checks import check_int
 
-NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ida", "Jon", "Kim", "Lea", "Max", "Nora", "Omar", "Pia")
+NAMES = (
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ida",
+    "Jon",
+    "Kim",
+    "Lea",
+    "Max",
+    "Nora",
+    "Omar",
+    "Pia",
+)
 THINGS = (
-    *("apples", "balls", "beads", "books", "boxes", "cards", "coins", "cups", "eggs", "figs", "forks", "hats", "jars", "keys", "kites"),
-    *("lamps", "maps", "nuts", "pears", "pens", "plums", "rings", "ropes", "seeds", "shells", "socks", "spoons", "stamps", "stones", "toys"),
+    *(
+        "apples",
+        "balls",
+        "beads",
+        "books",
+        "boxes",
+        "cards",
+        "coins",
+        "cups",
+        "eggs",
+        "figs",
+        "forks",
+        "hats",
+        "jars",
+        "keys",
+        "kites",
+    ),
+    *(
+        "lamps",
+        "maps",
+        "nuts",
+        "pears",
+        "pens",
+        "plums",
+        "rings",
+        "ropes",
+        "seeds",
+        "shells",
+        "socks",
+        "spoons",
+        "stamps",
+        "stones",
+        "toys",
+    ),
 )
 GAINS = ("finds {n} more", "buys {n} more", "is given {n} more", "picks up {n}")
 LOSSES = ("loses {n}", "gives away {n}", "sells {n}", "drops {n}")
@@ -32,7 +83,8 @@ class DemoRows(NamedTuple):
 
 
 def generate_rows(*, num_train: int = 8000, num_validation: int = 200, seed: int = 11) -> DemoRows:
-    """Return chat rows (``{"messages": [...]}``), from a single short sum to stories of dozens of steps and chats of several turns.
+    """Return chat rows (``{"messages": [...]}``), from a single short sum to stories of dozens of steps and chats of
+    several turns.
 
     Args:
         num_train: Rows to train on.
@@ -96,7 +148,9 @@ def _boxes_row(random: np.random.Generator) -> Row:
     start = bags * each
     result, line = _apply(start, step)
     question = f"{name} has {bags} bags with {each} {thing} each and {step} {thing} more. How many {thing} is that?"
-    return _row([(question, f"{bags} bags with {each}: {bags} x {each} = {start}\n{step} more: {line}\nAnswer: {result}")])
+    return _row(
+        [(question, f"{bags} bags with {each}: {bags} x {each} = {start}\n{step} more: {line}\nAnswer: {result}")]
+    )
 
 
 def _story_row(random: np.random.Generator) -> Row:
@@ -137,7 +191,9 @@ def _opening(random: np.random.Generator) -> tuple[str, str, int]:
     return str(random.choice(NAMES)), str(random.choice(THINGS)), _number(random, 5, 60)
 
 
-def _days(random: np.random.Generator, *, total: int, first_day: int, num_days: int) -> tuple[list[str], list[str], int]:
+def _days(
+    random: np.random.Generator, *, total: int, first_day: int, num_days: int
+) -> tuple[list[str], list[str], int]:
     """Return what happens on each day, the worked lines, and the new total, which stays between 0 and MAX_TOTAL."""
     events, lines = [], []
     for day in range(first_day, first_day + num_days):

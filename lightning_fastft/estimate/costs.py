@@ -1,4 +1,6 @@
-"""What a training step of a model would cost on a GPU by its published rates: its layers run on the meta device, no weights and no GPU needed."""
+"""What a training step of a model would cost on a GPU by its published rates: its layers run on the meta device,
+no weights and no GPU needed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from lightning_fastft.activations.values import ATTENTION_VALUE
 from lightning_fastft.core.checks import check_choice, check_float, check_int
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.estimate.machines import Gpu
-from lightning_fastft.estimate.metering import NF4_BYTES_PER_WEIGHT, WINDOW_ATTRIBUTE, Meter, Reading, set_metered_attention
+from lightning_fastft.estimate.metering import (
+    NF4_BYTES_PER_WEIGHT,
+    WINDOW_ATTRIBUTE,
+    Meter,
+    Reading,
+    set_metered_attention,
+)
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading import ModelSource, auto_class
@@ -25,7 +33,8 @@ from lightning_fastft.planner.step import SegmentCost, StepCost, ValueCost
 # Trained adapters: fp32 master, gradient and AdamW's two averages.
 _MASTER_BYTES = 4 * 4
 _BASE_SUFFIX = ".base_layer"
-# Reads and writes of AdamW and of clipping per byte of a trained tensor: gradient twice, weight and averages in and out, adapters' narrow copies.
+# Reads and writes of AdamW and of clipping per byte of a trained tensor: gradient twice, weight and averages in and
+# out, adapters' narrow copies.
 _OPTIMIZER_PASSES = 10
 
 
@@ -42,8 +51,8 @@ def model_costs(
 ) -> StepCost:
     """Return what a step over one pack would cost, layer by layer.
 
-    One decoder layer of each kind runs forward and backward on the meta device; its operators are charged by the published rates of the GPU and the
-    shares of them that were measured on an H200. All tokens count as labelled.
+    One decoder layer of each kind runs forward and backward on the meta device; its operators are charged by the
+    published rates of the GPU and the shares of them that were measured on an H200. All tokens count as labelled.
 
     Args:
         model: A configuration, or a transformers model on the meta device, which adapters are added to.
@@ -86,7 +95,9 @@ def model_costs(
         segments.append(kinds[kind])
     head_bytes, head_ms = _head_cost(base, num_tokens=num_tokens, machine=machine, dtype=dtype)
     trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
-    optimizer_bytes = sum(parameter.numel() * (4 if lora_rank is not None else parameter.element_size()) for parameter in trained)
+    optimizer_bytes = sum(
+        parameter.numel() * (4 if lora_rank is not None else parameter.element_size()) for parameter in trained
+    )
     return StepCost(
         segments=tuple(segments),
         base_bytes=bytes_of.all(base.parameters()),
@@ -110,7 +121,9 @@ def _add_adapters(model: PreTrainedModel, *, rank: int, targets: str | Sequence[
     if targets == "all-linear":
         # By name: PEFT's own list holds stacks of experts too, whose adapters do not run on the meta device.
         head = model.get_output_embeddings()
-        targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+        targets = [
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        ]
     targets = targets if isinstance(targets, str) else list(targets)
     with torch.device("meta"):
         lora = LoraConfig(r=rank, target_modules=targets)
@@ -133,14 +146,15 @@ class _ByteCounter:
 
     Args:
         quantized: Weights held in NF4.
-        has_adapters: What is trained has an fp32 master; otherwise weights, gradients and averages share the dtype of the weights.
+        has_adapters: What is trained has an fp32 master; otherwise weights, gradients and averages share the dtype of
+            the weights.
     """
 
     def __init__(self, quantized: Sequence[torch.Tensor], *, has_adapters: bool) -> None:
         self._quantized = {id(tensor) for tensor in quantized}
         self._has_adapters = has_adapters
 
-    def all(self, parameters: Any) -> int:  # noqa: ANN401 - an iterator of parameters
+    def all(self, parameters: Any) -> int:
         """Bytes of all of these, each once."""
         return sum(map(self._of, {id(parameter): parameter for parameter in parameters}.values()))
 
@@ -167,15 +181,20 @@ class _Call(NamedTuple):
 def _record_calls(model: PreTrainedModel, layers: Sequence[nn.Module], *, num_tokens: int) -> list[_Call]:
     """Run the decoder once on the meta device and return how each layer is called."""
     calls: list[_Call] = []
-    hooks = [layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(_Call(args, kwargs)), with_kwargs=True) for layer in layers]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(_Call(args, kwargs)), with_kwargs=True)
+        for layer in layers
+    ]
     token_T = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     try:
         with torch.no_grad():
             model.get_decoder()(input_ids=token_T, attention_mask=torch.ones_like(token_T), use_cache=False)
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on the meta device, so its costs are not known without a GPU: {error}. Adapters on experts are one "
-            "cause: name the attention's projections as target_modules, or plan on the GPU, where the first steps are measured."
+            f"{type(model).__name__} does not run on the meta device, so its costs are not known without a GPU: "
+            f"{error}. Adapters on experts are one "
+            "cause: name the attention's projections as target_modules, or plan on the GPU, where the first steps are "
+            "measured."
         ) from error
     finally:
         for hook in hooks:
@@ -186,13 +205,17 @@ def _record_calls(model: PreTrainedModel, layers: Sequence[nn.Module], *, num_to
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """What makes two layers cost the same: modules, shapes and the attention's window."""
     modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
-    shapes = tuple((name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in layer.named_parameters())
+    shapes = tuple(
+        (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in layer.named_parameters()
+    )
     return modules, shapes, _window(layer)
 
 
 def _window(layer: nn.Module) -> int | None:
     """Keys that a query of a layer sees, once the layer has run."""
-    return next((vars(module)[WINDOW_ATTRIBUTE] for module in layer.modules() if WINDOW_ATTRIBUTE in vars(module)), None)
+    return next(
+        (vars(module)[WINDOW_ATTRIBUTE] for module in layer.modules() if WINDOW_ATTRIBUTE in vars(module)), None
+    )
 
 
 def _measure_layer(layer: nn.Module, call: _Call, meter: Meter, bytes_of: _ByteCounter) -> SegmentCost:
@@ -240,7 +263,9 @@ def _measure_layer(layer: nn.Module, call: _Call, meter: Meter, bytes_of: _ByteC
 
 
 class _LayerRecord:
-    """Readings of the linear layers and the attention of a layer while it runs, and of the last tensor that it saves."""
+    """Readings of the linear layers and the attention of a layer while it runs, and of the last tensor that it
+    saves.
+    """
 
     def __init__(self, layer: nn.Module, meter: Meter) -> None:
         self.last_pack = meter.read()
@@ -253,11 +278,15 @@ class _LayerRecord:
         self._layer = layer
 
     def __enter__(self) -> None:
-        self._meter.on_attention = lambda before, after, num_bytes: self._note(ATTENTION_VALUE, after.since(before), num_bytes)
+        self._meter.on_attention = lambda before, after, num_bytes: self._note(
+            ATTENTION_VALUE, after.since(before), num_bytes
+        )
         for name, module in self._layer.named_modules():
             if isinstance(module, nn.Linear) and "lora_" not in name:
                 self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._begin(name)))
-                self._hooks.append(module.register_forward_hook(lambda _module, _args, out, name=name: self._end(name, out)))
+                self._hooks.append(
+                    module.register_forward_hook(lambda _module, _args, out, name=name: self._end(name, out))
+                )
             if hasattr(module, "base_layer"):
                 self._hooks.append(module.register_forward_hook(lambda *_: self._note_end()))
 
@@ -279,7 +308,10 @@ class _LayerRecord:
             # Nothing was saved behind the last linear layer: a second run stops there.
             *done, (_, unneeded, _) = done
         is_host_bound = forward.ms() > forward.device_ms
-        values = [ValueCost(name.removesuffix(_BASE_SUFFIX), size, taken.ms() if is_host_bound else taken.device_ms) for name, taken, size in done]
+        values = [
+            ValueCost(name.removesuffix(_BASE_SUFFIX), size, taken.ms() if is_host_bound else taken.device_ms)
+            for name, taken, size in done
+        ]
         return tuple(values), unneeded
 
     def _begin(self, name: str) -> None:
@@ -302,7 +334,8 @@ def _head_cost(model: PreTrainedModel, *, num_tokens: int, machine: Gpu, dtype: 
     vocab_size, width = weight.shape
     num_products = 2 + weight.requires_grad
     flops = 2.0 * num_products * vocab_size * width * num_tokens
-    # Last hidden states, their norm and its fp32 copy, the gradient that is kept, and one chunk of logits that turns into its gradient in place.
+    # Last hidden states, their norm and its fp32 copy, the gradient that is kept, and one chunk of logits that turns
+    # into its gradient in place.
     states_bytes = num_tokens * width * (4 * dtype.itemsize + 4)
     chunk_bytes = min(num_tokens, DEFAULT_CHUNK_ROWS) * vocab_size * dtype.itemsize
     gradient_bytes = 4 * vocab_size * width if weight.requires_grad else 0

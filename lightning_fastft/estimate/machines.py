@@ -9,8 +9,9 @@ from lightning_fastft.core.device_peaks import peak_bf16_flops
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.step import Machine
 
-# What of a published rate a training step gets, as measured on an H200 (989.5 TFLOP/s, 4.8 TB/s and 64 GB/s published): 665 TFLOP/s of bf16 matrix
-# products sustained for 8 s, 4.3 TB/s, and 45.6 GB/s each way while both directions copy. Taken over for all other GPUs.
+# What of a published rate a training step gets, as measured on an H200 (989.5 TFLOP/s, 4.8 TB/s and 64 GB/s published):
+# 665 TFLOP/s of bf16 matrix products sustained for 8 s, 4.3 TB/s, and 45.6 GB/s each way while both directions copy.
+# Taken over for all other GPUs.
 SUSTAINED_SHARE = 665 / 989.5
 MEMORY_SHARE = 4.3 / 4.8
 COPY_SHARE = 45.6 / 64
@@ -66,17 +67,43 @@ class Gpu(NamedTuple):
 
 GPUS = (
     Gpu("RTX 4090", 1008e9, 24 * _GIB, _PCIE_4, False, "NVIDIA Ada GPU Architecture, appendix A (white paper)"),
-    Gpu("RTX 5090", 1792e9, 32 * _GIB, _PCIE_5, False, "NVIDIA RTX Blackwell GPU Architecture, appendix A (white paper)"),
+    Gpu(
+        "RTX 5090", 1792e9, 32 * _GIB, _PCIE_5, False, "NVIDIA RTX Blackwell GPU Architecture, appendix A (white paper)"
+    ),
     Gpu("DGX Spark (GB10)", 273e9, 119 * _GIB, 0.0, True, "docs.nvidia.com/dgx/dgx-spark/hardware.html"),
     Gpu("A100 40GB", 1555e9, 40 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
     Gpu("A100 80GB", 2039e9, 80 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/a100 (SXM)"),
     Gpu("L40S", 864e9, 45 * _GIB, _PCIE_4, False, "nvidia.com/en-us/data-center/l40s"),
     Gpu("H100", 3350e9, 79 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h100 (SXM)"),
-    Gpu("H200", 4800e9, 139 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/h200 (SXM); shares measured", is_measured=True),
+    Gpu(
+        "H200",
+        4800e9,
+        139 * _GIB,
+        _PCIE_5,
+        False,
+        "nvidia.com/en-us/data-center/h200 (SXM); shares measured",
+        is_measured=True,
+    ),
     Gpu("B200", 8000e9, 179 * _GIB, _PCIE_5, False, "nvidia.com/en-us/data-center/dgx-b200"),
 )
 # Words of a name that say nothing about which GPU it is.
-_NOISE = ("nvidia", "geforce", "tensor", "core", "gpu", "graphics", "sxm4", "sxm5", "sxm6", "sxm", "pcie", "hbm3e", "hbm3", "founders", "edition")
+_NOISE = (
+    "nvidia",
+    "geforce",
+    "tensor",
+    "core",
+    "gpu",
+    "graphics",
+    "sxm4",
+    "sxm5",
+    "sxm6",
+    "sxm",
+    "pcie",
+    "hbm3e",
+    "hbm3",
+    "founders",
+    "edition",
+)
 
 
 def find_gpu(name: str) -> Gpu:

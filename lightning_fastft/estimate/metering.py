@@ -1,4 +1,6 @@
-"""A meter for modules that run on the meta device: what their operators would take on a GPU in time and memory, by its published rates."""
+"""A meter for modules that run on the meta device: what their operators would take on a GPU in time and memory,
+by its published rates.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,23 @@ from lightning_fastft.estimate.machines import Gpu
 ATTENTION_NAME = "fastft_metered"
 # Plain attribute of an attention module that ran: the window it passes on, None where it sees its whole document.
 WINDOW_ATTRIBUTE = "fastft_metered_window"
-# All shares are of one H200 (measured.md). Causal flash attention, forward and backward, of the published bf16 rate, by the
-# length of documents: 133 / 124, 273 / 231 and 325 / 289 of 989.5 TFLOP/s.
-_ATTENTION_SHARES = ((512, 133 / 989.5, 124 / 989.5), (2048, 273 / 989.5, 231 / 989.5), (8192, 325 / 989.5, 289 / 989.5))
+# All shares are of one H200 (measured.md). Causal flash attention, forward and backward, of the published bf16 rate, by
+# the length of documents: 133 / 124, 273 / 231 and 325 / 289 of 989.5 TFLOP/s.
+_ATTENTION_SHARES = (
+    (512, 133 / 989.5, 124 / 989.5),
+    (2048, 273 / 989.5, 231 / 989.5),
+    (8192, 325 / 989.5, 289 / 989.5),
+)
 # Heads of 64 reach this much of what heads of 128 do (84 of 133 TFLOP/s at documents of 512).
 _NARROW_HEAD_SHARE = 84 / 133
 # bitsandbytes' dequantisation: 13.2 G weights twice in 32 ms, 2.5 bytes each, of 4.3 TB/s.
 _NF4_SHARE = 0.48
 NF4_BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-# Eager element-wise operators, of 4.3 TB/s: fitted to Qwen3-14B QLoRA, 8,192 tokens, all kept (benchmarks/results.csv: 1,234 ms).
+# Eager element-wise operators, of 4.3 TB/s: fitted to Qwen3-14B QLoRA, 8,192 tokens, all kept (benchmarks/results.csv:
+# 1,234 ms).
 _ELEMENTWISE_SHARE = 0.8
-# What the host needs for an operator of transformers and PEFT, Python included: fitted to Qwen3-0.6B LoRA, all kept, which waits for its host
-# (265 ms for 28 layers of some 215 operators). Another host may be several times faster.
+# What the host needs for an operator of transformers and PEFT, Python included: fitted to Qwen3-0.6B LoRA, all kept,
+# which waits for its host (265 ms for 28 layers of some 215 operators). Another host may be several times faster.
 _HOST_MS_PER_OPERATOR = 0.04
 # A backward of attention does two and a half times the products of its forward.
 _BACKWARD_PRODUCTS = 2.5
@@ -55,8 +62,9 @@ class Reading(NamedTuple):
 class Meter(TorchDispatchMode):
     """Add up what operators on the meta device would take on a GPU.
 
-    A product takes its FLOPs at the sustained rate or its bytes at the rate of memory, whichever is longer; every other operator its bytes; views and
-    allocations take nothing. Weights in NF4 are dequantised before each product, into memory that lives as long as the product.
+    A product takes its FLOPs at the sustained rate or its bytes at the rate of memory, whichever is longer; every other
+    operator its bytes; views and allocations take nothing. Weights in NF4 are dequantised before each product, into
+    memory that lives as long as the product.
 
     Args:
         gpu: Rates.
@@ -66,7 +74,12 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(
-        self, gpu: Gpu, *, document_tokens: float, resident: Collection[torch.Tensor] = (), quantized: Collection[torch.Tensor] = ()
+        self,
+        gpu: Gpu,
+        *,
+        document_tokens: float,
+        resident: Collection[torch.Tensor] = (),
+        quantized: Collection[torch.Tensor] = (),
     ) -> None:
         super().__init__()
         self.num_keys = document_tokens / 2
@@ -99,7 +112,9 @@ class Meter(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run an operator on the meta device and charge for it."""
         kwargs = kwargs or {}
         before = self.read()
@@ -115,13 +130,18 @@ class Meter(TorchDispatchMode):
             self.on_attention(before, self.read(), _num_bytes(out[0]) + _num_bytes(out[1]))
         return out
 
-    def _charge(self, func: Any, given: tuple[Any, Any], out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:  # noqa: ANN401
+    def _charge(
+        self, func: Any, given: tuple[Any, Any], out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> int:
         """Add the time of an operator; return the bytes that it needs for itself."""
         if not _is_work(func, inputs, outputs):
             return 0
         self._num_operators += 1
         packet = func._overloadpacket
-        if packet in (torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._scaled_dot_product_flash_attention_backward):
+        if packet in (
+            torch.ops.aten._scaled_dot_product_flash_attention,
+            torch.ops.aten._scaled_dot_product_flash_attention_backward,
+        ):
             self._device_ms += self._attention_ms(packet, inputs)
             return 0
         num_bytes = sum(map(_num_bytes, (*inputs, *outputs)))
@@ -134,12 +154,14 @@ class Meter(TorchDispatchMode):
             self._device_ms += (dense_bytes + packed_bytes) / (_NF4_SHARE * self._gpu.reached_bytes_per_s) * 1e3
         return dense_bytes
 
-    def _attention_ms(self, packet: Any, inputs: list[torch.Tensor]) -> float:  # noqa: ANN401
+    def _attention_ms(self, packet: Any, inputs: list[torch.Tensor]) -> float:
         is_backward = packet is torch.ops.aten._scaled_dot_product_flash_attention_backward
         query = inputs[1] if is_backward else inputs[0]
         _, num_heads, num_tokens, width = query.shape
         flops = 4.0 * num_heads * width * num_tokens * self.num_keys * (_BACKWARD_PRODUCTS if is_backward else 1.0)
-        share = _attention_share(2 * self.num_keys, is_backward=is_backward) * (_NARROW_HEAD_SHARE if width <= 64 else 1.0)
+        share = _attention_share(2 * self.num_keys, is_backward=is_backward) * (
+            _NARROW_HEAD_SHARE if width <= 64 else 1.0
+        )
         return flops / (share * self._gpu.bf16_flops_per_s) * 1e3
 
     def _track(self, tensor: torch.Tensor) -> None:
@@ -161,7 +183,12 @@ def set_metered_attention(model: nn.Module) -> None:
 
 
 def _attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object = None, **options: object
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' form; on the meta device only shapes count."""
     vars(module)[WINDOW_ATTRIBUTE] = options.get("sliding_window")
@@ -172,7 +199,7 @@ def _attend(
     return out[..., :value_width].transpose(1, 2), None
 
 
-def _is_work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:  # noqa: ANN401 - an operator
+def _is_work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Whether an operator reads or writes elements: no view, no bare allocation."""
     name = func._schema.name.split("::")[-1]
     if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "lift_fresh") or not outputs:
@@ -180,7 +207,7 @@ def _is_work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor])
     return not func.is_view
 
 
-def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:  # noqa: ANN401 - an operator and what it was given
+def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
     if packet is torch.ops.aten._grouped_mm:
         first, second = args[0], args[1]
         return 2.0 * math.prod(first.shape[-2:]) * second.shape[-1]

@@ -1,4 +1,5 @@
-"""Fused decoder layers: a swap of transformers' layers for subclasses that run as a few autograd Functions; names, parameters and files stay.
+"""Fused decoder layers: a swap of transformers' layers for subclasses that run as a few autograd Functions; names,
+parameters and files stay.
 
 Axes: B rows, S positions, T = B * S tokens, D model width, H query heads, G key/value heads, W head width.
 """
@@ -18,9 +19,9 @@ from transformers import PreTrainedModel
 from lightning_fastft.activations.segments import unwatched
 from lightning_fastft.activations.values import find_session
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
-from lightning_fastft.fused.dense_weights import DenseWeights, SettledWeights
+from lightning_fastft.fused.dense_weights import DenseWeights, FusedWeightBuffer
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, Fp8Base, in_fp8
 from lightning_fastft.fused.functions import (
     HeadShares,
@@ -35,7 +36,7 @@ from lightning_fastft.fused.functions import (
     split_heads,
 )
 from lightning_fastft.fused.linear_parts import read_part
-from lightning_fastft.fused.linears import Joint, join
+from lightning_fastft.fused.linears import FusedLinear, fuse_linears
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.kernels.expert_gate.reference import GateForm
@@ -45,7 +46,7 @@ from lightning_fastft.patches.attention import NAME as ATTENTION_NAME
 from lightning_fastft.patches.attention import attend
 
 STATUS_NAME = "fused layers"
-SETTLED_NAME = "weights next to adapters"
+WEIGHT_BUFFERS_NAME = "weights next to adapters"
 # A plain attribute of instances, so no state_dict has it.
 _FUSION_ATTRIBUTE = "fastft_fusion"
 # The same, with the recordings of the layer (the room graphs puts it there).
@@ -62,10 +63,14 @@ class LayerForm(NamedTuple):
     Args:
         is_norm_wide: The norms multiply with their weight in fp32 (gpt-oss, Gemma) and not after rounding (Llama).
         norm_offset: Added to the weights of all norms, those of heads too.
-        has_post_norms: What attention and the feed-forward block give is normed before it is added (Gemma); the norms are named otherwise then.
-        has_config_window: Every layer hands the window of the configuration to attention (Mistral); else its own attribute says it, where it has one.
-        has_softcap: Attention is handed the layer's soft cap; where False it is not, though the layer may have the attribute (Gemma 3).
-        has_half_angles: The model gives one angle for each pair of columns (gpt-oss); else one for each column that is rotated.
+        has_post_norms: What attention and the feed-forward block give is normed before it is added (Gemma); the norms
+            are named otherwise then.
+        has_config_window: Every layer hands the window of the configuration to attention (Mistral); else its own
+            attribute says it, where it has one.
+        has_softcap: Attention is handed the layer's soft cap; where False it is not, though the layer may have the
+            attribute (Gemma 3).
+        has_half_angles: The model gives one angle for each pair of columns (gpt-oss); else one for each column that is
+            rotated.
         feed_forward: Classes of dense feed-forward blocks that are ``down(act(gate(x)) * up(x))``.
         projections: Layers whose columns side by side are those of queries, keys and values.
         gate_up: Layers of the block whose columns side by side are those of gate and up.
@@ -119,19 +124,25 @@ class _Fusion(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The products of a layer as they can be read now; without gate_up and down its feed-forward block runs as a module."""
+    """The products of a layer as they can be read now; without gate_up and down its feed-forward block runs as a
+    module.
+    """
 
-    qkv: Joint
-    out: Joint
-    gate_up: Joint | None
-    down: Joint | None
+    qkv: FusedLinear
+    out: FusedLinear
+    gate_up: FusedLinear | None
+    down: FusedLinear | None
 
 
 class _FusedLayer:
-    """The forward of a decoder layer as a few Functions; mixed in before the layer's own class, whose forward serves whatever they cannot."""
+    """The forward of a decoder layer as a few Functions; mixed in before the layer's own class, whose forward
+    serves whatever they cannot.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the layer's own
-        """Run the layer, from its graph where one is installed: around checkpointing, which transformers begins in this place."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, from its graph where one is installed: around checkpointing, which transformers begins
+        in this place.
+        """
         graph = vars(self).get(GRAPH_ATTRIBUTE)
         run = super().__call__  # type: ignore[misc]
         return run(*args, **kwargs) if graph is None else graph.call(run, *args, **kwargs)
@@ -139,35 +150,52 @@ class _FusedLayer:
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: Any = None,  # noqa: ANN401 - a tensor, our deferred mask or None
+        attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,  # noqa: ANN401 - a cache
+        past_key_values: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,  # noqa: ANN401 - transformers' keywords, with the batch context
+        **kwargs: Any,
     ) -> torch.Tensor:
         layer: Any = self
         session = find_session(layer.self_attn)
         with unwatched(session):
             parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
         if parts is None or position_embeddings is None:
-            options = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+            options = {
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": past_key_values,
+            }
             # Layers that do not know it (Gemma's) are not given it, and would hand it to attention.
             options |= {"use_cache": use_cache} if use_cache else {}
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
         fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
         with unwatched(session):
             x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-            x_TD = _attend(layer, fusion, parts, x_TD, shape=hidden_states.shape, angles=position_embeddings, mask=attention_mask, options=kwargs)
+            x_TD = _attend(
+                layer,
+                fusion,
+                parts,
+                x_TD,
+                shape=hidden_states.shape,
+                angles=position_embeddings,
+                mask=attention_mask,
+                options=kwargs,
+            )
             has_post_norms = fusion.form.has_post_norms
-            norm = _norm(layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm, fusion.form)
+            norm = _norm(
+                layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm, fusion.form
+            )
             post_norm = _norm(layer.post_feedforward_layernorm, fusion.form) if has_post_norms else None
             if parts.gate_up is not None and parts.down is not None:
                 form = GateForm(activation=activation_name(layer.mlp))
                 if post_norm is None:
                     x_TD = norm_feed_forward(x_TD, norm, parts.gate_up, parts.down, form=form, session=session)
                 else:
-                    x_TD = feed_forward_between_norms(x_TD, norm, parts.gate_up, parts.down, post_norm, form=form, session=session)
+                    x_TD = feed_forward_between_norms(
+                        x_TD, norm, parts.gate_up, parts.down, post_norm, form=form, session=session
+                    )
                 return x_TD.view(hidden_states.shape)
             h_TD, x_TD = norm_rows(x_TD, norm)
         out = layer.mlp(h_TD.view(hidden_states.shape))
@@ -187,7 +215,11 @@ class _FusedNorm:
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         norm: Any = self
-        if hidden_states.dtype not in _DTYPES or torch.is_autocast_enabled(hidden_states.device.type) or torch.compiler.is_compiling():
+        if (
+            hidden_states.dtype not in _DTYPES
+            or torch.is_autocast_enabled(hidden_states.device.type)
+            or torch.compiler.is_compiling()
+        ):
             return super().forward(hidden_states)  # type: ignore[misc]
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         return norm_rows(x_TD, _norm(norm, vars(norm)[_FUSION_ATTRIBUTE].form))[0].view(hidden_states.shape)
@@ -197,20 +229,23 @@ class _FusedNorm:
         return _new_instance, (_fused_norm_class, type(self).__mro__[2]), vars(self)
 
 
-def install_fused_layers(root: nn.Module, ledger: SwapLedger, *, awaits_copies: bool = False) -> list[Status]:
-    """Let the decoder layers of every model inside root run as a few fused Functions, where their family is known and nothing of theirs is changed.
+def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copies: bool = False) -> list[Status]:
+    """Let the decoder layers of every model inside root run as a few fused Functions, where their family is known and
+    nothing of theirs is changed.
 
-    A layer is swapped for a subclass that shares its state. In each call it reads its modules anew, and runs its own class's forward where a Function
-    would not be exact: with a cache, under autocast or torch.compile, with adapters that are no plain LoRA, with hooks on a module that would be
-    passed over, or where attention is not ours.
+    A layer is swapped for a subclass that shares its state. In each call it reads its modules anew, and runs its own
+    class's forward where a Function would not be exact: with a cache, under autocast or torch.compile, with adapters
+    that are no plain LoRA, with hooks on a module that would be passed over, or where attention is not ours.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
-        ledger: Where every change is written down.
-        awaits_copies: Adapters in fp32 will have narrow copies (``install_adapter_shadows``) before the first call, so they are no obstacle.
+        patcher: Where every change is written down.
+        awaits_copies: Adapters in fp32 will have narrow copies (``install_low_precision_adapters``) before the first
+            call, so they are no obstacle.
 
     Returns:
-        One status "fused layers" for each model: active, inactive where the family is not served, refused where a layer stands in its way.
+        One status "fused layers" for each model: active, inactive where the family is not served, refused where a layer
+        stands in its way.
 
     Cost:
         Host work once; no device work.
@@ -220,17 +255,18 @@ def install_fused_layers(root: nn.Module, ledger: SwapLedger, *, awaits_copies: 
         return [Status(STATUS_NAME, "inactive", f"{type(root).__name__} holds no transformers model")]
     statuses = []
     for name, model in models:
-        status = _install(model, ledger, awaits_copies=awaits_copies)
+        status = _install(model, patcher, awaits_copies=awaits_copies)
         statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
     return statuses
 
 
-def install_fp8_base(root: nn.Module, ledger: SwapLedger, *, is_emulated: bool = False) -> list[Fp8Base]:
-    """Let the frozen base products of the fused layers of every model inside root compute in fp8 (``fused/fp8_base.py``).
+def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: bool = False) -> list[Fp8Base]:
+    """Let the frozen base products of the fused layers of every model inside root compute in fp8
+    (``fused/fp8_base.py``).
 
     Args:
         root: What install_fused_layers was given.
-        ledger: Where the changes are written down.
+        patcher: Where the changes are written down.
         is_emulated: Compute in plain PyTorch, on any device.
 
     Returns:
@@ -241,25 +277,30 @@ def install_fp8_base(root: nn.Module, ledger: SwapLedger, *, is_emulated: bool =
         layers = fused_layers(model)
         if layers:
             found.append(Fp8Base(layers, read=_read_as_it_stands, is_emulated=is_emulated))
-            found[-1].install(ledger)
+            found[-1].install(patcher)
     return found
 
 
-def settle_weights(root: nn.Module, ledger: SwapLedger, *, device_types: Sequence[str] = ("cuda",)) -> list[SettledModel]:
-    """Move the frozen dense weights of the fused layers of every model inside root next to their adapters, so that one product reads both.
+def fuse_weight_buffers(
+    root: nn.Module, patcher: ModelPatcher, *, device_types: Sequence[str] = ("cuda",)
+) -> list[FusedWeightBuffers]:
+    """Move the frozen dense weights of the fused layers of every model inside root next to their adapters, so that one
+    product reads both.
 
-    For models that stand where they compute, behind any sharding; without it, weights are copied next to their adapters in each product.
+    For models that stand where they compute, behind any sharding; without it, weights are copied next to their adapters
+    in each product.
 
     Args:
         root: What install_fused_layers was given.
-        ledger: Where the moves are written down; undoing them gives every weight memory of its own again.
+        patcher: Where the moves are written down; undoing them gives every weight memory of its own again.
         device_types: Where weights are moved; elsewhere they stay.
 
     Returns:
         One for each model in which weights were moved.
 
     Cost:
-        One copy of these weights; memory for those of one product while they are moved. Reserved memory may grow: blocks of old sizes stay in pieces.
+        One copy of these weights; memory for those of one product while they are moved. Reserved memory may grow:
+        blocks of old sizes stay in pieces.
     """
     found = []
     for _, model in find_causal_models(root):
@@ -268,31 +309,41 @@ def settle_weights(root: nn.Module, ledger: SwapLedger, *, device_types: Sequenc
             parts = _read_as_it_stands(layer) if isinstance(layer, _FusedLayer) else ""
             if isinstance(parts, str):
                 continue
-            for joint in parts:
-                if joint is not None and joint.base is None and joint.parts[0].weight.device.type in device_types:
-                    settled = joint.dense.settle(joint.parts)
-                    if settled is not None:
-                        ledger.add_undo(settled.give_back)
-                        products.append(settled)
+            for fused_linear in parts:
+                if (
+                    fused_linear is not None
+                    and fused_linear.base is None
+                    and fused_linear.parts[0].weight.device.type in device_types
+                ):
+                    weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
+                    if weight_buffer is not None:
+                        patcher.add_undo(weight_buffer.give_back)
+                        products.append(weight_buffer)
         if products:
-            found.append(SettledModel(products, num_layers=len(layers)))
+            found.append(FusedWeightBuffers(products, num_layers=len(layers)))
     return found
 
 
-class SettledModel:
-    """The settled weights of one model."""
+class FusedWeightBuffers:
+    """The weights in a fused buffer of one model."""
 
-    def __init__(self, products: Sequence[SettledWeights], *, num_layers: int) -> None:
+    def __init__(self, products: Sequence[FusedWeightBuffer], *, num_layers: int) -> None:
         self._products = list(products)
         self._num_layers = num_layers
         self._is_given_back = False
 
     def status(self) -> Status:
         """Return how many products read weights and adapters from one place; after the run, how many did."""
-        num_there = len(self._products) if self._is_given_back else sum(product.is_there() for product in self._products)
+        num_there = (
+            len(self._products) if self._is_given_back else sum(product.is_there() for product in self._products)
+        )
         if not num_there:
-            return Status(SETTLED_NAME, "inactive", "the weights were given other memory")
-        return Status(SETTLED_NAME, "active", f"{num_there} products of {self._num_layers} layers read both from one place until the training ends")
+            return Status(WEIGHT_BUFFERS_NAME, "inactive", "the weights were given other memory")
+        return Status(
+            WEIGHT_BUFFERS_NAME,
+            "active",
+            f"{num_there} products of {self._num_layers} layers read both from one place until the training ends",
+        )
 
     def give_back(self) -> None:
         """Give every weight memory of its own again."""
@@ -327,7 +378,7 @@ def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
     return [*fusion.dense.memory(), *(weights[0].owner.memory() if weights else ()), *held]
 
 
-def _install(model: PreTrainedModel, ledger: SwapLedger, *, awaits_copies: bool) -> Status:
+def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bool) -> Status:
     layers = decoder_layers(model)
     forms = {type(layer): LAYERS.get(type(layer).__name__) for layer in layers}
     unknown = sorted(kind.__name__ for kind, form in forms.items() if form is None)
@@ -337,29 +388,44 @@ def _install(model: PreTrainedModel, ledger: SwapLedger, *, awaits_copies: bool)
     obstacles = Counter(filter(None, (_obstacle(layer, awaits_copies=awaits_copies) for layer in layers)))
     if obstacles:
         reason, count = obstacles.most_common(1)[0]
-        return Status(STATUS_NAME, "refused", f"{count} of {len(layers)} layers: {reason}", "change what is named, or leave FusedKernels out")
+        return Status(
+            STATUS_NAME,
+            "refused",
+            f"{count} of {len(layers)} layers: {reason}",
+            "change what is named, or leave FusedKernels out",
+        )
     dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
     num_fused = 0
     for layer in layers:
         form = forms[type(layer)]
         assert form is not None
         new = share_state(layer, _fused_class(type(layer)))  # type: ignore[arg-type]
-        ledger.replace_module(model, names[id(layer)], new)
-        ledger.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(form, dense))
+        patcher.replace_module(model, names[id(layer)], new)
+        patcher.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(form, dense))
         num_fused += _is_known_block(layer.mlp, form)  # type: ignore[arg-type]
     last_norm = getattr(model.get_decoder(), "norm", None)
     if type(last_norm) is type(layers[0].input_layernorm):
         # The norm in front of the head is one of the same family.
         new = share_state(last_norm, _fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
-        ledger.replace_module(model, names[id(last_norm)], new)
-        ledger.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(LAYERS[type(layers[0]).__name__], dense))
-    blocks = "" if num_fused == len(layers) else f", feed-forward blocks of {num_fused}" if num_fused else ", without the blocks of experts"
+        patcher.replace_module(model, names[id(last_norm)], new)
+        patcher.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(LAYERS[type(layers[0]).__name__], dense))
+    blocks = (
+        ""
+        if num_fused == len(layers)
+        else f", feed-forward blocks of {num_fused}"
+        if num_fused
+        else ", without the blocks of experts"
+    )
     return Status(STATUS_NAME, "active", f"{len(layers)} layers of {model.config.get_text_config().model_type}{blocks}")
 
 
 @functools.cache
 def _fused_class(old: type[Any]) -> type[nn.Module]:
-    return type(f"Fused{old.__name__}", (_FusedLayer, old), {"__doc__": f"transformers' {old.__name__} as a few fused Functions."})
+    return type(
+        f"Fused{old.__name__}",
+        (_FusedLayer, old),
+        {"__doc__": f"transformers' {old.__name__} as a few fused Functions."},
+    )
 
 
 @functools.cache
@@ -372,7 +438,7 @@ def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[
     return new_class.__new__(new_class)
 
 
-def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> _Parts | None:  # noqa: ANN401
+def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> _Parts | None:
     """Return the products of a layer for one call, or None where the layer's own forward has to serve it."""
     if cache is not None or angles is None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
@@ -384,7 +450,7 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
     return None if isinstance(found, str) else found
 
 
-def _obstacle(layer: Any, *, awaits_copies: bool) -> str:  # noqa: ANN401 - a decoder layer
+def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
     """Return why no call of a layer could be served as it stands; empty where one can."""
     try:
         if _is_known_block(layer.mlp, LAYERS[type(layer).__name__]):
@@ -395,14 +461,21 @@ def _obstacle(layer: Any, *, awaits_copies: bool) -> str:  # noqa: ANN401 - a de
     return found if isinstance(found, str) else ""
 
 
-def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> _Parts | str:  # noqa: ANN401 - a decoder layer
+def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> _Parts | str:
     """Return the products of a layer for rows of this dtype, or what stands in their way."""
     fusion: _Fusion | None = vars(layer).get(_FUSION_ATTRIBUTE)
     form = fusion.form if fusion is not None else LAYERS[type(layer).__name__]
     dense = fusion.dense if fusion is not None else DenseWeights()
     attention = layer.self_attn
-    passed_over = [attention, *(layer._modules[name] for name in (*_NORMS, *(_POST_NORMS if form.has_post_norms else ()), *form.dropouts))]
-    passed_over += [attention._modules[name] for name in (*form.projections, "o_proj", "q_norm", "k_norm") if name in attention._modules]
+    passed_over = [
+        attention,
+        *(layer._modules[name] for name in (*_NORMS, *(_POST_NORMS if form.has_post_norms else ()), *form.dropouts)),
+    ]
+    passed_over += [
+        attention._modules[name]
+        for name in (*form.projections, "o_proj", "q_norm", "k_norm")
+        if name in attention._modules
+    ]
     is_known_block = _is_known_block(layer.mlp, form)
     if is_known_block:
         passed_over += [layer.mlp, *(layer.mlp._modules[name] for name in (*form.gate_up, "down_proj"))]
@@ -412,23 +485,35 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     drawing = next((name for name in form.dropouts if not _draws_nothing(layer._modules[name])), None)
     if drawing is not None:
         return f"{drawing} drops out in training"
-    joints: list[Joint] = []
-    for module, names in [(attention, form.projections), (attention, ("o_proj",)), (layer.mlp, form.gate_up), (layer.mlp, ("down_proj",))]:
+    fused_linears: list[FusedLinear] = []
+    for module, names in [
+        (attention, form.projections),
+        (attention, ("o_proj",)),
+        (layer.mlp, form.gate_up),
+        (layer.mlp, ("down_proj",)),
+    ]:
         if module is layer.mlp and not is_known_block:
             continue
         linears: Any = [module._modules[name] for name in names]
-        joint = join([read_part(linear, dtype=dtype, awaits_copies=awaits_copies) for linear in linears], dense)
-        if isinstance(joint, str):
-            return joint
-        joints.append(in_fp8(joint, linears, layer=layer, place=len(joints), dtype=dtype))
-    return _Parts(*joints, *((None, None) if not is_known_block else ()))  # type: ignore[arg-type]
+        fused_linear = fuse_linears(
+            [read_part(linear, dtype=dtype, awaits_copies=awaits_copies) for linear in linears], dense
+        )
+        if isinstance(fused_linear, str):
+            return fused_linear
+        fused_linears.append(in_fp8(fused_linear, linears, layer=layer, place=len(fused_linears), dtype=dtype))
+    return _Parts(*fused_linears, *((None, None) if not is_known_block else ()))  # type: ignore[arg-type]
 
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether somebody's code runs around a module, or in the place of its forward."""
-    is_hooked = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
-    # Whoever asked for some output once leaves transformers' hooks on every attention layer; they do nothing unless attention weights are asked for.
-    return bool(is_hooked) or any(getattr(hook, "__module__", "") != _RECORDING for hook in module._forward_hooks.values())
+    is_hooked = (
+        module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
+    )
+    # Whoever asked for some output once leaves transformers' hooks on every attention layer; they do nothing unless
+    # attention weights are asked for.
+    return bool(is_hooked) or any(
+        getattr(hook, "__module__", "") != _RECORDING for hook in module._forward_hooks.values()
+    )
 
 
 def _draws_nothing(module: nn.Module | None) -> bool:
@@ -440,24 +525,26 @@ def _is_known_block(block: nn.Module, form: LayerForm) -> bool:
     return type(block).__name__ in form.feed_forward and "forward" not in vars(block)
 
 
-def _norm(module: Any, form: LayerForm) -> Norm:  # noqa: ANN401 - a norm of transformers
-    return Norm(module.weight, NormForm(eps=_eps(module), weight_offset=form.norm_offset, is_weight_wide=form.is_norm_wide))
+def _norm(module: Any, form: LayerForm) -> Norm:
+    return Norm(
+        module.weight, NormForm(eps=_eps(module), weight_offset=form.norm_offset, is_weight_wide=form.is_norm_wide)
+    )
 
 
-def _eps(module: Any) -> float:  # noqa: ANN401 - a norm of transformers
+def _eps(module: Any) -> float:
     """Return what a norm adds to the mean square; Gemma's norms name it otherwise."""
     return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
 
 
 def _attend(
-    layer: Any,  # noqa: ANN401 - a decoder layer
+    layer: Any,
     fusion: _Fusion,
     parts: _Parts,
     x_TD: torch.Tensor,
     *,
     shape: torch.Size,
     angles: tuple[torch.Tensor, torch.Tensor],
-    mask: Any,  # noqa: ANN401 - as the layer was given it
+    mask: Any,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Return the residual stream behind attention, shape (T, D)."""
@@ -465,27 +552,37 @@ def _attend(
     qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), parts.qkv, session=session)
     # What the output projection reads is as wide as the query heads.
     shares = HeadShares()
-    heads = split_heads(qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=parts.out.num_inputs), shares)
+    heads = split_heads(
+        qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=parts.out.num_inputs), shares
+    )
     # As attention layers hand them over: (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
-        attention, q, k, v, mask,
+        attention,
+        q,
+        k,
+        v,
+        mask,
         dropout=attention.attention_dropout if attention.training else 0.0,
         scaling=attention.scaling,
-        sliding_window=getattr(attention.config if fusion.form.has_config_window else attention, "sliding_window", None),
+        sliding_window=getattr(
+            attention.config if fusion.form.has_config_window else attention, "sliding_window", None
+        ),
         softcap=attention.attn_logit_softcapping if fusion.form.has_softcap else None,
         s_aux=getattr(attention, "sinks", None),
         collect=shares.put,
         **options,
-    )  # fmt: skip
+    )
     out_TI = out.reshape(x_TD.shape[0], -1)
     if fusion.form.has_post_norms:
-        return project_norm_add(out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), parts.out, session=session)
+        return project_norm_add(
+            out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), parts.out, session=session
+        )
     return project_add(out_TI, x_TD, parts.out, session=session)
 
 
 def _rope(
-    attention: Any,  # noqa: ANN401 - an attention layer
+    attention: Any,
     layer_form: LayerForm,
     angles: tuple[torch.Tensor, torch.Tensor],
     *,
@@ -495,7 +592,10 @@ def _rope(
     """Return what turns projections into heads."""
     width, (num_tokens, num_columns) = int(attention.head_dim), rows_TC.shape
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    cos, sin = (_angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype) for angle in angles)
+    cos, sin = (
+        _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
+        for angle in angles
+    )
     form = RopeForm(
         num_heads=num_query_columns // width,
         num_kv_heads=(num_columns - num_query_columns) // (2 * width),

@@ -21,7 +21,7 @@ from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4
 _ALIGNED_COLUMNS = 8
 
 
-class RoomyRows:
+class PaddedBuffer:
     """Rows with room behind each for the narrow rows of their adapters, so that one product reads both where they lie.
 
     What was given out last is known again by its memory, also behind autograd; other rows are copied.
@@ -43,10 +43,14 @@ class RoomyRows:
         num_columns = rows_TI.shape[1]
         if self._memory is None or num_columns != self._num_columns or rows_TI.storage_offset():
             return False
-        return rows_TI.stride() == (num_columns + aligned(num_ranks), 1) and self._memory == StorageWeakRef(rows_TI.untyped_storage())
+        return rows_TI.stride() == (num_columns + aligned(num_ranks), 1) and self._memory == StorageWeakRef(
+            rows_TI.untyped_storage()
+        )
 
     def with_low(self, rows_TI: torch.Tensor, low_TR: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows | low]`` and zeros up to an aligned column: rows given out with this room where they lie, others copied."""
+        """Return ``[rows | low]`` and zeros up to an aligned column: rows given out with this room where they
+        lie, others copied.
+        """
         (num_rows, num_columns), num_ranks = rows_TI.shape, low_TR.shape[1]
         num_whole = num_columns + aligned(num_ranks)
         if self.has_room(rows_TI, num_ranks=num_ranks):
@@ -60,7 +64,9 @@ class RoomyRows:
 
 
 class _Room(NamedTuple):
-    """Memory that weights share with their adapters: its shape, its bytes, and the addresses at which the weights begin in it."""
+    """Memory that weights share with their adapters: its shape, its bytes, and the addresses at which the weights
+    begin in it.
+    """
 
     num_rows: int
     num_columns: int
@@ -68,8 +74,10 @@ class _Room(NamedTuple):
     addresses: tuple[int, ...]
 
 
-class SettledWeights:
-    """The weights of one product in memory that they share with their adapters, until they are given memory of their own again."""
+class FusedWeightBuffer:
+    """The weights of one product in memory that they share with their adapters, until they are given memory of
+    their own again.
+    """
 
     def __init__(self, weights: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
         # Neither the weights nor their memory are kept alive.
@@ -81,11 +89,15 @@ class SettledWeights:
         return bool(self._memory == StorageWeakRef(tensor.untyped_storage()))
 
     def is_there(self) -> bool:
-        """Whether one of the weights still lies there: loading, merging or streaming may have given all of them other memory."""
+        """Whether one of the weights still lies there: loading, merging or streaming may have given all of them
+        other memory.
+        """
         return any(weight is not None and self.holds(weight) for weight in (reference() for reference in self._weights))
 
     def give_back(self) -> None:
-        """Move what still lies there into memory of its own; without memory for it, it stays where it is, which is as good, and a warning says so."""
+        """Move what still lies there into memory of its own; without memory for it, it stays where it is, which
+        is as good, and a warning says so.
+        """
         for reference in self._weights:
             weight = reference()
             if weight is None or not self.holds(weight):
@@ -95,8 +107,10 @@ class SettledWeights:
                     weight.data = weight.data.clone(memory_format=torch.contiguous_format)
             except torch.OutOfMemoryError:
                 warnings.warn(
-                    f"A weight of shape {tuple(weight.shape)} stays next to its adapter, its rows {weight.stride(0)} values apart: the device has no "
-                    "memory for a copy. It computes and loads as ever; call .contiguous() on it before you write it with safetensors.",
+                    f"A weight of shape {tuple(weight.shape)} stays next to its adapter, its rows {weight.stride(0)} "
+                    "values apart: the device has no "
+                    "memory for a copy. It computes and loads as ever; call .contiguous() on it before you write it "
+                    "with safetensors.",
                     stacklevel=2,
                 )
 
@@ -104,8 +118,8 @@ class SettledWeights:
 class DenseWeights:
     """Dense weights as products read them, together with their adapters.
 
-    One buffer per device and dtype in which packed weights become dense, and into which dense ones are copied, while a product reads them; dense ones
-    that were settled are read where they lie.
+    One buffer per device and dtype in which packed weights become dense, and into which dense ones are copied, while a
+    product reads them; dense ones that were put into a fused buffer are read where they lie.
 
     Attributes:
         rows: Rows that products read.
@@ -113,9 +127,10 @@ class DenseWeights:
     """
 
     def __init__(self) -> None:
-        self.rows, self.gradients = RoomyRows(), RoomyRows()
+        self.rows, self.gradients = PaddedBuffer(), PaddedBuffer()
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # By the address of the first weight of a product. The memory is the parameters' own: whoever gives them other memory frees this.
+        # By the address of the first weight of a product. The memory is the parameters' own: whoever gives them other
+        # memory frees this.
         self._rooms: dict[int, _Room] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,7 +142,13 @@ class DenseWeights:
         return list(self._buffers.values())
 
     def gather(
-        self, parts: Sequence[LinearPart], *, num_inputs: int, dtype: torch.dtype, num_extra: int = 0, num_extra_rows: int = 0
+        self,
+        parts: Sequence[LinearPart],
+        *,
+        num_inputs: int,
+        dtype: torch.dtype,
+        num_extra: int = 0,
+        num_extra_rows: int = 0,
     ) -> torch.Tensor:
         """Return the weights of these layers below each other, valid until the next call.
 
@@ -138,7 +159,8 @@ class DenseWeights:
         num_rows, num_columns = num_outputs + num_extra_rows, num_inputs + num_extra
         buffer = self._buffers.get((device, dtype))
         if buffer is None or buffer.numel() < num_rows * num_columns:
-            # A tensor of inference mode could not be written outside of it, and a validation may come before the first step.
+            # A tensor of inference mode could not be written outside of it, and a validation may come before the first
+            # step.
             with torch.inference_mode(mode=False):
                 buffer = torch.empty(num_rows * num_columns, dtype=dtype, device=device)
             self._buffers[device, dtype] = buffer
@@ -154,7 +176,8 @@ class DenseWeights:
         return dense
 
     def with_adapters(self, parts: Sequence[LinearPart], *, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``[W | B]``: the weights, and behind their columns the B of each layer in its rows and in the columns of its ranks, zeros elsewhere.
+        """Return ``[W | B]``: the weights, and behind their columns the B of each layer in its rows and in the columns
+        of its ranks, zeros elsewhere.
 
         One product with it adds the adapters to the base, and one gives the gradient of rows and narrow rows.
         """
@@ -163,33 +186,39 @@ class DenseWeights:
             dense = self._memory_of(parts)[:, : num_inputs + num_extra]
         else:
             dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
-        blocks = [dense.new_empty(part.num_outputs, 0) if part.narrow_b_OR is None else part.narrow_b_OR for part in parts]
+        blocks = [
+            dense.new_empty(part.num_outputs, 0) if part.narrow_b_OR is None else part.narrow_b_OR for part in parts
+        ]
         write_block_diagonal(dense[:, num_inputs:], blocks)
         return dense
 
     def above_adapter(self, part: LinearPart, a_RI: torch.Tensor) -> torch.Tensor:
         """Return the weight of a layer, and A below it, zeros below that up to an aligned number of rows.
 
-        One product with it gives the whole gradient of the rows that the layer reads, from that of its output and that of the narrow rows behind it.
+        One product with it gives the whole gradient of the rows that the layer reads, from that of its output and that
+        of the narrow rows behind it.
         """
         num_outputs, num_ranks = part.num_outputs, a_RI.shape[0]
         if self.has_room_below(part):
             dense = self._memory_of((part,))[: num_outputs + aligned(num_ranks)]
         else:
-            dense = self.gather((part,), num_inputs=part.num_inputs, dtype=a_RI.dtype, num_extra_rows=aligned(num_ranks))
+            dense = self.gather(
+                (part,), num_inputs=part.num_inputs, dtype=a_RI.dtype, num_extra_rows=aligned(num_ranks)
+            )
         dense[num_outputs : num_outputs + num_ranks] = a_RI
         dense[num_outputs + num_ranks :] = 0.0
         return dense
 
-    def settle(self, parts: Sequence[LinearPart]) -> SettledWeights | None:
-        """Move frozen dense weights into memory that has room for their adapters: beside B, or those of one layer no wider than its rows above A.
+    def fuse_buffer(self, parts: Sequence[LinearPart]) -> FusedWeightBuffer | None:
+        """Move frozen dense weights into memory that has room for their adapters: beside B, or those of one layer no
+        wider than its rows above A.
 
-        Parameters stay the same objects with the same values; what changes is where they lie and, beside B, how far apart their rows are. Another
-        tensor that shared a weight's memory (``weight.data``) no longer does.
+        Parameters stay the same objects with the same values; what changes is where they lie and, beside B, how far
+        apart their rows are. Another tensor that shared a weight's memory (``weight.data``) no longer does.
 
         Returns:
-            What moves them back; None where nothing was moved: weights are packed, trained, sharded or views of larger memory, there are no adapters,
-            or the device has no memory for it.
+            What moves them back; None where nothing was moved: weights are packed, trained, sharded or views of larger
+            memory, there are no adapters, or the device has no memory for it.
 
         Cost:
             One copy of the weights; memory for the adapters for good, and for these weights twice while they are moved.
@@ -215,24 +244,30 @@ class DenseWeights:
                 first += weight.shape[0]
         addresses = tuple(weight.data_ptr() for weight in weights)
         self._rooms[addresses[0]] = _Room(num_rows, num_columns, memory.untyped_storage().nbytes(), addresses)
-        return SettledWeights(weights, memory)
+        return FusedWeightBuffer(weights, memory)
 
     def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
-        """Return the memory in which these weights and no others lie with room for their adapters; None where they lie elsewhere, or do so by now."""
+        """Return the memory in which these weights and no others lie with room for their adapters; None where
+        they lie elsewhere, or do so by now.
+        """
         return None if self._room_of(parts) is None else self._memory_of(parts)
 
     def has_room_beside(self, parts: Sequence[LinearPart]) -> bool:
-        """Whether these weights are settled with room for as many ranks as their adapters have; some microseconds of the host."""
+        """Whether these weights are in a fused buffer with room for as many ranks as their adapters have; some
+        microseconds of the host.
+        """
         room = self._room_of(parts)
         return room is not None and room.num_columns >= parts[0].num_inputs + aligned(_num_ranks(parts))
 
     def has_room_below(self, part: LinearPart) -> bool:
-        """Whether this weight is settled with room for as many ranks as its adapter has; some microseconds of the host."""
+        """Whether this weight is in a fused buffer with room for as many ranks as its adapter has; some
+        microseconds of the host.
+        """
         room = self._room_of((part,))
         return room is not None and room.num_rows >= part.num_outputs + aligned(part.rank)
 
     def _room_of(self, parts: Sequence[LinearPart]) -> _Room | None:
-        """Return the room of weights that lie where they were settled."""
+        """Return the room of weights that lie where they were put into a fused buffer."""
         room = self._rooms.get(parts[0].weight.data_ptr())
         if room is None or len(parts) != len(room.addresses):
             return None
@@ -243,7 +278,7 @@ class DenseWeights:
         return room if parts[0].weight.untyped_storage().nbytes() == room.num_bytes else None
 
     def _memory_of(self, parts: Sequence[LinearPart]) -> torch.Tensor:
-        """Return the memory of settled weights.
+        """Return the memory of weights in a fused buffer.
 
         As data: what is written into the room changes no weight, and no version of one that a backward looks at.
         """
@@ -277,7 +312,8 @@ def _copy_rows(out_OI: torch.Tensor, rows_OI: torch.Tensor) -> None:
     """Copy rows, as words of 8 bytes where both lie so: between different strides a copy moves element by element."""
     per_word = 8 // rows_OI.itemsize
     fits = all(
-        rows.stride(1) == 1 and all(size % per_word == 0 for size in (rows.shape[1], rows.stride(0), rows.storage_offset()))
+        rows.stride(1) == 1
+        and all(size % per_word == 0 for size in (rows.shape[1], rows.stride(0), rows.storage_offset()))
         for rows in (out_OI, rows_OI)
     )
     if fits:

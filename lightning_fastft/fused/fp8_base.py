@@ -1,4 +1,5 @@
-"""The frozen base products of fused decoder layers in fp8: weights as handles with a forward and a backward product, adapters and all else as ever.
+"""The frozen base products of fused decoder layers in fp8: weights as handles with a forward and a backward product,
+adapters and all else as ever.
 
 Axes: T rows, I input columns, O output columns of all layers that read the same rows, together.
 """
@@ -14,12 +15,19 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.fused.linear_parts import LinearPart
-from lightning_fastft.fused.linears import Joint
+from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.backends import TRITON_DTYPES
-from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS, find_obstacle, multiply, nf4_row_scales, quantise_nf4, quantise_rows
+from lightning_fastft.kernels.fp8_linear.op import (
+    ALIGNED_COLUMNS,
+    find_obstacle,
+    multiply,
+    nf4_row_scales,
+    quantise_nf4,
+    quantise_rows,
+)
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 
@@ -31,17 +39,22 @@ NUM_JOINTS = 4
 
 
 class _Scales(NamedTuple):
-    """The scale of each output column, a power of 2: in fp32, and in bf16, which holds it exactly and is read for every number of a gradient."""
+    """The scale of each output column, a power of 2: in fp32, and in bf16, which holds it exactly and is read for
+    every number of a gradient.
+    """
 
     scale_O: torch.Tensor
     factor_O: torch.Tensor
 
 
-def in_fp8(joint: Joint, modules: Sequence[nn.Module], *, layer: nn.Module, place: int, dtype: torch.dtype) -> Joint:
-    """Return a product with fp8 weights where the layer was given them and they can serve it, else the product as it is.
+def in_fp8(
+    fused_linear: FusedLinear, modules: Sequence[nn.Module], *, layer: nn.Module, place: int, dtype: torch.dtype
+) -> FusedLinear:
+    """Return a product with fp8 weights where the layer was given them and they can serve it, else the product as it
+    is.
 
     Args:
-        joint: The product.
+        fused_linear: The product.
         modules: Its layers as they stand in the model, PEFT's around them.
         layer: The decoder layer that they belong to.
         place: Which of the layer's products it is.
@@ -52,10 +65,10 @@ def in_fp8(joint: Joint, modules: Sequence[nn.Module], *, layer: nn.Module, plac
     """
     weights: tuple[Fp8Weight, ...] | None = vars(layer).get(FP8_ATTRIBUTE)
     if weights is None:
-        return joint
+        return fused_linear
     weight = weights[place]
-    weight.reason = weight.obstacle(modules, joint.parts, layer=layer, dtype=dtype)
-    return joint if weight.reason else joint._replace(base=weight)
+    weight.reason = weight.obstacle(modules, fused_linear.parts, layer=layer, dtype=dtype)
+    return fused_linear if weight.reason else fused_linear._replace(base=weight)
 
 
 class Fp8Base:
@@ -67,10 +80,10 @@ class Fp8Base:
         is_emulated: Compute with the reference, in plain PyTorch on any device.
 
     Cost:
-        Packed weights share one buffer, a byte for each weight of the largest product. Dense weights are quantised once, at their first product: a
-        byte for each weight forward and a byte more when the first backward needs them transposed, beside the weights themselves, which files,
-        merging and generation read. Scales are found once too, six bytes for each output column. Nothing is held where a product does not compute in
-        fp8.
+        Packed weights share one buffer, a byte for each weight of the largest product. Dense weights are quantised
+        once, at their first product: a byte for each weight forward and a byte more when the first backward needs them
+        transposed, beside the weights themselves, which files, merging and generation read. Scales are found once too,
+        six bytes for each output column. Nothing is held where a product does not compute in fp8.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, read: Callable[[nn.Module], object], is_emulated: bool) -> None:
@@ -86,11 +99,11 @@ class Fp8Base:
         """Of the kernels."""
         return "reference" if self.is_emulated else "auto"
 
-    def install(self, ledger: SwapLedger) -> None:
-        """Have the layers compute in fp8, until the ledger is undone."""
+    def install(self, patcher: ModelPatcher) -> None:
+        """Have the layers compute in fp8, until the patcher is undone."""
         for layer in self._layers:
-            ledger.set_attribute(layer, FP8_ATTRIBUTE, tuple(Fp8Weight(self) for _ in range(NUM_JOINTS)))
-        ledger.add_undo(self.close)
+            patcher.set_attribute(layer, FP8_ATTRIBUTE, tuple(Fp8Weight(self) for _ in range(NUM_JOINTS)))
+        patcher.add_undo(self.close)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -106,21 +119,29 @@ class Fp8Base:
             self._seen = self.status()
 
     def status(self) -> Status:
-        """Return how many products compute in fp8, and why others do not: as the layers stand until the first product, then what was found there."""
+        """Return how many products compute in fp8, and why others do not: as the layers stand until the first
+        product, then what was found there.
+        """
         if self._seen is not None:
             return self._seen
         reasons: Counter[str] = Counter()
         for layer in self._layers:
             found = self._read(layer)
             weights = vars(layer)[FP8_ATTRIBUTE]
-            reasons.update([found] if isinstance(found, str) else [weight.reason for weight in weights if weight.reason is not None])
+            reasons.update(
+                [found]
+                if isinstance(found, str)
+                else [weight.reason for weight in weights if weight.reason is not None]
+            )
         num_served = reasons.pop("", 0)
         (reason, _), *_ = reasons.most_common(1) or [("", 0)]
         if not num_served:
             return Status(STATUS_NAME, "inactive", f"{reason}; products run in the dtype of the model")
         others = f", {reasons.total()} not: {reason}" if reasons else ""
         where = ", in plain PyTorch" if self.is_emulated else ""
-        return Status(STATUS_NAME, "active", f"{num_served} products of {len(self._layers)} layers in e4m3{where}{others}")
+        return Status(
+            STATUS_NAME, "active", f"{num_served} products of {len(self._layers)} layers in e4m3{where}{others}"
+        )
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
         """Return why products for rows of this dtype cannot compute in fp8 on a device; empty where they can."""
@@ -128,10 +149,14 @@ class Fp8Base:
             return "" if dtype in TRITON_DTYPES else f"rows are in {dtype}"
         if device not in self._obstacles:
             self._obstacles[device] = find_obstacle(device)
-        return self._obstacles[device] or ("" if dtype is torch.bfloat16 else f"fp8 products give bf16, and rows are in {dtype}")
+        return self._obstacles[device] or (
+            "" if dtype is torch.bfloat16 else f"fp8 products give bf16, and rows are in {dtype}"
+        )
 
     def buffer(self, num_values: int, device: torch.device) -> torch.Tensor:
-        """Return the memory in which packed weights stand in e4m3 while a product reads them; valid until the next call."""
+        """Return the memory in which packed weights stand in e4m3 while a product reads them; valid until the
+        next call.
+        """
         found = self._buffers.get(device)
         if found is None or found.numel() < num_values:
             # A tensor of inference mode could not be written outside of it.
@@ -167,7 +192,9 @@ class Fp8Weight:
         self._forward: torch.Tensor | None = None
         self._backward: torch.Tensor | None = None
 
-    def obstacle(self, modules: Sequence[nn.Module], parts: Sequence[LinearPart], *, layer: nn.Module, dtype: torch.dtype) -> str:
+    def obstacle(
+        self, modules: Sequence[nn.Module], parts: Sequence[LinearPart], *, layer: nn.Module, dtype: torch.dtype
+    ) -> str:
         """Return why these layers compute in the dtype of the rows; empty where they compute in fp8.
 
         Args:
@@ -232,14 +259,19 @@ class Fp8Weight:
         return vars(Fp8Weight(self.owner))
 
     def _read(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
-        """Return the weights as a product reads them, shape (O, I) or (I, O), valid until the next call, and their scales."""
+        """Return the weights as a product reads them, shape (O, I) or (I, O), valid until the next call, and
+        their scales.
+        """
         # Memory made in inference mode could not be written to by a training step.
         with torch.inference_mode(mode=False), torch.no_grad():
             if parts[0].is_packed:
                 return self._read_packed(parts, is_transposed=is_transposed)
             forward_OI, scales = self._forward, self._scales
             if forward_OI is None or scales is None or self._forward_key != self._key:
-                found = [quantise_rows(_in_rows(part.weight), round_scales_to_power_of_2=True, backend=self.owner.backend) for part in parts]
+                found = [
+                    quantise_rows(_in_rows(part.weight), round_scales_to_power_of_2=True, backend=self.owner.backend)
+                    for part in parts
+                ]
                 forward_OI = self._forward = _put(self._forward, torch.cat([rows.values_TI for rows in found]))
                 scales = self._set_scales(torch.cat([rows.scale_T for rows in found]))
             if not is_transposed:

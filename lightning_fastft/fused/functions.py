@@ -1,9 +1,12 @@
-"""The autograd Functions of a fused decoder layer: between them stand only attention and, in mixture models, the block of experts.
+"""The autograd Functions of a fused decoder layer: between them stand only attention and, in mixture models, the block
+of experts.
 
-What is elementwise (norms, the activation) is built again in the backward. Large products are values that a plan can hold (``Session.value``).
-Residuals pass through the Function that norms them, so that both gradients meet in one kernel.
+What is elementwise (norms, the activation) is built again in the backward. Large products are values that a plan can
+hold (``Session.value``). Residuals pass through the Function that norms them, so that both gradients meet in one
+kernel.
 
-Axes: T tokens, D model width, C columns of q, k and v side by side, P columns of gate and up, F width of the feed-forward block, W head width.
+Axes: T tokens, D model width, C columns of q, k and v side by side, P columns of gate and up, F width of the
+    feed-forward block, W head width.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from lightning_fastft.activations.segments import Session
 from lightning_fastft.activations.values import unneeded
 from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
 from lightning_fastft.fused.linears import (
-    Joint,
+    FusedLinear,
     gradients_for,
     narrow_rows,
     parameter_gradients,
@@ -50,7 +53,9 @@ class Norm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """What turns raw projections into queries and keys: angles of shape (T, W), the norms' weights where there are norms, and the form."""
+    """What turns raw projections into queries and keys: angles of shape (T, W), the norms' weights where there
+    are norms, and the form.
+    """
 
     cos_TW: torch.Tensor
     sin_TW: torch.Tensor
@@ -60,7 +65,9 @@ class Rope(NamedTuple):
 
 
 class HeadShares:
-    """Brings gradients of keys and values from the backward of attention to that of ``split_heads`` before they are summed over query heads."""
+    """Brings gradients of keys and values from the backward of attention to that of ``split_heads`` before they
+    are summed over query heads.
+    """
 
     def __init__(self) -> None:
         self._shares: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -85,23 +92,27 @@ def norm_rows(x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tenso
     return out if isinstance(out, tuple) else (out, x_TD)
 
 
-def norm_project(x_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_project(
+    x_TD: torch.Tensor, norm: Norm, fused_linear: FusedLinear, *, session: Session | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the projection of the normed rows, shape (T, C), and the rows themselves for the residual stream.
 
     Args:
         x_TD: Residual stream.
         norm: In front of the projections.
-        joint: The projections.
+        fused_linear: The projections.
         session: Of the open segment; None outside a plan.
 
     Cost:
         As rms_norm_forward and product; saves x_TD, the adapters' narrow rows and factors, and trained weights.
     """
-    out = _NormProject.apply(joint, norm.form, session, x_TD, norm.weight_D, *joint.tensors())
+    out = _NormProject.apply(fused_linear, norm.form, session, x_TD, norm.weight_D, *fused_linear.tensors())
     return out if isinstance(out, tuple) else (out, x_TD)
 
 
-def split_heads(qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_heads(
+    qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries (T, H, W), keys and values (T, G, W): normed where the family does so, and rotated.
 
     Args:
@@ -115,22 +126,26 @@ def split_heads(qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares) -> tuple[t
     return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares)
 
 
-def project_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, joint: Joint, *, session: Session | None) -> torch.Tensor:
+def project_add(
+    x_TI: torch.Tensor, residual_TD: torch.Tensor, fused_linear: FusedLinear, *, session: Session | None
+) -> torch.Tensor:
     """Return ``residual + projection of x``.
 
     Args:
         x_TI: Output of attention.
         residual_TD: Residual stream.
-        joint: The one projection.
+        fused_linear: The one projection.
         session: Of the open segment; None outside a plan.
 
     Cost:
         As product; saves x_TI where something is trained, the adapter's narrow rows and factors, and a trained weight.
     """
-    return _ProjectAdd.apply(joint, session, x_TI, residual_TD, *joint.tensors())
+    return _ProjectAdd.apply(fused_linear, session, x_TI, residual_TD, *fused_linear.tensors())
 
 
-def norm_feed_forward(x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, *, form: GateForm, session: Session | None) -> torch.Tensor:
+def norm_feed_forward(
+    x_TD: torch.Tensor, norm: Norm, gate_up: FusedLinear, down: FusedLinear, *, form: GateForm, session: Session | None
+) -> torch.Tensor:
     """Return ``x + down(gate(gate_up(norm(x))))``.
 
     Args:
@@ -152,25 +167,36 @@ def norm_feed_forward(x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Join
     return _run_block(run, call, point=DOWN_VALUE)
 
 
-def project_norm_add(x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, joint: Joint, *, session: Session | None) -> torch.Tensor:
+def project_norm_add(
+    x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, fused_linear: FusedLinear, *, session: Session | None
+) -> torch.Tensor:
     """Return ``residual + norm(projection of x)``: families that norm what a block gives, not only what it is given.
 
     Args:
         x_TI: Output of attention.
         residual_TD: Residual stream.
         norm: Behind the projection.
-        joint: The one projection.
+        fused_linear: The one projection.
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As product and rms_norm_forward, and one addition; saves the projection, x_TI where something of it is trained, the adapter's narrow rows and
-        factors, and a trained weight.
+        As product and rms_norm_forward, and one addition; saves the projection, x_TI where something of it is trained,
+        the adapter's narrow rows and factors, and a trained weight.
     """
-    return _ProjectNormAdd.apply(joint, norm.form, session, x_TI, residual_TD, norm.weight_D, *joint.tensors())
+    return _ProjectNormAdd.apply(
+        fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors()
+    )
 
 
 def feed_forward_between_norms(
-    x_TD: torch.Tensor, norm: Norm, gate_up: Joint, down: Joint, post_norm: Norm, *, form: GateForm, session: Session | None
+    x_TD: torch.Tensor,
+    norm: Norm,
+    gate_up: FusedLinear,
+    down: FusedLinear,
+    post_norm: Norm,
+    *,
+    form: GateForm,
+    session: Session | None,
 ) -> torch.Tensor:
     """Return ``x + post_norm(down(gate(gate_up(norm(x)))))``.
 
@@ -184,8 +210,8 @@ def feed_forward_between_norms(
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' narrow rows and factors, and trained
-        weights.
+        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' narrow
+        rows and factors, and trained weights.
     """
     call = _FeedForwardCall(gate_up, down, norm.form, form, session)
 
@@ -201,7 +227,7 @@ class _NormRows(torch.autograd.Function):
     """Saves x."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, form: NormForm) -> Any:  # noqa: ANN401
+    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, form: NormForm) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TD, weight_D)
         ctx.form = form
@@ -210,41 +236,43 @@ class _NormRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_TD: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:  # noqa: ANN401
+    def backward(ctx: Any, d_y_TD: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:
         x_TD, weight_D = ctx.saved_tensors
         return (*_norm_gradients(d_y_TD, d_x_TD, x_TD, weight_D, form=ctx.form, needs=ctx.needs_input_grad[:2]), None)
 
 
 class _NormProject(torch.autograd.Function):
-    """Saves x, the narrow rows, the adapters' narrow factors and trained weights; the normed rows are built again where their weights are trained."""
+    """Saves x, the narrow rows, the adapters' narrow factors and trained weights; the normed rows are built again
+    where their weights are trained.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        joint: Joint,
+        ctx: Any,
+        fused_linear: FusedLinear,
         form: NormForm,
         session: Session | None,
         x_TD: torch.Tensor,
         weight_D: torch.Tensor,
         *parameters: torch.Tensor | None,
-    ) -> Any:  # noqa: ANN401 - one tensor or two
+    ) -> Any:
         ctx.set_materialize_grads(False)
 
-        y_TC, *low = _project_normed(session, QKV_VALUE, joint, x_TD, weight_D, form=form)
-        ctx.joint, ctx.form, ctx.num_low = joint, form, len(low)
-        ctx.save_for_backward(x_TD, weight_D, *low, *joint.watched_tensors())
+        y_TC, *low = _project_normed(session, QKV_VALUE, fused_linear, x_TD, weight_D, form=form)
+        ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
+        ctx.save_for_backward(x_TD, weight_D, *low, *fused_linear.watched_tensors())
         return (y_TC, x_TD) if ctx.needs_input_grad[3] else y_TC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_TC: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:  # noqa: ANN401
+    def backward(ctx: Any, d_y_TC: torch.Tensor | None, d_x_TD: torch.Tensor | None = None) -> _Grads:
         x_TD, weight_D, *others = ctx.saved_tensors
         needs_x, needs_weight, *needs = ctx.needs_input_grad[3:]
         if d_y_TC is None:
             return None, None, None, d_x_TD, None, *(None for _ in needs)
-        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
         return None, None, None, *_normed_gradients(
-            joint, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs)
+            fused_linear, low, d_y_TC, d_x_TD, x_TD, weight_D, form=ctx.form, needs=(needs_x, needs_weight, *needs)
         )  # fmt: skip
 
 
@@ -253,7 +281,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         qkv_TC: torch.Tensor,
         cos_TW: torch.Tensor,
         sin_TW: torch.Tensor,
@@ -271,18 +299,29 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_q_THW: torch.Tensor | None, d_k_TGW: torch.Tensor | None, d_v_TGW: torch.Tensor | None) -> _Grads:  # noqa: ANN401
+    def backward(
+        ctx: Any, d_q_THW: torch.Tensor | None, d_k_TGW: torch.Tensor | None, d_v_TGW: torch.Tensor | None
+    ) -> _Grads:
         cos_TW, sin_TW, *others = ctx.saved_tensors
         qkv_TC, q_weight_W, k_weight_W = others if others else (None, None, None)
         needs_weight = any(ctx.needs_input_grad[3:5])
         d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
         found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=len(cos_TW), form=ctx.form)
         gradients = qk_rope_backward(
-            found, qkv_TC, cos_TW, sin_TW, form=ctx.form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, needs_weight=needs_weight
+            found,
+            qkv_TC,
+            cos_TW,
+            sin_TW,
+            form=ctx.form,
+            q_weight_W=q_weight_W,
+            k_weight_W=k_weight_W,
+            needs_weight=needs_weight,
         )
         d_weights = (
             None if d is None or weight is None or not needs else d.to(weight.dtype)
-            for d, weight, needs in zip((gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5])
+            for d, weight, needs in zip(
+                (gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5]
+            )
         )
         return gradients.d_raw_TC, None, None, *d_weights, None, None
 
@@ -292,7 +331,10 @@ def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm
     like = next(d for d in found if d is not None)
     counts = form.head_counts
     return HeadGradients(
-        *(like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous() for d, count in zip(found, counts, strict=True))
+        *(
+            like.new_zeros((num_tokens, count, form.head_width)) if d is None else d.contiguous()
+            for d, count in zip(found, counts, strict=True)
+        )
     )
 
 
@@ -301,50 +343,52 @@ class _ProjectAdd(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        joint: Joint,
+        ctx: Any,
+        fused_linear: FusedLinear,
         session: Session | None,
         x_TI: torch.Tensor,
         residual_TD: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        y_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(joint, x_TI, addend_TO=residual_TD)))
-        ctx.joint, ctx.num_low = joint, len(low)
+        y_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(fused_linear, x_TI, addend_TO=residual_TD)))
+        ctx.fused_linear, ctx.num_low = fused_linear, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[4:]) else ()
-        ctx.save_for_backward(*low, *joint.watched_tensors(), *saved_x)
+        ctx.save_for_backward(*low, *fused_linear.watched_tensors(), *saved_x)
         return y_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:
         needs_x, needs_residual, *needs = ctx.needs_input_grad[2:]
         others = list(ctx.saved_tensors)
         x_TI = others.pop() if any(needs) else None
-        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
         d_y_TD = _read_rows(d_y_TD)
-        d_x_TI, d_low_TR = rows_gradients(joint, d_y_TD, needs_x=needs_x)
+        d_x_TI, d_low_TR = rows_gradients(fused_linear, d_y_TD, needs_x=needs_x)
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if x_TI is not None:
-            gradients = parameter_gradients(joint, x_TI, d_y_TD, low[0] if low else None, d_low_TR, needs=needs)
+            gradients = parameter_gradients(fused_linear, x_TI, d_y_TD, low[0] if low else None, d_low_TR, needs=needs)
         return None, None, d_x_TI, d_y_TD if needs_residual else None, *gradients
 
 
 class _FeedForwardCall(NamedTuple):
     """What is not differentiated."""
 
-    gate_up: Joint
-    down: Joint
+    gate_up: FusedLinear
+    down: FusedLinear
     norm_form: NormForm
     gate_form: GateForm
     session: Session | None
 
 
 class _NormFeedForward(torch.autograd.Function):
-    """Saves x, gate and up, narrow rows and factors and trained weights; the activation is built again, the norm for trained weights."""
+    """Saves x, gate and up, narrow rows and factors and trained weights; the activation is built again, the norm
+    for trained weights.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         call: _FeedForwardCall,
         x_TD: torch.Tensor,
         weight_D: torch.Tensor,
@@ -367,7 +411,7 @@ class _NormFeedForward(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:
         x_TD, weight_D, gate_up_TP, *others = ctx.saved_tensors
         d_y_TD = _read_rows(d_y_TD)
         return None, *_block_gradients(
@@ -376,12 +420,14 @@ class _NormFeedForward(torch.autograd.Function):
 
 
 class _ProjectNormAdd(torch.autograd.Function):
-    """Saves the projection, x where something is trained, the narrow rows, the adapter's narrow factors and a trained weight."""
+    """Saves the projection, x where something is trained, the narrow rows, the adapter's narrow factors and a
+    trained weight.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        joint: Joint,
+        ctx: Any,
+        fused_linear: FusedLinear,
         form: NormForm,
         session: Session | None,
         x_TI: torch.Tensor,
@@ -389,38 +435,48 @@ class _ProjectNormAdd(torch.autograd.Function):
         weight_D: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        out_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(joint, x_TI)))
-        ctx.joint, ctx.form, ctx.num_low = joint, form, len(low)
+        out_TD, *low = _value(session, OUT_VALUE, lambda: _held(product(fused_linear, x_TI)))
+        ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
-        ctx.save_for_backward(out_TD, weight_D, *low, *joint.watched_tensors(), *saved_x)
+        ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
         # Rounded before it is added, as a model does that norms and then adds.
         return rms_norm_forward(out_TD, weight_D, form=form).y_TD.add_(residual_TD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:
         out_TD, weight_D, *others = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, *needs = ctx.needs_input_grad[3:]
         x_TI = others.pop() if any(needs) else None
-        low, joint = others[: ctx.num_low], ctx.joint.with_watched(others[ctx.num_low :])
+        low, fused_linear = others[: ctx.num_low], ctx.fused_linear.with_watched(others[ctx.num_low :])
         d_out_TD, d_weight_D = _norm_gradients(
-            d_y_TD, None, out_TD, weight_D, form=ctx.form, needs=(needs_x or any(needs), needs_weight), reader=joint
-        )  # fmt: skip
+            d_y_TD,
+            None,
+            out_TD,
+            weight_D,
+            form=ctx.form,
+            needs=(needs_x or any(needs), needs_weight),
+            reader=fused_linear,
+        )
         d_x_TI: torch.Tensor | None = None
         gradients: list[torch.Tensor | None] = [None] * len(needs)
         if d_out_TD is not None:
-            d_x_TI, d_low_TR = rows_gradients(joint, d_out_TD, needs_x=needs_x)
+            d_x_TI, d_low_TR = rows_gradients(fused_linear, d_out_TD, needs_x=needs_x)
             if x_TI is not None:
-                gradients = parameter_gradients(joint, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs)
+                gradients = parameter_gradients(
+                    fused_linear, x_TI, d_out_TD, low[0] if low else None, d_low_TR, needs=needs
+                )
         return None, None, None, d_x_TI, d_y_TD if needs_residual else None, d_weight_D, *gradients
 
 
 class _FeedForwardBetweenNorms(torch.autograd.Function):
-    """Saves x, gate and up, what the norm behind the block reads, narrow rows and factors and trained weights; the rest is built again."""
+    """Saves x, gate and up, what the norm behind the block reads, narrow rows and factors and trained weights;
+    the rest is built again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         call: _FeedForwardCall,
         post_form: NormForm,
         x_TD: torch.Tensor,
@@ -430,7 +486,9 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
     ) -> torch.Tensor:
         session = call.session
         gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
-        (out_TD,) = _value(session, DOWN_VALUE, lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form)).y_TO,))
+        (out_TD,) = _value(
+            session, DOWN_VALUE, lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form)).y_TO,)
+        )
         # Without the session: a backward belongs to no run.
         ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
         watched = (*call.gate_up.watched_tensors(), *call.down.watched_tensors())
@@ -441,35 +499,65 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:  # noqa: ANN401
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> _Grads:
         x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *others = ctx.saved_tensors
         needs_x, needs_weight, needs_post_weight, *needs = ctx.needs_input_grad[2:]
         is_needed = needs_x or needs_weight or any(needs)
         d_out_TD, d_post_weight_D = _norm_gradients(
-            d_y_TD, None, out_TD, post_weight_D, form=ctx.post_form, needs=(is_needed, needs_post_weight), reader=ctx.call.down
-        )  # fmt: skip
+            d_y_TD,
+            None,
+            out_TD,
+            post_weight_D,
+            form=ctx.post_form,
+            needs=(is_needed, needs_post_weight),
+            reader=ctx.call.down,
+        )
         if d_out_TD is None:
             return None, None, None, None, d_post_weight_D, *(None for _ in needs)
         d_x_TD, d_weight_D, *gradients = _block_gradients(
-            ctx.call, others, ctx.num_low, d_out_TD, d_y_TD, x_TD, weight_D, gate_up_TP, needs=(needs_x, needs_weight, *needs)
-        )  # fmt: skip
+            ctx.call,
+            others,
+            ctx.num_low,
+            d_out_TD,
+            d_y_TD,
+            x_TD,
+            weight_D,
+            gate_up_TP,
+            needs=(needs_x, needs_weight, *needs),
+        )
         return None, None, d_x_TD, d_weight_D, d_post_weight_D, *gradients
 
 
-def _held(result: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - a Product
+def _held(result: Any) -> tuple[torch.Tensor, ...]:
     """A product as a value that a plan can hold."""
     return (result.y_TO,) if result.low_TR is None else (result.y_TO, result.low_TR)
 
 
-def _value(session: Session | None, name: str, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+def _value(
+    session: Session | None, name: str, compute: Callable[[], tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, ...]:
     return compute() if session is None else session.value(name, compute)
 
 
 def _project_normed(
-    session: Session | None, name: str, joint: Joint, x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm
+    session: Session | None,
+    name: str,
+    fused_linear: FusedLinear,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the projection of normed rows, and the adapters' narrow rows where there are any, as a value that a plan can hold."""
-    return _value(session, name, lambda: _held(product(joint, rms_norm_forward(x_TD, weight_D, form=form, out=rows_for(joint, x_TD)).y_TD)))
+    """Return the projection of normed rows, and the adapters' narrow rows where there are any, as a value that a
+    plan can hold.
+    """
+    return _value(
+        session,
+        name,
+        lambda: _held(
+            product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows_for(fused_linear, x_TD)).y_TD)
+        ),
+    )
 
 
 def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:
@@ -480,7 +568,7 @@ def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwa
 
 
 def _normed_gradients(
-    joint: Joint,
+    fused_linear: FusedLinear,
     low: Sequence[torch.Tensor],
     d_y_TC: torch.Tensor,
     d_x_TD: torch.Tensor | None,
@@ -490,30 +578,39 @@ def _normed_gradients(
     form: NormForm,
     needs: Sequence[bool],
 ) -> _Grads:
-    """Return the gradients of _project_normed: of the rows, with what came along the residual stream, of the norm's weight, and of Joint.tensors."""
+    """Return the gradients of _project_normed: of the rows, with what came along the residual stream, of the
+    norm's weight, and of FusedLinear.tensors.
+    """
     needs_x, needs_weight, *needs_tensors = needs
-    d_h_TD, d_low_TR = rows_gradients(joint, d_y_TC, needs_x=needs_x or needs_weight)
+    d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight)
     rstd_T = None
     if d_h_TD is not None and _adapters_read_raw_rows(x_TD, needs_tensors):
         rstd_T = x_TD.new_empty(x_TD.shape[0], dtype=wide_dtype(x_TD.dtype))
     # A layer of as many ranks reads this gradient next.
-    norm_gradients = _norm_gradients(d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight), reader=joint, rstd_out=rstd_T)
+    norm_gradients = _norm_gradients(
+        d_h_TD, d_x_TD, x_TD, weight_D, form=form, needs=(needs_x, needs_weight), reader=fused_linear, rstd_out=rstd_T
+    )
     del d_h_TD, d_x_TD
     gradients: list[torch.Tensor | None] = [None] * len(needs_tensors)
     low_TR = low[0] if low else None
     if rstd_T is not None and d_low_TR is not None:
-        # A row of the norm is the raw row times a number of its own, and its columns times the weight: neither need be written to memory again.
+        # A row of the norm is the raw row times a number of its own, and its columns times the weight: neither need be
+        # written to memory again.
         d_low_TR = torch.mul(d_low_TR, rstd_T[:, None], out=torch.empty_like(d_low_TR))
         factor_D = shifted_weight(weight_D, rstd_T.dtype, form)
-        gradients = parameter_gradients(joint, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D)
+        gradients = parameter_gradients(
+            fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
+        )
     elif any(needs_tensors):
         h_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
-        gradients = parameter_gradients(joint, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
+        gradients = parameter_gradients(fused_linear, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
     return (*norm_gradients, *gradients)
 
 
 def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
-    """Whether only adapters are trained, in a dtype in which the root of a row times a gradient has no narrower range than either."""
+    """Whether only adapters are trained, in a dtype in which the root of a row times a gradient has no narrower
+    range than either.
+    """
     return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
 
 
@@ -529,14 +626,18 @@ def _block_gradients(
     *,
     needs: Sequence[bool],
 ) -> _Grads:
-    """Return the gradients of a feed-forward block from that of down's output: of x, the norm's weight, and the tensors of gate_up and down.
+    """Return the gradients of a feed-forward block from that of down's output: of x, the norm's weight, and the tensors
+    of gate_up and down.
 
-    ``others`` are the narrow rows of gate_up, num_low of them, the watched tensors of both as autograd gave them back, and where they were held the
-    narrow rows of down; d_x_TD is what came along the residual stream.
+    ``others`` are the narrow rows of gate_up, num_low of them, the watched tensors of both as autograd gave them back,
+    and where they were held the narrow rows of down; d_x_TD is what came along the residual stream.
     """
     num_first = num_low + len(call.gate_up.watched_tensors())
     num_watched = num_first + len(call.down.watched_tensors())
-    gate_up, down = call.gate_up.with_watched(others[num_low:num_first]), call.down.with_watched(others[num_first:num_watched])
+    gate_up, down = (
+        call.gate_up.with_watched(others[num_low:num_first]),
+        call.down.with_watched(others[num_first:num_watched]),
+    )
     num_needs = 2 + len(gate_up.tensors())
     d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
     # The gate's backward is the one that reads these rows: it adds what the adapter gives them.
@@ -551,7 +652,16 @@ def _block_gradients(
         d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
     del gate, d_out_TD
     return (
-        *_normed_gradients(gate_up, others[:num_low], d_gate_up_TP, d_x_TD, x_TD, weight_D, form=call.norm_form, needs=needs[:num_needs]),
+        *_normed_gradients(
+            gate_up,
+            others[:num_low],
+            d_gate_up_TP,
+            d_x_TD,
+            x_TD,
+            weight_D,
+            form=call.norm_form,
+            needs=needs[:num_needs],
+        ),
         *d_down,
     )
 
@@ -569,7 +679,7 @@ def _norm_gradients(
     *,
     form: NormForm,
     needs: tuple[bool, bool],
-    reader: Joint | None = None,
+    reader: FusedLinear | None = None,
     rstd_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight.
@@ -580,8 +690,15 @@ def _norm_gradients(
     if d_y_TD is None or not (needs_x or needs_weight):
         return d_x_TD if needs_x else None, None
     gradients = rms_norm_backward(
-        _read_rows(d_y_TD), x_TD, weight_D, None, form=form, d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD), needs_weight=needs_weight,
-        out=None if reader is None else gradients_for(reader, x_TD), rstd_out=rstd_out,
-    )  # fmt: skip
+        _read_rows(d_y_TD),
+        x_TD,
+        weight_D,
+        None,
+        form=form,
+        d_sum_TD=None if d_x_TD is None else _read_rows(d_x_TD),
+        needs_weight=needs_weight,
+        out=None if reader is None else gradients_for(reader, x_TD),
+        rstd_out=rstd_out,
+    )
     d_weight_D = gradients.d_weight_D
     return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)

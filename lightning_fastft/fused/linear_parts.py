@@ -62,9 +62,11 @@ class LinearPart(NamedTuple):
 
 
 def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
-    """Return a linear layer, with the adapter that PEFT hangs around it, as a product can read it now; or why it cannot.
+    """Return a linear layer, with the adapter that PEFT hangs around it, as a product can read it now; or why it
+    cannot.
 
-    Served: ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA without dropout, also merged or disabled.
+    Served: ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA without
+        dropout, also merged or disabled.
 
     Args:
         module: A linear layer, or PEFT's layer around one.
@@ -100,7 +102,11 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
         return f"{name} has hooks"
     if "forward" in vars(base):
         return f"{name} has a forward of its own"
-    if isinstance(base, nn.Linear) and (type(base).forward is nn.Linear.forward or is_linear_point(base)) and type(weight) is nn.Parameter:
+    if (
+        isinstance(base, nn.Linear)
+        and (type(base).forward is nn.Linear.forward or is_linear_point(base))
+        and type(weight) is nn.Parameter
+    ):
         return "" if weight.dtype is dtype else f"{name} holds {weight.dtype} for rows in {dtype}"
     if type(weight).__name__ != "Params4bit":
         return f"{name} is no plain linear layer"
@@ -109,4 +115,8 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
     compute_dtype = getattr(base, "compute_dtype", None)
     is_dtype = compute_dtype in (None, dtype) and weight.quant_state.dtype is dtype  # type: ignore[union-attr]
     is_wide = base.in_features % 64 == 0  # type: ignore[operator]
-    return "" if is_dtype and is_wide else f"{name} computes in {compute_dtype or weight.quant_state.dtype} on {base.in_features} columns"  # type: ignore[union-attr]
+    return (
+        ""
+        if is_dtype and is_wide
+        else f"{name} computes in {compute_dtype or weight.quant_state.dtype} on {base.in_features} columns"
+    )  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""Linear layers that read the same rows, computed side by side: base weights, dense or in NF4, and their LoRA; forward and gradients without a graph.
+"""Linear layers that read the same rows, computed side by side: base weights, dense or in NF4, and their LoRA; forward
+and gradients without a graph.
 
 Axes: T rows, I input columns, O output columns of all layers together, R adapter ranks of all layers together.
 """
@@ -15,13 +16,16 @@ from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
 from lightning_fastft.kernels.lora_linear.op import wide_product
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 
-# Dense weights are copied next to their adapters from so many rows per input column on. What is saved, writing and reading the output once more in
-# the forward and reading its gradient once more in the backward, is 6 bytes per row and output; the copies, one each way, are 8 per input and output.
+# Dense weights are copied next to their adapters from so many rows per input column on. What is saved, writing and
+# reading the output once more in the forward and reading its gradient once more in the backward, is 6 bytes per row and
+# output; the copies, one each way, are 8 per input and output.
 _COPIED_FROM_ROWS_PER_INPUT = 2
 
 
 class BaseWeight(Protocol):
-    """The frozen weights of layers that read the same rows, in a format that computes by itself; what stays outside are biases and adapters."""
+    """The frozen weights of layers that read the same rows, in a format that computes by itself; what stays
+    outside are biases and adapters.
+    """
 
     def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
         """Return ``x @ W^T`` of all layers side by side, in the dtype of the rows and in memory of its own."""
@@ -31,13 +35,15 @@ class BaseWeight(Protocol):
 
 
 class Product(NamedTuple):
-    """Output of a product, and the narrow rows of its adapters with their scales, ``scale * x @ A^T``; None without adapters."""
+    """Output of a product, and the narrow rows of its adapters with their scales, ``scale * x @ A^T``; None
+    without adapters.
+    """
 
     y_TO: torch.Tensor
     low_TR: torch.Tensor | None
 
 
-class Joint(NamedTuple):
+class FusedLinear(NamedTuple):
     """Linear layers that read the same rows.
 
     Args:
@@ -60,13 +66,14 @@ class Joint(NamedTuple):
         return [tensor for part in self.parts for tensor in part.tensors()]
 
     def watched_tensors(self) -> list[torch.Tensor]:
-        """Return what the gradients read and a step or a refresh writes; saved through autograd, so that writing before the backward is an error.
+        """Return what the gradients read and a step or a refresh writes; saved through autograd, so that writing before
+        the backward is an error.
 
         Frozen weights are not among them: they may be streamed through slots that are written anew.
         """
         return [getattr(part, name) for part in self.parts for name in _watched_names(part)]
 
-    def with_watched(self, tensors: Sequence[torch.Tensor]) -> Joint:
+    def with_watched(self, tensors: Sequence[torch.Tensor]) -> FusedLinear:
         """Return the same layers with the tensors of watched_tensors as autograd gave them back."""
         rest = iter(tensors)
         parts = []
@@ -76,57 +83,62 @@ class Joint(NamedTuple):
         return self._replace(parts=tuple(parts))
 
 
-def rows_for(joint: Joint, like_TI: torch.Tensor) -> torch.Tensor:
-    """Return memory for rows, shape (T, I), that product reads where it lies: with room for the narrow rows behind each, where it wants that."""
-    if not _has_augmented(joint, like_TI.shape[0]):
-        return torch.empty_like(like_TI, memory_format=torch.contiguous_format)
-    return joint.dense.rows.give(like_TI, num_ranks=sum(part.rank for part in joint.parts))
-
-
-def gradients_for(joint: Joint, like_TO: torch.Tensor) -> torch.Tensor:
-    """Return memory for gradients of an output, shape (T, O), that rows_gradients reads where it lies, with room for narrow rows behind each.
-
-    The room is for one layer with as many ranks as the largest of these; weights that compute in a format of their own read none. Only what was asked
-    for last has it: other gradients, and those of a layer with other ranks, are copied where they need it.
+def rows_for(fused_linear: FusedLinear, like_TI: torch.Tensor) -> torch.Tensor:
+    """Return memory for rows, shape (T, I), that product reads where it lies: with room for the narrow rows
+    behind each, where it wants that.
     """
-    num_ranks = 0 if joint.base is not None else max(part.rank for part in joint.parts)
-    return joint.dense.gradients.give(like_TO, num_ranks=num_ranks)
+    if not _has_augmented(fused_linear, like_TI.shape[0]):
+        return torch.empty_like(like_TI, memory_format=torch.contiguous_format)
+    return fused_linear.dense.rows.give(like_TI, num_ranks=sum(part.rank for part in fused_linear.parts))
 
 
-def product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
+def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Tensor:
+    """Return memory for gradients of an output, shape (T, O), that rows_gradients reads where it lies, with room for
+    narrow rows behind each.
+
+    The room is for one layer with as many ranks as the largest of these; weights that compute in a format of their own
+    read none. Only what was asked for last has it: other gradients, and those of a layer with other ranks, are copied
+    where they need it.
+    """
+    num_ranks = 0 if fused_linear.base is not None else max(part.rank for part in fused_linear.parts)
+    return fused_linear.dense.gradients.give(like_TO, num_ranks=num_ranks)
+
+
+def product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None = None) -> Product:
     """Return ``x @ W^T + bias + scale * (x @ A^T) @ B^T`` of every layer side by side.
 
     Args:
-        joint: The layers.
+        fused_linear: The layers.
         x_TI: Rows, 2-D; in memory of rows_for they are not copied, and what lies behind them is written.
         addend_TO: Added to the product of a single layer, with its adapter where there is one; None for nothing.
 
     Cost:
-        2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones that are settled, for dense ones where there
-        are many rows, which are copied next to their adapters, and where joint.base computes; else one per layer; no host synchronisation. A product
-        of all layers without addend_TO adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside of the
-        product, addend_TO included.
+        2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones that are in a
+        fused buffer, for dense ones where there are many rows, which are copied next to their adapters, and where
+        fused_linear.base computes; else one per layer; no host synchronisation. A product of all layers without
+        addend_TO adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside
+        of the product, addend_TO included.
     """
-    if addend_TO is None and _has_augmented(joint, x_TI.shape[0]):
-        return _augmented_product(joint, x_TI)
-    low_TR = narrow_rows(joint, x_TI)
+    if addend_TO is None and _has_augmented(fused_linear, x_TI.shape[0]):
+        return _augmented_product(fused_linear, x_TI)
+    low_TR = narrow_rows(fused_linear, x_TI)
     if low_TR is None:
-        return Product(_base_product(joint, x_TI, addend_TO=addend_TO), None)
-    y_TO = _base_product(joint, x_TI, addend_TO=None)
-    for part, columns, ranks in zip(joint.parts, _columns(joint.parts), _ranks(joint.parts)):
+        return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO), None)
+    y_TO = _base_product(fused_linear, x_TI, addend_TO=None)
+    for part, columns, ranks in zip(fused_linear.parts, _columns(fused_linear.parts), _ranks(fused_linear.parts)):
         if part.narrow_b_OR is not None:
             piece_TO = y_TO[:, columns]
             add_low_rank(piece_TO, low_TR[:, ranks], part.narrow_b_OR.T, residual_TN=addend_TO, out=piece_TO)
     return Product(y_TO, low_TR)
 
 
-def narrow_rows(joint: Joint, x_TI: torch.Tensor) -> torch.Tensor | None:
+def narrow_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor | None:
     """Return the narrow rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
-    a_RI = _joint_a(joint.parts)
+    a_RI = _joint_a(fused_linear.parts)
     if a_RI is None:
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
-    groups = [(ranks, part.scale) for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank]
+    groups = [(ranks, part.scale) for part, ranks in zip(fused_linear.parts, _ranks(fused_linear.parts)) if part.rank]
     if len({scale for _, scale in groups}) == 1:
         # The usual case, in one product.
         groups = [(slice(None), groups[0][1])]
@@ -136,47 +148,60 @@ def narrow_rows(joint: Joint, x_TI: torch.Tensor) -> torch.Tensor | None:
     return low_TR
 
 
-def rows_gradients(joint: Joint, d_TO: torch.Tensor, *, needs_x: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the rows, None where not needed, and low_rows_gradient's; rows of the first may be any distance apart.
+def rows_gradients(
+    fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs_x: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradient of the rows, None where not needed, and low_rows_gradient's; rows of the first may be any
+    distance apart.
 
     Cost:
         2 T I O FLOP and those of the adapters; where adapters ride in the base's product, one product gives both.
     """
     if not needs_x:
-        return None, low_rows_gradient(joint, d_TO)
-    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(joint, d_TO)
+        return None, low_rows_gradient(fused_linear, d_TO)
+    d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO)
     if d_low_TR is not None and a_RI is not None:
         add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI)
     return d_x_TI, d_low_TR
 
 
-def rows_gradients_apart(joint: Joint, d_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the rows, perhaps without that of their adapters, low_rows_gradient's, and A of all layers.
+def rows_gradients_apart(
+    fused_linear: FusedLinear, d_TO: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradient of the rows, perhaps without that of their adapters, low_rows_gradient's, and A of all
+    layers.
 
-    ``first + second @ third`` is whole: for a caller that adds the product where it reads the rows next, because in memory it costs another pass over
-    them. The third is None where the first is whole.
+    ``first + second @ third`` is whole: for a caller that adds the product where it reads the rows next, because in
+    memory it costs another pass over them. The third is None where the first is whole.
 
     Cost:
-        As rows_gradients without that product. For a single layer that narrows its rows by far, a copy of d_TO, where there is no room behind its
-        rows, and of a dense weight that is not settled: less than that pass.
+        As rows_gradients without that product. For a single layer that narrows its rows by far, a copy of d_TO, where
+        there is no room behind its rows, and of a dense weight that is not in a fused buffer: less than that pass.
     """
-    num_rows, num_inputs = d_TO.shape[0], joint.num_inputs
-    if _has_appended(joint, d_TO):
-        d_low_TR = low_rows_gradient(joint, d_TO)
+    num_rows, num_inputs = d_TO.shape[0], fused_linear.num_inputs
+    if _has_appended(fused_linear, d_TO):
+        d_low_TR = low_rows_gradient(fused_linear, d_TO)
         assert d_low_TR is not None
-        return _appended_gradient(joint, d_TO, d_low_TR), d_low_TR, None
-    a_RI = _joint_a(joint.parts)
-    if not _has_augmented(joint, num_rows):
-        d_low_TR = low_rows_gradient(joint, d_TO)
-        return _base_gradient(joint, d_TO), d_low_TR, a_RI
-    d_rows = d_TO @ joint.dense.with_adapters(joint.parts, dtype=d_TO.dtype)
-    d_low_TR = torch.cat([d_rows[:, num_inputs:][:, ranks] * part.scale for part, ranks in zip(joint.parts, _ranks(joint.parts)) if part.rank], dim=1)
+        return _appended_gradient(fused_linear, d_TO, d_low_TR), d_low_TR, None
+    a_RI = _joint_a(fused_linear.parts)
+    if not _has_augmented(fused_linear, num_rows):
+        d_low_TR = low_rows_gradient(fused_linear, d_TO)
+        return _base_gradient(fused_linear, d_TO), d_low_TR, a_RI
+    d_rows = d_TO @ fused_linear.dense.with_adapters(fused_linear.parts, dtype=d_TO.dtype)
+    d_low_TR = torch.cat(
+        [
+            d_rows[:, num_inputs:][:, ranks] * part.scale
+            for part, ranks in zip(fused_linear.parts, _ranks(fused_linear.parts))
+            if part.rank
+        ],
+        dim=1,
+    )
     return d_rows[:, :num_inputs], d_low_TR, a_RI
 
 
-def low_rows_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor | None:
+def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of the adapters' narrow rows, with their scales; None without adapters."""
-    parts = joint.parts
+    parts = fused_linear.parts
     num_ranks = sum(part.rank for part in parts)
     if not num_ranks:
         return None
@@ -189,7 +214,7 @@ def low_rows_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor | None:
 
 
 def parameter_gradients(
-    joint: Joint,
+    fused_linear: FusedLinear,
     x_TI: torch.Tensor,
     d_TO: torch.Tensor,
     low_TR: torch.Tensor | None,
@@ -198,21 +223,22 @@ def parameter_gradients(
     needs: Sequence[bool],
     factor_I: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of Joint.tensors in the dtypes of the parameters; None where not needed.
+    """Return the gradients of FusedLinear.tensors in the dtypes of the parameters; None where not needed.
 
     Args:
-        joint: The layers.
+        fused_linear: The layers.
         x_TI: Rows that the product read.
         d_TO: Gradient of its output.
         low_TR: Narrow rows that the product returned.
         d_low_TR: Of low_rows_gradient.
-        needs: Which are needed, in the order of Joint.tensors.
-        factor_I: What the columns of x_TI are multiplied with in the rows that the product read; None for 1. Not where a weight is needed.
+        needs: Which are needed, in the order of FusedLinear.tensors.
+        factor_I: What the columns of x_TI are multiplied with in the rows that the product read; None for 1. Not where
+            a weight is needed.
 
     Cost:
         2 T I FLOP per rank and trained column; no host synchronisation.
     """
-    parts, found = joint.parts, []
+    parts, found = fused_linear.parts, []
     d_a = None
     if any(needs[2::TENSORS_PER_LAYER]):
         assert d_low_TR is not None
@@ -233,85 +259,100 @@ def parameter_gradients(
     return found
 
 
-def _has_augmented(joint: Joint, num_rows: int) -> bool:
-    """Whether adapters ride in the base's product: where outputs are wider than the rows, and weights are made dense anyway, settled, or rows many.
+def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
+    """Whether adapters ride in the base's product: where outputs are wider than the rows, and weights are made dense
+    anyway, in a fused buffer, or rows many.
 
-    A second product for B alone would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200. Weights that compute in a
-    format of their own leave adapters in theirs.
+    A second product for B alone would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an
+    H200. Weights that compute in a format of their own leave adapters in theirs.
     """
-    parts = joint.parts
-    if joint.base is not None or not rides_along(parts):
+    parts = fused_linear.parts
+    if fused_linear.base is not None or not rides_along(parts):
         return False
-    if parts[0].is_packed or joint.dense.has_room_beside(parts):
+    if parts[0].is_packed or fused_linear.dense.has_room_beside(parts):
         return True
-    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * joint.num_inputs and not any(part.weight.requires_grad for part in parts)
+    return num_rows >= _COPIED_FROM_ROWS_PER_INPUT * fused_linear.num_inputs and not any(
+        part.weight.requires_grad for part in parts
+    )
 
 
-def _has_appended(joint: Joint, d_TO: torch.Tensor) -> bool:
+def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
     """Whether the gradient of the rows is one product with the adapter below the weight.
 
-    What is saved is the addition where those rows are read next: 0.6 ms for 32,768 x 14,336 on an H200 (python -m benchmarks.row_kernels --only
-    "expert_gate backward" --rows 32768 --expert-width 14336). The copies, where they are needed, move 4 bytes per row and output, and per input and
-    output where weights are neither packed nor settled.
+    What is saved is the addition where those rows are read next: 0.6 ms for 32,768 x 14,336 on an H200 (python -m
+    benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336). The copies, where they are
+    needed, move 4 bytes per row and output, and per input and output where weights are neither packed nor in a fused
+    buffer.
     """
-    part = joint.parts[0]
-    if joint.base is not None or len(joint.parts) > 1 or not part.rank:
+    part = fused_linear.parts[0]
+    if fused_linear.base is not None or len(fused_linear.parts) > 1 or not part.rank:
         return False
-    has_place = part.is_packed or joint.dense.has_room_below(part)
+    has_place = part.is_packed or fused_linear.dense.has_room_below(part)
     if part.num_inputs < 2 * part.num_outputs:
-        return has_place and joint.dense.gradients.has_room(d_TO, num_ranks=part.rank)
-    return has_place or (d_TO.shape[0] >= _COPIED_FROM_ROWS_PER_INPUT * part.num_outputs and not part.weight.requires_grad)
+        return has_place and fused_linear.dense.gradients.has_room(d_TO, num_ranks=part.rank)
+    return has_place or (
+        d_TO.shape[0] >= _COPIED_FROM_ROWS_PER_INPUT * part.num_outputs and not part.weight.requires_grad
+    )
 
 
-def _appended_gradient(joint: Joint, d_TO: torch.Tensor, d_low_TR: torch.Tensor) -> torch.Tensor:
+def _appended_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, d_low_TR: torch.Tensor) -> torch.Tensor:
     """Return ``[d | d_low] @ [W; A]``."""
-    (part,) = joint.parts
+    (part,) = fused_linear.parts
     assert part.narrow_a_RI is not None
-    return joint.dense.gradients.with_low(d_TO, d_low_TR) @ joint.dense.above_adapter(part, part.narrow_a_RI)
+    return fused_linear.dense.gradients.with_low(d_TO, d_low_TR) @ fused_linear.dense.above_adapter(
+        part, part.narrow_a_RI
+    )
 
 
-def _base_product(joint: Joint, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
+def _base_product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
     """Return ``x @ W^T + bias`` of every layer side by side, and what is added to that of a single layer."""
-    pieces = [] if joint.base is not None else _dense_pieces(joint, x_TI)
+    pieces = [] if fused_linear.base is not None else _dense_pieces(fused_linear, x_TI)
     if len(pieces) == 1 and addend_TO is None:
-        return _biased_product(x_TI, pieces[0][1], joint.parts)
-    if joint.base is not None:
-        y_TO = joint.base.forward_product(joint.parts, x_TI)
+        return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
+    if fused_linear.base is not None:
+        y_TO = fused_linear.base.forward_product(fused_linear.parts, x_TI)
         if addend_TO is not None:
             y_TO.add_(addend_TO)
     elif addend_TO is not None:
         ((_, weight_OI),) = pieces
         y_TO = torch.addmm(addend_TO, x_TI, weight_OI.T)
     else:
-        y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in joint.parts))
+        y_TO = x_TI.new_empty(x_TI.shape[0], sum(part.num_outputs for part in fused_linear.parts))
         for columns, weight_OI in pieces:
             torch.mm(x_TI, weight_OI.T, out=y_TO[:, columns])
-    _add_bias(y_TO, joint.parts)
+    _add_bias(y_TO, fused_linear.parts)
     return y_TO
 
 
-def _base_gradient(joint: Joint, d_TO: torch.Tensor) -> torch.Tensor:
+def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor:
     """Return ``d @ W`` of every layer, summed."""
-    if joint.base is not None:
-        return joint.base.backward_product(joint.parts, d_TO)
+    if fused_linear.base is not None:
+        return fused_linear.base.backward_product(fused_linear.parts, d_TO)
     d_x_TI: torch.Tensor | None = None
-    for columns, weight_OI in _dense_pieces(joint, d_TO):
+    for columns, weight_OI in _dense_pieces(fused_linear, d_TO):
         d_piece = d_TO[:, columns]
         d_x_TI = d_piece @ weight_OI if d_x_TI is None else d_x_TI.addmm_(d_piece, weight_OI)
     assert d_x_TI is not None
     return d_x_TI
 
 
-def _augmented_product(joint: Joint, x_TI: torch.Tensor) -> Product:
+def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> Product:
     """Return ``[x | low] @ [W | B]^T``."""
-    low_TR = narrow_rows(joint, x_TI)
+    low_TR = narrow_rows(fused_linear, x_TI)
     assert low_TR is not None
-    rows = joint.dense.rows.with_low(x_TI, low_TR)
-    return Product(_biased_product(rows, joint.dense.with_adapters(joint.parts, dtype=x_TI.dtype), joint.parts), low_TR)
+    rows = fused_linear.dense.rows.with_low(x_TI, low_TR)
+    return Product(
+        _biased_product(
+            rows, fused_linear.dense.with_adapters(fused_linear.parts, dtype=x_TI.dtype), fused_linear.parts
+        ),
+        low_TR,
+    )
 
 
 def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:
-    """Return ``x @ W^T + bias`` of all layers in one product; on CUDA it adds the bias to its fp32 sums, in place of another pass over the output."""
+    """Return ``x @ W^T + bias`` of all layers in one product; on CUDA it adds the bias to its fp32 sums, in place
+    of another pass over the output.
+    """
     if all(part.bias is None for part in parts):
         return x_TI @ weight_OI.T
     # As bitsandbytes does, a bias takes the dtype of the rows.
@@ -325,15 +366,15 @@ def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart]) -> None:
             y_TO[:, columns] += part.bias
 
 
-def _dense_pieces(joint: Joint, x: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+def _dense_pieces(fused_linear: FusedLinear, x: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
     """Return weights as they lie: their columns of the output, and the weight as (O, I)."""
-    parts = joint.parts
+    parts = fused_linear.parts
     if parts[0].is_packed:
-        return [(slice(None), joint.dense.gather(parts, num_inputs=joint.num_inputs, dtype=x.dtype))]
+        return [(slice(None), fused_linear.dense.gather(parts, num_inputs=fused_linear.num_inputs, dtype=x.dtype))]
     return [(columns, part.weight) for columns, part in zip(_columns(parts), parts)]
 
 
-def join(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Joint | str:
+def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> FusedLinear | str:
     """Return layers that read the same rows as one product, or why they cannot be one."""
     found = []
     for part in parts:
@@ -344,7 +385,7 @@ def join(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Joint | str:
         return "dense and packed layers side by side"
     if len({part.a_RI.dtype for part in found if part.a_RI is not None}) > 1:
         return "adapters in several dtypes side by side"
-    return Joint(tuple(found), dense)
+    return FusedLinear(tuple(found), dense)
 
 
 def _watched_names(part: LinearPart) -> list[str]:

@@ -1,4 +1,6 @@
-"""LoRA adapters as fp32 masters that compute in a narrow dtype: a swap of PEFT's LoRA layers that changes no name, file or method of PEFT."""
+"""LoRA adapters as fp32 masters that compute in a narrow dtype: a swap of PEFT's LoRA layers that changes no
+name, file or method of PEFT.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from torch import nn
 
 from lightning_fastft.activations.values import find_session, unneeded, value_name
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
-from lightning_fastft.moe.adapters import ExpertShadows
+from lightning_fastft.moe.adapters import LowPrecisionExpertAdapters
 from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.patches.value_points import is_frozen_point
 
 STATUS_NAME = "adapter shadows"
 # Plain attributes of instances: never parameters or buffers, so no state_dict has them.
-_LAYER_ATTRIBUTE = "fastft_adapter_shadows"
+_LAYER_ATTRIBUTE = "fastft_low_precision_adapters"
 _WEIGHT_ATTRIBUTE = "fastft_shadow"
 
 
-class _Shadow:
+class _LowPrecisionCopy:
     """The narrow copy of one adapter weight, and the state of the master it was copied from."""
 
     def __init__(self, master: torch.Tensor, dtype: torch.dtype) -> None:
@@ -41,7 +43,12 @@ class _Shadow:
     def is_copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether the tensor can hold this master: same object, shape, device and dtype."""
         tensor = self.tensor
-        return master is self.master and tensor.shape == master.shape and tensor.device == master.device and tensor.dtype is dtype
+        return (
+            master is self.master
+            and tensor.shape == master.shape
+            and tensor.device == master.device
+            and tensor.dtype is dtype
+        )
 
     def is_current(self) -> bool:
         """Whether the master is as it was copied, as far as the host can see: version counter and address."""
@@ -58,11 +65,12 @@ class _Shadow:
         self._pointer = self.master.data_ptr()
 
 
-class AdapterShadows:
+class LowPrecisionAdapters:
     """Hold the narrow copies of a model's LoRA weights and keep them equal to their masters.
 
-    A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and copied again. What changes a
-    master without either (fused and bitsandbytes optimizers, writes through ``.data``) needs ``refresh``, which belongs behind every optimizer step.
+    A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and
+    copied again. What changes a master without either (fused and bitsandbytes optimizers, writes through ``.data``)
+    needs ``refresh``, which belongs behind every optimizer step.
 
     Args:
         compute_dtype: Dtype of the copies and of the low-rank GEMMs.
@@ -75,15 +83,21 @@ class AdapterShadows:
         # Masters are held in pieces, and gathered for each pass.
         self.is_sharded = False
         self._layers: list[LoraLayer] = []
-        self._experts = ExpertShadows(compute_dtype)
+        self._experts = LowPrecisionExpertAdapters(compute_dtype)
 
     def __len__(self) -> int:
         """Count the copies that exist."""
         return len(self._shadows()) + len(self._experts)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return masters with their narrow copies, for an optimizer that writes both in one pass (``FusedAdamW.attach_copies``)."""
-        return [(shadow.master, shadow.tensor) for shadow in self._shadows() if shadow.is_copy_of(shadow.master, self.compute_dtype)]
+        """Return masters with their narrow copies, for an optimizer that writes both in one pass
+        (``FusedAdamW.attach_copies``).
+        """
+        return [
+            (shadow.master, shadow.tensor)
+            for shadow in self._shadows()
+            if shadow.is_copy_of(shadow.master, self.compute_dtype)
+        ]
 
     def mark_written(self, copies: Sequence[torch.Tensor]) -> None:
         """Take note of the copies that an optimizer has written together with their masters."""
@@ -97,11 +111,12 @@ class AdapterShadows:
         """Copy every master into its narrow copy.
 
         Args:
-            is_after_step: Called right behind an optimizer step: copies that the step has written itself are left as they are.
+            is_after_step: Called right behind an optimizer step: copies that the step has written itself are left as
+                they are.
 
         Cost:
-            One foreach copy over all adapters; for those on experts another one, and a launch for each second factor. Reads masters, writes copies;
-            no host synchronisation.
+            One foreach copy over all adapters; for those on experts another one, and a launch for each second factor.
+            Reads masters, writes copies; no host synchronisation.
         """
         self._experts.refresh()
         shadows = [shadow for shadow in self._shadows() if shadow.is_copy_of(shadow.master, self.compute_dtype)]
@@ -126,7 +141,7 @@ class AdapterShadows:
             return master.detach().to(self.compute_dtype)
         shadow = vars(linear).get(_WEIGHT_ATTRIBUTE)
         if shadow is None or not shadow.is_copy_of(master, self.compute_dtype):
-            shadow = _Shadow(master, self.compute_dtype)
+            shadow = _LowPrecisionCopy(master, self.compute_dtype)
             setattr(linear, _WEIGHT_ATTRIBUTE, shadow)
         elif not shadow.is_current():
             shadow.copy_master()
@@ -135,7 +150,7 @@ class AdapterShadows:
     def _linears(self) -> list[nn.Linear]:
         return [linear for layer in self._layers for linear in (*layer.lora_A.values(), *layer.lora_B.values())]
 
-    def _shadows(self) -> list[_Shadow]:
+    def _shadows(self) -> list[_LowPrecisionCopy]:
         return [vars(linear)[_WEIGHT_ATTRIBUTE] for linear in self._linears() if _WEIGHT_ATTRIBUTE in vars(linear)]
 
     def _drop(self) -> None:
@@ -143,11 +158,13 @@ class AdapterShadows:
             vars(linear).pop(_WEIGHT_ATTRIBUTE, None)
 
 
-class _ShadowForward:
-    """The forward of a LoRA layer with shadows; mixed in before PEFT's class, whose own forward serves whatever is not plain LoRA."""
+class _CopyForward:
+    """The forward of a LoRA layer with shadows; mixed in before PEFT's class, whose own forward serves whatever
+    is not plain LoRA.
+    """
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PEFT's signature
-        shadows: AdapterShadows = vars(self)[_LAYER_ATTRIBUTE]
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shadows: LowPrecisionAdapters = vars(self)[_LAYER_ATTRIBUTE]
         name = None if args or kwargs else _plain_adapter(self, x, shadows=shadows)  # type: ignore[arg-type]
         if name is None:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
@@ -175,19 +192,22 @@ class _ShadowForward:
         return out
 
 
-class LoraLinear(_ShadowForward, PeftLinear):
+class LoraLinear(_CopyForward, PeftLinear):
     """PEFT's LoRA on ``nn.Linear``, computing from shadows."""
 
 
-def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dtype: torch.dtype) -> AdapterShadows:
+def install_low_precision_adapters(
+    model: nn.Module, patcher: ModelPatcher, *, compute_dtype: torch.dtype
+) -> LowPrecisionAdapters:
     """Let every plain LoRA layer of a PEFT model compute in compute_dtype while its Parameters stay the wide masters.
 
-    PEFT's names, files and methods stay as they are. A layer takes the fast path for exactly one active adapter that is neither merged nor disabled
-    and is plain LoRA (no variant such as DoRA, no LoRA bias, no mixed batch); anything else runs PEFT's own forward.
+    PEFT's names, files and methods stay as they are. A layer takes the fast path for exactly one active adapter that is
+    neither merged nor disabled and is plain LoRA (no variant such as DoRA, no LoRA bias, no mixed batch); anything else
+    runs PEFT's own forward.
 
     Args:
         model: A PEFT model, or a module around one. Sharded adapters are cast as they are gathered, in each pass.
-        ledger: Where the swaps are written down.
+        patcher: Where the swaps are written down.
         compute_dtype: torch.bfloat16 or torch.float16; with torch.float32 nothing is changed.
 
     Returns:
@@ -201,7 +221,9 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
     """
     if not compute_dtype.is_floating_point:
         raise OptionError(f"compute_dtype must be a floating dtype, got {compute_dtype}.")
-    shadows = AdapterShadows(compute_dtype=compute_dtype, status=Status(STATUS_NAME, "inactive", "no LoRA layers"))
+    shadows = LowPrecisionAdapters(
+        compute_dtype=compute_dtype, status=Status(STATUS_NAME, "inactive", "no LoRA layers")
+    )
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     found = {old: _class_for(old) for old in {type(layer) for layer in layers.values()}}
     classes = {old: new for old, new in found.items() if new is not None}
@@ -209,16 +231,16 @@ def install_adapter_shadows(model: nn.Module, ledger: SwapLedger, *, compute_dty
     shadows.status = _judge(layers, served=served, compute_dtype=compute_dtype)
     # Whatever the table says now: the router may come later.
     if compute_dtype.itemsize < torch.float32.itemsize:
-        shadows._experts.watch(model, ledger)
+        shadows._experts.watch(model, patcher)
     if shadows.status.state != "active":
         return shadows
     shadows.is_sharded = _has_pieces(served)
     for name, layer in served.items():
         new = share_state(layer, classes[type(layer)])
-        ledger.replace_module(model, name, new)
-        ledger.set_attribute(new, _LAYER_ATTRIBUTE, shadows)
+        patcher.replace_module(model, name, new)
+        patcher.set_attribute(new, _LAYER_ATTRIBUTE, shadows)
         shadows._layers.append(new)
-    ledger.add_undo(shadows._drop)
+    patcher.add_undo(shadows._drop)
     return shadows
 
 
@@ -229,20 +251,31 @@ def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], comput
     others = _count_types([layer for name, layer in layers.items() if name not in served and name not in routed])
     if not served and not routed:
         return Status(STATUS_NAME, "inactive", f"no plain LoRA layer; found {others}" if others else "no LoRA layers")
-    weights = [linear.weight for layer in (*served.values(), *routed.values()) for linear in (*layer.lora_A.values(), *layer.lora_B.values())]
+    weights = [
+        linear.weight
+        for layer in (*served.values(), *routed.values())
+        for linear in (*layer.lora_A.values(), *layer.lora_B.values())
+    ]
     dtypes = {weight.dtype for weight in weights}
     named = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if dtypes == {compute_dtype} or compute_dtype is torch.float32:
         return Status(STATUS_NAME, "inactive", f"adapters compute in the dtype they are held in ({named})")
     held = "sharded " if _has_pieces(served) else ""
-    layers_and_stacks = " and ".join([f"{len(served)} LoRA layers"] * bool(served) + [f"{len(routed)} stacks of experts"] * bool(routed))
+    layers_and_stacks = " and ".join(
+        [f"{len(served)} LoRA layers"] * bool(served) + [f"{len(routed)} stacks of experts"] * bool(routed)
+    )
     reason = f"{layers_and_stacks}: {held}{named} masters, {str(compute_dtype).removeprefix('torch.')} compute"
     return Status(STATUS_NAME, "active", f"{reason}; PEFT's own forward for {others}" if others else reason)
 
 
 def _has_pieces(layers: dict[str, LoraLayer]) -> bool:
     """Whether adapter weights are held in pieces over ranks."""
-    return any(hasattr(parameter, "device_mesh") for layer in layers.values() for parameter in layer.parameters() if parameter.requires_grad)
+    return any(
+        hasattr(parameter, "device_mesh")
+        for layer in layers.values()
+        for parameter in layer.parameters()
+        if parameter.requires_grad
+    )
 
 
 def _count_types(layers: list[LoraLayer]) -> str:
@@ -251,7 +284,7 @@ def _count_types(layers: list[LoraLayer]) -> str:
     return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
 
 
-def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, shadows: AdapterShadows) -> str | None:
+def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, shadows: LowPrecisionAdapters) -> str | None:
     """Return the one adapter that this call can serve from shadows, or None where PEFT's own forward must run."""
     if layer.disable_adapters or layer.merged or not layer.cast_input_dtype_enabled:
         return None
@@ -263,7 +296,9 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, shadows: AdapterShadow
     is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
     is_plain = is_plain and x.dtype is dtype and not torch.is_autocast_enabled(x.device.type)
     # A hook or another class on lora_A or lora_B is somebody's extension: it must run.
-    is_plain = is_plain and all(type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears)
+    is_plain = is_plain and all(
+        type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears
+    )
     return name if is_plain else None
 
 
@@ -272,12 +307,18 @@ def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
     if old is PeftLinear:
         return LoraLinear
     if old.__module__ == "peft.tuners.lora.bnb" and old.__name__ in ("Linear4bit", "Linear8bitLt"):
-        return type(f"Lora{old.__name__}", (_ShadowForward, old), {"__doc__": f"PEFT's LoRA on bitsandbytes {old.__name__}, computing from shadows."})
+        return type(
+            f"Lora{old.__name__}",
+            (_CopyForward, old),
+            {"__doc__": f"PEFT's LoRA on bitsandbytes {old.__name__}, computing from shadows."},
+        )
     return None
 
 
 class ActiveAdapter(NamedTuple):
-    """The one plain LoRA that is active around a linear layer: masters of A (R, D) and B (N, R), what computes of both, and the scale."""
+    """The one plain LoRA that is active around a linear layer: masters of A (R, D) and B (N, R), what computes of
+    both, and the scale.
+    """
 
     a_RD: torch.Tensor
     b_NR: torch.Tensor
@@ -294,14 +335,15 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
         dtype: Of the rows that it reads.
 
     Returns:
-        None where the base computes alone: no adapter is active, or they are disabled or merged. A reason where PEFT's own forward has to run.
+        None where the base computes alone: no adapter is active, or they are disabled or merged. A reason where PEFT's
+        own forward has to run.
 
     Cost:
         Host work of some microseconds; where a narrow copy is stale, that copy.
     """
     if layer.merged or layer.disable_adapters:
         return "is asked for its base while adapters are merged" if layer.merged and layer.disable_adapters else None
-    shadows: AdapterShadows | None = vars(layer).get(_LAYER_ATTRIBUTE)
+    shadows: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
     if _class_for(type(layer)) is None and shadows is None:
         return f"{type(layer).__name__} is no plain LoRA layer"
     names = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -322,5 +364,8 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
     elif all(weight.dtype is dtype for weight in masters):
         narrow = [weight.detach() for weight in masters]
     else:
-        return f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without the narrow copies that FineTuner keeps"
+        return (
+            f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without the narrow copies that "
+            "FineTuner keeps"
+        )
     return ActiveAdapter(masters[0], masters[1], narrow[0], narrow[1], float(layer.scaling[name]))

@@ -18,7 +18,8 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Record work as CUDA graphs that share one pool of memory, so they must run in the order in which they were recorded.
+    """Record work as CUDA graphs that share one pool of memory, so they must run in the order in which they were
+    recorded.
 
     Args:
         device: Where the work runs.
@@ -26,7 +27,8 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # What steps left in the allocator's cache cannot be used by graphs, and cannot be given back while one is recorded.
+        # What steps left in the allocator's cache cannot be used by graphs, and cannot be given back while one is
+        # recorded.
         torch.cuda.empty_cache()
         self._pool: Any = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

@@ -16,18 +16,19 @@ _LATE_SHARE = 0.5
 class Mark(Protocol):
     """A place in the work of the device; torch.cuda.Event is one."""
 
-    def record(self) -> Any:  # noqa: ANN401 - whatever the event returns
+    def record(self) -> Any:
         """Put the mark behind what is queued."""
 
     def query(self) -> bool:
         """Whether the device has come past it."""
 
 
-class HostPace:
+class LaunchBoundProbe:
     """Watch the forwards of a few micro-batches, layer by layer.
 
-    When a layer is queued, the device is asked whether it is done with the layer before. If it is, it has less than one layer of work left and will
-    soon be idle: the host is late. A host that is ahead is ahead by many layers, so that nothing lies between the two.
+    When a layer is queued, the device is asked whether it is done with the layer before. If it is, it has less than one
+    layer of work left and will soon be idle: the host is late. A host that is ahead is ahead by many layers, so that
+    nothing lies between the two.
 
     Args:
         make_mark: Returns a mark; by default an event of the current CUDA device.
@@ -39,11 +40,11 @@ class HostPace:
         >>> class Done:
         ...     def record(self): ...
         ...     def query(self): return True
-        >>> pace = HostPace(Done)
+        >>> pace = LaunchBoundProbe(Done)
         >>> while pace.begin_batch():
         ...     for _ in range(3):
         ...         pace.layer_queued()
-        >>> pace.is_late, pace.describe()
+        >>> pace.is_launch_bound, pace.describe()
         (True, 'the device waited for the host at 100 % of layers')
     """
 
@@ -75,7 +76,7 @@ class HostPace:
         self._marks[0].record()
 
     @property
-    def is_late(self) -> bool:
+    def is_launch_bound(self) -> bool:
         """Whether the device waited for the host at most layers."""
         return self._num_done > _LATE_SHARE * self._num_asked
 

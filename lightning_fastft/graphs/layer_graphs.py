@@ -1,8 +1,9 @@
-"""CUDA graphs of decoder layers: forward and backward of a layer are recorded once and launched as one, so that no model waits for the host.
+"""CUDA graphs of decoder layers: forward and backward of a layer are recorded once and launched as one, so that no
+model waits for the host.
 
-A recorded layer reads and writes memory that stays where it is: hidden states, their gradient, angles, document offsets and the gradients of what is
-trained. Its graph is as good for any pack of as many tokens whose documents fit what it was recorded for. That memory is written through ``.data``:
-what autograd saved of it in a recording is meant to change.
+A recorded layer reads and writes memory that stays where it is: hidden states, their gradient, angles, document offsets
+and the gradients of what is trained. Its graph is as good for any pack of as many tokens whose documents fit what it
+was recorded for. That memory is written through ``.data``: what autograd saved of it in a recording is meant to change.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.status import Status
 from lightning_fastft.fused.decoder import GRAPH_ATTRIBUTE
 from lightning_fastft.graphs.cuda_recorder import CudaRecorder, Recorder
-from lightning_fastft.graphs.launch_bound import HostPace
-from lightning_fastft.graphs.recordings import Kind, Recording
+from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
+from lightning_fastft.graphs.recordings import PackBucket, Recording
 from lightning_fastft.kernels.sizes import next_power_of_2
 from lightning_fastft.packing.context import BatchContext
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lightning_fastft.core.patcher import SwapLedger
+    from lightning_fastft.core.patcher import ModelPatcher
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,9 @@ _MOST_LENGTHS = 2
 _MANY_LENGTHS = 5
 # A layer whose weights moved as often has them moved all the time.
 _MOST_RECORDINGS = 4
-# What recordings take where everything is kept, and where everything is recomputed, as a share of what a step takes beside what stays; what was
-# measured (results.csv: keep+graphs, recompute+graphs) is 1.1 and 1.6 to 2, hidden states of all layers not counted.
+# What recordings take where everything is kept, and where everything is recomputed, as a share of what a step takes
+# beside what stays; what was measured (results.csv: keep+graphs, recompute+graphs) is 1.1 and 1.6 to 2, hidden states
+# of all layers not counted.
 _ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
@@ -61,23 +63,26 @@ _RECORDING = "transformers.utils.output_capturing"
 class LayerGraphs:
     """Run the fused decoder layers of one model from recorded graphs where that is exact, else layer by layer as ever.
 
-    A micro-batch runs as ever when it is one of the first two of as many tokens, or when the backward of an earlier one is still to come; when its
-    layers are under a plan that copies to the host or is still being measured; and for the reasons that ``status`` names. It needs memory of its own
-    then, beside that of the graphs. Gradients of what is trained are written to buffers. Alone, ``Parameter.grad`` refers to them; in a process group
-    autograd accumulates what they hold, so that DistributedDataParallel finds every gradient when its layer is done, and sends it beside the layers
-    that follow. A layer whose parameters have hooks of somebody else is not recorded.
+    A micro-batch runs as ever when it is one of the first two of as many tokens, or when the backward of an earlier one
+    is still to come; when its layers are under a plan that copies to the host or is still being measured; and for the
+    reasons that ``status`` names. It needs memory of its own then, beside that of the graphs. Gradients of what is
+    trained are written to buffers. Alone, ``Parameter.grad`` refers to them; in a process group autograd accumulates
+    what they hold, so that DistributedDataParallel finds every gradient when its layer is done, and sends it beside the
+    layers that follow. A layer whose parameters have hooks of somebody else is not recorded.
 
     Args:
         layers: Fused decoder layers, in order.
-        memory_of: Returns memory that layers share and that may be exchanged for more later, such as that of dense copies of packed weights; graphs
-            go on with what they were recorded with, so it is held for them.
+        memory_of: Returns memory that layers share and that may be exchanged for more later, such as that of dense
+            copies of packed weights; graphs go on with what they were recorded with, so it is held for them.
         recorder: Makes work repeatable; None for CUDA graphs.
         backends: Attention backends that may be recorded.
-        pace: Asked first, in micro-batches that could be recorded: layers are recorded only where the device waits for the host and has the memory,
-            and run as ever from then on where that fails. None to record without asking, and to say so when it fails.
+        pace: Asked first, in micro-batches that could be recorded: layers are recorded only where the device waits for
+            the host and has the memory, and run as ever from then on where that fails. None to record without asking,
+            and to say so when it fails.
 
     Cost:
-        Memory: one tensor of hidden states per layer beside what the plan holds, the gradients of what is trained, and the pool, which stays
+        Memory: one tensor of hidden states per layer beside what the plan holds, the gradients of what is trained, and
+            the pool, which stays
         reserved between steps. Host: two launches per layer and micro-batch. No host synchronisation.
     """
 
@@ -88,7 +93,7 @@ class LayerGraphs:
         memory_of: Callable[[nn.Module], list[torch.Tensor]],
         recorder: Recorder | None = None,
         backends: frozenset[str] = _BACKENDS,
-        pace: HostPace | None = None,
+        pace: LaunchBoundProbe | None = None,
     ) -> None:
         self._layers = list(layers)
         uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
@@ -101,10 +106,10 @@ class LayerGraphs:
         self._is_watched = False
         self._refusal = ""
         self._graphs = [_LayerGraph(self, layer, index) for index, layer in enumerate(self._layers)]
-        self._kinds: dict[Hashable, Kind] = {}
+        self._kinds: dict[Hashable, PackBucket] = {}
         self._shapes: Counter[torch.Size] = Counter()
         self._context: BatchContext | None = None
-        self._kind: Kind | None = None
+        self._kind: PackBucket | None = None
         # Runs whose backward is still to come; one that nobody holds any more has none.
         self.open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._buffers: dict[Hashable, torch.Tensor] = {}
@@ -113,11 +118,11 @@ class LayerGraphs:
         self.num_replays = 0
         self._last_status: Status | None = None
 
-    def install(self, ledger: SwapLedger) -> None:
-        """Have the layers ask for their graphs, until the ledger is undone."""
+    def install(self, patcher: ModelPatcher) -> None:
+        """Have the layers ask for their graphs, until the patcher is undone."""
         for graph in self._graphs:
-            ledger.set_attribute(graph.layer, GRAPH_ATTRIBUTE, graph)
-        ledger.add_undo(self.close)
+            patcher.set_attribute(graph.layer, GRAPH_ATTRIBUTE, graph)
+        patcher.add_undo(self.close)
 
     def close(self) -> None:
         """Drop the graphs and their memory; gradients stay where parameters refer to them."""
@@ -140,7 +145,11 @@ class LayerGraphs:
         if num_recorded:
             noun = "kind of pack" if len(self._kinds) == 1 else "kinds of pack"
             seen = "" if self._pace is None else f"; before, {self._pace.describe()}"
-            return Status(STATUS_NAME, "active", f"{num_recorded} recordings of {len(self._layers)} layers, {len(self._kinds)} {noun}{seen}")
+            return Status(
+                STATUS_NAME,
+                "active",
+                f"{num_recorded} recordings of {len(self._layers)} layers, {len(self._kinds)} {noun}{seen}",
+            )
         if self._last_status is not None:
             return self._last_status
         if self.reasons:
@@ -155,7 +164,7 @@ class LayerGraphs:
         """Whether a layer was recorded for some kind of pack."""
         return any(index in kind.recordings for kind in self._kinds.values())
 
-    def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> Kind | None:
+    def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> PackBucket | None:
         """Return the recordings that fit a micro-batch, with its offsets in place; None where it runs as ever."""
         if context is self._context:
             return self._kind
@@ -177,7 +186,9 @@ class LayerGraphs:
             if reason:
                 self.reasons[reason] += 1
                 return None
-            kind = self._kinds[key] = Kind(context.recordable(num_documents=num_documents, max_length=max_length), hidden.shape)
+            kind = self._kinds[key] = PackBucket(
+                context.recordable(num_documents=num_documents, max_length=max_length), hidden.shape
+            )
         else:
             kind.context.load(context)
         self._kind = kind
@@ -188,17 +199,23 @@ class LayerGraphs:
         if len(self._kinds) == _MOST_KINDS:
             return f"more than {_MOST_KINDS} kinds of pack"
         shapes = {kind.shape for kind in self._kinds.values()}
-        return f"packs of more than {_MOST_LENGTHS} lengths" if shape not in shapes and len(shapes) == _MOST_LENGTHS else ""
+        return (
+            f"packs of more than {_MOST_LENGTHS} lengths"
+            if shape not in shapes and len(shapes) == _MOST_LENGTHS
+            else ""
+        )
 
     def _obstacle_of_pace(self, hidden: torch.Tensor) -> str:
         """Return why layers that need not be recorded are not, the first time for good; empty where they are."""
         if self._pace is None or self._kinds:
             return ""
-        self._refusal = self._pace.describe() if not self._pace.is_late else self._missing_memory(hidden)
+        self._refusal = self._pace.describe() if not self._pace.is_launch_bound else self._missing_memory(hidden)
         return self._refusal
 
     def _missing_memory(self, hidden: torch.Tensor) -> str:
-        """Return how much memory recordings may take and is not there; empty where it is, and where nothing is on a GPU."""
+        """Return how much memory recordings may take and is not there; empty where it is, and where nothing is on
+        a GPU.
+        """
         if not hidden.is_cuda:
             return ""
         segments = [vars(layer.self_attn).get(SEGMENT_ATTRIBUTE) for layer in self._layers]
@@ -208,9 +225,17 @@ class LayerGraphs:
         hidden_states = len(self._layers) * hidden.numel() * hidden.element_size()
         needed = work * (_ROOM_KEPT * kept_share + _ROOM_RECOMPUTED * (1 - kept_share)) + hidden_states
         free = torch.cuda.mem_get_info(hidden.device)[0] + torch.cuda.memory_reserved(hidden.device) - allocated
-        budgets = [segment.vram_budget_bytes for segment in segments if segment is not None and segment.vram_budget_bytes is not None]
+        budgets = [
+            segment.vram_budget_bytes
+            for segment in segments
+            if segment is not None and segment.vram_budget_bytes is not None
+        ]
         free = min([free, *(budget - allocated for budget in budgets)])
-        return "" if needed <= free else f"recordings may take {needed / 2**30:.1f} GiB, and {max(0, free) / 2**30:.1f} GiB are free"
+        return (
+            ""
+            if needed <= free
+            else f"recordings may take {needed / 2**30:.1f} GiB, and {max(0, free) / 2**30:.1f} GiB are free"
+        )
 
     def layer_ran(self, context: object) -> None:
         """Call when a layer has run as ever."""
@@ -264,11 +289,13 @@ class LayerGraphs:
             # The gradients of an earlier step's graph end in nodes that belong to the stream that is never recorded.
             is_held = "legacy stream" in str(error)
             advice = (
-                "Something holds the loss of an earlier step with its graph: keep loss.detach()" if is_held else "Give FusedKernels cuda_graphs=False"
+                "Something holds the loss of an earlier step with its graph: keep loss.detach()"
+                if is_held
+                else "Give FusedKernels cuda_graphs=False"
             )
             raise SwapError(f"{what} could not be recorded as a CUDA graph. {advice}. ({error})") from error
 
-    def obstacle(self, layer: Any, hidden: torch.Tensor, context: object) -> str:  # noqa: ANN401 - a decoder layer
+    def obstacle(self, layer: Any, hidden: torch.Tensor, context: object) -> str:
         """Return why a call has to run as ever, as far as a look at it shows; empty where it need not."""
         if not isinstance(context, BatchContext):
             return "batches are not packed"
@@ -281,11 +308,13 @@ class LayerGraphs:
         segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
         if segment is not None and segment.engine is not None:
             return "the plan copies activations to the host"
-        if segment is not None and (segment.awaits_plan() or segment.observer is not None or segment.on_backward is not None):
+        if segment is not None and (
+            segment.awaits_plan() or segment.observer is not None or segment.on_backward is not None
+        ):
             return "the plan is still being made"
         return ""
 
-    def lasting_obstacle(self, layer: Any, kwargs: dict[str, Any]) -> str:  # noqa: ANN401 - a decoder layer
+    def lasting_obstacle(self, layer: Any, kwargs: dict[str, Any]) -> str:
         """Return what keeps a layer from being recorded; empty where nothing does."""
         config = layer.self_attn.config
         asked = [flag for flag in _OUTPUT_FLAGS if kwargs.get(flag) or getattr(config, flag, False)]
@@ -297,11 +326,14 @@ class LayerGraphs:
         if hooked:
             return f"{hooked} has hooks"
         for module in layer.modules():
-            # Under FullyShardedDataParallel (the first one) weights are parts of one, given to the modules anew in each forward.
+            # Under FullyShardedDataParallel (the first one) weights are parts of one, given to the modules anew in each
+            # forward.
             if any(torch.is_tensor(value) and value.requires_grad for value in vars(module).values()):
                 return "weights are held in pieces"
         for parameter in layer.parameters():
-            if parameter.requires_grad and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            if parameter.requires_grad and (
+                parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            ):
                 return "a parameter has hooks"
             if hasattr(parameter, "device_mesh"):
                 return "weights are held in pieces"
@@ -323,7 +355,7 @@ class _LayerGraph:
         """Whether the layer was recorded for some kind of pack."""
         return self._graphs.has_recordings(self._index)
 
-    def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the layer's own
+    def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer, from its graph where there is one for this call."""
         if not torch.is_grad_enabled() or not self.layer.training or not args or torch.compiler.is_compiling():
             return run(*args, **kwargs)
@@ -363,7 +395,9 @@ class _LayerGraph:
             graphs.reasons[f"{changed} changes from call to call"] += 1
         return None if changed else recording
 
-    def _record(self, kind: Kind, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+    def _record(
+        self, kind: PackBucket, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Recording | None:
         graphs, index = self._graphs, self._index
         recording = Recording(graphs, self.layer, index, args[0])
         kwargs["context"].set_up = _SET_UP
@@ -375,7 +409,9 @@ class _LayerGraph:
             reason = "nothing is trained up to a layer"
         if not reason:
             try:
-                foreign = recording.record_forward(graphs, functools.partial(run, **recording.own_inputs(kind, kwargs)), kind, args[1:])
+                foreign = recording.record_forward(
+                    graphs, functools.partial(run, **recording.own_inputs(kind, kwargs)), kind, args[1:]
+                )
             except SwapError as error:
                 graphs.give_up(error)
                 return None
@@ -408,7 +444,10 @@ class Run:
     def backward(self, d_out: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of the hidden states; those of what is trained lie in the memory of the recording."""
         if self.is_over:
-            raise SwapError("A second backward through recorded layers: what the first one needed is gone. Give FusedKernels cuda_graphs=False.")
+            raise SwapError(
+                "A second backward through recorded layers: what the first one needed is gone. Give FusedKernels "
+                "cuda_graphs=False."
+            )
         self.is_over = True
         recording = self._recording
         self._graphs.open_runs.discard(self)
@@ -439,11 +478,16 @@ class Run:
     def gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of what is trained, in its order; None where the layer has none."""
         shared = self._graphs.shared
-        found = {parameter: gradient.clone() if parameter in shared else gradient.detach() for parameter, gradient in self._recording.gradients}
+        found = {
+            parameter: gradient.clone() if parameter in shared else gradient.detach()
+            for parameter, gradient in self._recording.gradients
+        }
         return [found.get(parameter) for parameter in self._recording.trained]
 
     def _first_backward(self) -> None:
-        """Record the backward and run it; where that fails and layers may run as ever, run forward and backward once more as ever."""
+        """Record the backward and run it; where that fails and layers may run as ever, run forward and backward
+        once more as ever.
+        """
         recording = self._recording
         assert recording.run_forward is not None
         # What has a gradient shows in the first run of the work, which is the recording.
@@ -453,9 +497,18 @@ class Run:
             assert recording.graph_out is not None
             own = [(recording.hidden, recording.d_hidden)] if recording.hidden.requires_grad else []
             wanted = [*own, *recording.gradients]
-            computed = torch.autograd.grad(recording.graph_out, [tensor for tensor, _ in wanted], grad_outputs=recording.d_hidden, allow_unused=True)
+            computed = torch.autograd.grad(
+                recording.graph_out,
+                [tensor for tensor, _ in wanted],
+                grad_outputs=recording.d_hidden,
+                allow_unused=True,
+            )
             recording.graph_out = None
-            pairs = [(tensor, memory, gradient) for (tensor, memory), gradient in zip(wanted, computed) if gradient is not None]
+            pairs = [
+                (tensor, memory, gradient)
+                for (tensor, memory), gradient in zip(wanted, computed)
+                if gradient is not None
+            ]
             found[:] = [(tensor, memory) for tensor, memory, _ in pairs if tensor is not recording.hidden]
             with torch.no_grad():
                 torch._foreach_copy_([memory for _, memory, _ in pairs], [gradient for _, _, gradient in pairs])
@@ -476,12 +529,12 @@ class _Replay(torch.autograd.Function):
     """A recorded layer; saves nothing, because what its backward needs lies in the memory of the graphs."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, run: Run) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, run: Run) -> torch.Tensor:
         ctx.run = run
         return run.forward(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden = ctx.run.backward(grads[0])
         ctx.run.accumulate()
         return d_hidden, None, None
@@ -491,18 +544,20 @@ class _RankReplay(torch.autograd.Function):
     """A recorded layer whose gradients autograd accumulates, so that whoever waits for them is told."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, run: Run, *trained: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - autograd's context
+    def forward(ctx: Any, hidden: torch.Tensor, run: Run, *trained: torch.Tensor) -> torch.Tensor:
         ctx.run = run
         return run.forward(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden = ctx.run.backward(grads[0])
         return d_hidden, None, *ctx.run.gradients()
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody's code runs around a module; transformers' own watch of outputs does nothing unless they are asked for."""
+    """Whether somebody's code runs around a module; transformers' own watch of outputs does nothing unless they
+    are asked for.
+    """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     is_watched = any(getattr(hook, "__module__", "") != _RECORDING for hook in hooks)
     return bool(is_watched or module._backward_hooks or module._backward_pre_hooks)

@@ -1,4 +1,6 @@
-"""What is recorded of decoder layers: the memory that recorded work reads and writes, and what has to be as it was for it to be right."""
+"""What is recorded of decoder layers: the memory that recorded work reads and writes, and what has to be as it
+was for it to be right.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _FOREIGN_KEYWORDS = frozenset({"num_items_in_batch"})
 
 
-class Kind:
+class PackBucket:
     """What is recorded for packs of one kind."""
 
     def __init__(self, context: BatchContext, shape: torch.Size) -> None:
@@ -71,7 +73,11 @@ class Recording:
         self.d_hidden = graphs.buffer("gradient", hidden)
         before = graphs.buffer(("out", index - 1), hidden) if index else None
         # What the layer before leaves behind is read where it lies.
-        memory = before if before is not None and before.data_ptr() == hidden.data_ptr() else graphs.buffer(("in", index), hidden)
+        memory = (
+            before
+            if before is not None and before.data_ptr() == hidden.data_ptr()
+            else graphs.buffer(("in", index), hidden)
+        )
         if memory is not before:
             memory.copy_(hidden.detach())
         self.hidden = memory.detach().requires_grad_(hidden.requires_grad)
@@ -86,7 +92,8 @@ class Recording:
         self.backward: Callable[[], None] | None = None
         # The forward as ever, in the memory of the recording; until the backward is recorded.
         self.run_forward: Callable[[], None] | None = None
-        # Trained parameters with the memory of their gradients; when the backward is recorded, those that the layer has no gradient for are left out.
+        # Trained parameters with the memory of their gradients; when the backward is recorded, those that the layer has
+        # no gradient for are left out.
         self.gradients = [(parameter, graphs.gradient_of(parameter)) for parameter in self.trained]
 
     @property
@@ -95,7 +102,7 @@ class Recording:
         run = None if self.open_run is None else self.open_run()
         return run is not None and not run.is_over
 
-    def own_inputs(self, kind: Kind, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def own_inputs(self, kind: PackBucket, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a call with tensors of ours in the place of those that were given."""
         options: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -113,7 +120,9 @@ class Recording:
         return options
 
     def load(self, kwargs: dict[str, Any]) -> str:
-        """Put what a call is given in its place; return the name of what is not as it was when the layer was recorded."""
+        """Put what a call is given in its place; return the name of what is not as it was when the layer was
+        recorded.
+        """
         for name, value in self.constants.items():
             given = kwargs.get(name)
             if given is not value and given != value and not isinstance(value, DeferredMask):
@@ -124,8 +133,12 @@ class Recording:
                 piece.load(tensor)
         return ""
 
-    def record_forward(self, graphs: LayerGraphs, run: Callable[..., Any], kind: Kind, rest: tuple[Any, ...]) -> list[str]:
-        """Record the layer's forward; return the attention backends that cannot be recorded, after which the recording is of no use."""
+    def record_forward(
+        self, graphs: LayerGraphs, run: Callable[..., Any], kind: PackBucket, rest: tuple[Any, ...]
+    ) -> list[str]:
+        """Record the layer's forward; return the attention backends that cannot be recorded, after which the
+        recording is of no use.
+        """
         context = kind.context
         before = dict(context.backends_used)
 
@@ -142,7 +155,9 @@ class Recording:
         return sorted(self.backends.keys() - graphs.backends)
 
     def is_current(self, layer: nn.Module) -> bool:
-        """Whether weights are those that were recorded and lie where they lay, adapters are as they were and the plan is the same."""
+        """Whether weights are those that were recorded and lie where they lay, adapters are as they were and the
+        plan is the same.
+        """
         are_same = all(held.get(name) is parameter for (held, name), parameter in zip(self._places, self._found))
         return are_same and self.plan is plan_of(layer) and self.state == self._read_state()
 
@@ -150,11 +165,18 @@ class Recording:
         state: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in self.parameters]
         for adapter in self.adapters:
             scaling = getattr(adapter, "scaling", {})
-            state.append((adapter.disable_adapters, tuple(adapter.active_adapters), tuple(adapter.merged_adapters), tuple(scaling.values())))
+            state.append(
+                (
+                    adapter.disable_adapters,
+                    tuple(adapter.active_adapters),
+                    tuple(adapter.merged_adapters),
+                    tuple(scaling.values()),
+                )
+            )
         return state
 
 
-def plan_of(layer: Any) -> SegmentPlan | None:  # noqa: ANN401 - a decoder layer
+def plan_of(layer: Any) -> SegmentPlan | None:
     """Return the plan that a layer runs under; None where it has none."""
     segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
     return None if segment is None else segment.plan

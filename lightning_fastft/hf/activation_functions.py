@@ -43,6 +43,12 @@ def activation_name(module: nn.Module) -> str:
     # Functions stand for themselves, modules for their class.
     name = _ACTIVATIONS.get(type(activation) if isinstance(activation, nn.Module) else activation)
     if name is None:
-        shown = type(activation).__name__ if isinstance(activation, nn.Module) else getattr(activation, "__name__", activation)
-        raise UnsupportedModelError(f"the activation {shown} of {type(module).__name__} is not known here (known: silu, gelu, gelu_tanh)")
+        shown = (
+            type(activation).__name__
+            if isinstance(activation, nn.Module)
+            else getattr(activation, "__name__", activation)
+        )
+        raise UnsupportedModelError(
+            f"the activation {shown} of {type(module).__name__} is not known here (known: silu, gelu, gelu_tanh)"
+        )
     return name

@@ -18,10 +18,11 @@ NUM_VALUES = 64
 
 
 def digest_files(paths: Sequence[str | Path]) -> str:
-    """Return a digest of weight files: sizes, headers and sampled blocks, whatever their names and the order in which they are given.
+    """Return a digest of weight files: sizes, headers and sampled blocks, whatever their names and the order in which
+    they are given.
 
-    It tells another model, another training of the same model and a file that was cut or shifted. It cannot tell a change of a few bytes that lies
-    between the sampled blocks, and the same weights in other files have another digest.
+    It tells another model, another training of the same model and a file that was cut or shifted. It cannot tell a
+    change of a few bytes that lies between the sampled blocks, and the same weights in other files have another digest.
 
     Args:
         paths: safetensors files.
@@ -37,7 +38,8 @@ def digest_files(paths: Sequence[str | Path]) -> str:
 
 
 def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
-    """Return a digest of dtypes, shapes and sampled values of the floating-point parameters in memory; empty where there is none.
+    """Return a digest of dtypes, shapes and sampled values of the floating-point parameters in memory; empty where
+    there is none.
 
     Args:
         model: As it was given or initialised, before adapters and before a step.
@@ -50,7 +52,13 @@ def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
     samples: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         is_base = is_trained_too or not parameter.requires_grad
-        if is_base and type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.numel() and not parameter.is_meta:
+        if (
+            is_base
+            and type(parameter) is nn.Parameter
+            and parameter.is_floating_point()
+            and parameter.numel()
+            and not parameter.is_meta
+        ):
             flat_N = parameter.detach().reshape(-1)
             sample_N = flat_N[:: max(1, flat_N.numel() // NUM_VALUES)][:NUM_VALUES].float()
             # A model may be spread over several devices.

@@ -1,4 +1,6 @@
-"""Dtypes and seeds of a model that is being built: what a name means on a device, and which Trainer precision leaves it alone."""
+"""Dtypes and seeds of a model that is being built: what a name means on a device, and which Trainer precision
+leaves it alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def check_precision(precision: str, *, dtype: str, adapter_dtype: torch.dtype, has_adapters: bool, is_fit: bool) -> None:
+def check_precision(
+    precision: str, *, dtype: str, adapter_dtype: torch.dtype, has_adapters: bool, is_fit: bool
+) -> None:
     """Refuse a Trainer precision that would change a dtype behind the user's back.
 
     Args:
@@ -43,20 +47,29 @@ def check_precision(precision: str, *, dtype: str, adapter_dtype: torch.dtype, h
     keep = "Set Trainer(precision='32-true'), where Lightning changes no dtype"
     if precision == "32-true":
         if dtype == "float16" and is_fit:
-            raise OptionError("dtype='float16' needs loss scaling to train. Set Trainer(precision='16-mixed'), or dtype='auto'.")
+            raise OptionError(
+                "dtype='float16' needs loss scaling to train. Set Trainer(precision='16-mixed'), or dtype='auto'."
+            )
         return
     if precision == "bf16-true":
         if dtype != "bfloat16":
             raise OptionError(f"precision='bf16-true' would cast a model with dtype={dtype!r} to bf16. {keep}.")
         if has_adapters and adapter_dtype != torch.bfloat16:
-            raise OptionError(f"precision='bf16-true' would cast the fp32 adapters to bf16. {keep}, or FineTuner(adapter_dtype='bfloat16').")
+            raise OptionError(
+                f"precision='bf16-true' would cast the fp32 adapters to bf16. {keep}, or "
+                "FineTuner(adapter_dtype='bfloat16')."
+            )
         return
     if precision == "16-mixed":
         if dtype != "float16":
-            raise OptionError(f"precision='16-mixed' would compute in fp16 a model with dtype={dtype!r}. {keep}, or FineTuner(dtype='float16').")
+            raise OptionError(
+                f"precision='16-mixed' would compute in fp16 a model with dtype={dtype!r}. {keep}, or "
+                "FineTuner(dtype='float16')."
+            )
         if not has_adapters or adapter_dtype != torch.float32:
             raise OptionError(
-                f"precision='16-mixed' needs fp32 adapters (lora=..., adapter_dtype='float32') for its loss scaler. Give them, or: {keep}."
+                "precision='16-mixed' needs fp32 adapters (lora=..., adapter_dtype='float32') for its loss scaler. "
+                f"Give them, or: {keep}."
             )
         return
     raise OptionError(f"precision={precision!r} is not served. {keep}, and choose FineTuner(dtype=...).")

@@ -24,15 +24,17 @@ BUFFER_ATTRIBUTE = "fastft_dense_buffer"
 _LLAMA4 = "Llama4TextExperts"
 # Experts that come quantised in a format of their own.
 _FOREIGN = ("Mxfp4", "FP8", "Fp8")
-# In a state dict the packed weights bear the name of the weight; these stand behind it, three of them as bitsandbytes calls them.
+# In a state dict the packed weights bear the name of the weight; these stand behind it, three of them as bitsandbytes
+# calls them.
 _PARTS = ("absmax", "nested_absmax", "offset", "quant_map", "nested_quant_map")
 
 
 def quantise_experts(model: nn.Module) -> Status:
-    """Turn every stack of expert weights inside model into NF4; what is quantised already stays, and all share one dense buffer from then on.
+    """Turn every stack of expert weights inside model into NF4; what is quantised already stays, and all share one
+    dense buffer from then on.
 
-    Format and numbers are those of ``bitsandbytes.functional.quantize_4bit`` with ``quant_type="nf4"`` and ``compress_statistics=True`` on each
-    expert. Names, shapes and dtypes of the parameters stay; they are frozen.
+    Format and numbers are those of ``bitsandbytes.functional.quantize_4bit`` with ``quant_type="nf4"`` and
+    ``compress_statistics=True`` on each expert. Names, shapes and dtypes of the parameters stay; they are frozen.
 
     Args:
         model: Any module: a transformers model, before or after PEFT's adapters are put on it.
@@ -41,11 +43,13 @@ def quantise_experts(model: nn.Module) -> Status:
         Active with what is held, or inactive where there are no stacks of experts.
 
     Raises:
-        UnsupportedModelError: The weights of an expert are no multiple of 64, or held in fp8, MXFP4 or another format. Nothing has been changed.
+        UnsupportedModelError: The weights of an expert are no multiple of 64, or held in fp8, MXFP4 or another format.
+            Nothing has been changed.
         MissingDependencyError: bitsandbytes is not installed.
 
     Cost:
-        One read of the weights and the host waits of bitsandbytes, a few per expert; peak memory is one stack in NF4 above the model as it comes.
+        One read of the weights and the host waits of bitsandbytes, a few per expert; peak memory is one stack in NF4
+        above the model as it comes.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -74,12 +78,15 @@ def describe_experts(model: nn.Module) -> Status:
 
 
 def quantise_block(block: nn.Module) -> int:
-    """Turn the stacks of experts of one finished block into NF4 and return how many there were; ``quantise_experts`` later joins their buffers.
+    """Turn the stacks of experts of one finished block into NF4 and return how many there were; ``quantise_experts``
+    later joins their buffers.
 
     Raises:
         UnsupportedModelError: As quantise_experts.
     """
-    stacks = [(module, name) for module, name in check_experts(block) if not isinstance(module._parameters[name], ExpertsNF4)]
+    stacks = [
+        (module, name) for module, name in check_experts(block) if not isinstance(module._parameters[name], ExpertsNF4)
+    ]
     for module, name in stacks:
         _quantise_parameter(module, name, DenseBuffer())
     return len(stacks)
@@ -105,7 +112,8 @@ def is_stack(module: nn.Module, name: str) -> bool:
 
 
 class DenseBuffer:
-    """Memory for one dense stack on each device, shared by all layers of a model: the last stack that asked for it has it.
+    """Memory for one dense stack on each device, shared by all layers of a model: the last stack that asked for it has
+    it.
 
     Copies and pickles of it are empty.
     """
@@ -147,7 +155,9 @@ class QuantisedWeight:
         self.shape = weight.shape if is_transposed else weight.shape[:1] + weight.shape[:0:-1]
 
     def dense(self) -> torch.Tensor:
-        """Return the weight as (E, I, O), valid until another weight of the model is asked for; one launch, no gradient, no host synchronisation."""
+        """Return the weight as (E, I, O), valid until another weight of the model is asked for; one launch, no
+        gradient, no host synchronisation.
+        """
         weight = self._weight
         # The whole stack: at thousands of tokens every expert has some.
         dense = weight.dense(out=self._buffer.take(weight.shape, dtype=self.dtype, device=self.device))
@@ -169,7 +179,8 @@ def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWei
         return None
     if weight.requires_grad:
         raise UnsupportedModelError(
-            f"{type(module).__name__}.{name} is held in NF4 and requires a gradient: 4 bits cannot be trained. Freeze it and train adapters "
+            f"{type(module).__name__}.{name} is held in NF4 and requires a gradient: 4 bits cannot be trained. Freeze "
+            "it and train adapters "
             "(target_parameters), or load the model without quantization."
         )
     buffer = vars(module).setdefault(BUFFER_ATTRIBUTE, DenseBuffer())
@@ -181,7 +192,8 @@ def _find_stacks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for path, module in root.named_modules():
         if type(module).__name__.startswith(_FOREIGN) and "Experts" in type(module).__name__:
             raise UnsupportedModelError(
-                f"{path} is a {type(module).__name__}: its experts come in a low-precision format of their own and cannot be held in NF4. Load the "
+                f"{path} is a {type(module).__name__}: its experts come in a low-precision format of their own and "
+                "cannot be held in NF4. Load the "
                 "checkpoint dequantised, for MXFP4 with Mxfp4Config(dequantize=True), or one that was saved in bf16."
             )
         yield from ((module, name) for name in _stack_names(module) if is_stack(module, name))
@@ -199,7 +211,8 @@ def _check_stack(module: nn.Module, name: str) -> None:
     if weight is None or type(weight) not in (nn.Parameter, ExpertsNF4):
         shown = "no parameter of its own now" if weight is None else f"a {type(weight).__name__}"
         raise UnsupportedModelError(
-            f"{title} is {shown}, and only plain parameters can be held in NF4. Quantise before the model is sharded and outside a forward."
+            f"{title} is {shown}, and only plain parameters can be held in NF4. Quantise before the model is sharded "
+            "and outside a forward."
         )
     if not isinstance(weight, ExpertsNF4):
         check_weight(title, weight)
@@ -217,8 +230,10 @@ def _quantise_parameter(module: nn.Module, name: str, buffer: DenseBuffer) -> No
     setattr(module, BUFFER_ATTRIBUTE, buffer)
 
 
-def _split_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:  # noqa: ANN401
-    """Have a state dict hold the packed weights under the weight's name and the rest behind it: tensors that any format takes."""
+def _split_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Have a state dict hold the packed weights under the weight's name and the rest behind it: tensors that any
+    format takes.
+    """
     for name in _stack_names(module):
         weight = state_dict.get(prefix + name)
         if isinstance(weight, ExpertsNF4):
@@ -230,10 +245,10 @@ def _join_entries(
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Any,  # noqa: ANN401 - torch's arguments
+    local_metadata: Any,
     strict: bool,
     missing_keys: list[str],
-    *rest: Any,  # noqa: ANN401
+    *rest: Any,
 ) -> None:
     """Take the entries of a quantised stack together again, and quantise a dense one."""
     for name in _stack_names(module):

@@ -1,7 +1,8 @@
 """Read a checkpoint with linear layers and experts in NF4, each tensor quantised as soon as it is there.
 
-transformers quantises linear layers while it reads and leaves stacks of experts as they are. A quantizer of ours, registered under a name of its own
-in transformers' registry, does both: peak memory is the quantised model and one dense stack.
+transformers quantises linear layers while it reads and leaves stacks of experts as they are. A quantizer of ours,
+registered under a name of its own in transformers' registry, does both: peak memory is the quantised model and one
+dense stack.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
         config: transformers' configuration of NF4 in 4 bits, doubly quantised; it is not changed.
 
     Returns:
-        For ``quantization_config``; ``from_pretrained`` raises UnsupportedModelError as quantise_experts does, before anything is read.
+        For ``quantization_config``; ``from_pretrained`` raises UnsupportedModelError as quantise_experts does, before
+        anything is read.
 
     Cost:
         While reading: peak memory is the quantised model and one dense stack.
@@ -59,7 +61,7 @@ def _register() -> None:
     from transformers.utils.quantization_config import QuantizationMethod
 
     class QuantiseBoth(Bnb4bitQuantize):
-        def convert(self, input_dict: dict[str, Any], *args: Any, model: nn.Module, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
+        def convert(self, input_dict: dict[str, Any], *args: Any, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
             stacks = {name for name in input_dict if is_stack(*get_module_from_name(model, name))}
             others = {name: value for name, value in input_dict.items() if name not in stacks}
             result = super().convert(others, *args, model=model, **kwargs)
@@ -70,17 +72,19 @@ def _register() -> None:
             return result
 
     class ExpertQuantizer(Bnb4BitHfQuantizer):
-        def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:  # noqa: ANN401
-            return is_stack(*get_module_from_name(model, param_name)) or super().param_needs_quantization(model, param_name, **kwargs)
+        def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+            return is_stack(*get_module_from_name(model, param_name)) or super().param_needs_quantization(
+                model, param_name, **kwargs
+            )
 
         def get_quantize_ops(self) -> QuantiseBoth:
             return QuantiseBoth(self)
 
-        def _process_model_before_weight_loading(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def _process_model_before_weight_loading(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
             check_experts(model)
             super()._process_model_before_weight_loading(model, *args, **kwargs)
 
-        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a model of transformers
+        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
             model = super()._process_model_after_weight_loading(model, **kwargs)
             quantise_experts(model)
             # From here on the model is what bitsandbytes' own quantizer would have left.

@@ -1,6 +1,7 @@
 """A stack of expert weights in NF4 that looks like the dense one.
 
-A tensor of a class of its own, because PEFT reads shape, dtype and device of a stack under its name, and quantised bytes have none of them.
+A tensor of a class of its own, because PEFT reads shape, dtype and device of a stack under its name, and quantised
+bytes have none of them.
 
 Axes: E experts, X weights of one expert in memory order; the rest as in the kernel of nf4_experts.
 """
@@ -45,7 +46,9 @@ def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
     num_experts, num_weights = weight.shape[0], weight.shape[1] * weight.shape[2]
     stack = _empty_stack(num_experts, num_weights, device=weight.device)
     for expert, weight_X in enumerate(weight.detach()):
-        packed, state = bnb.quantize_4bit(weight_X.contiguous(), blocksize=BLOCK_WEIGHTS, compress_statistics=True, quant_type="nf4")
+        packed, state = bnb.quantize_4bit(
+            weight_X.contiguous(), blocksize=BLOCK_WEIGHTS, compress_statistics=True, quant_type="nf4"
+        )
         parts = (packed.view(-1), state.absmax, state.state2.absmax, state.offset)
         for part, value in zip(stack, parts):
             part[expert] = value
@@ -63,26 +66,30 @@ def check_weight(title: str, weight: torch.Tensor) -> None:
     """
     if weight.ndim != 3 or weight.dtype not in _DTYPES:
         raise UnsupportedModelError(
-            f"{title} has shape {tuple(weight.shape)} in {weight.dtype}; stacks (E, ., .) in bf16, fp16 or fp32 can be held in NF4. Load fp8 and "
+            f"{title} has shape {tuple(weight.shape)} in {weight.dtype}; stacks (E, ., .) in bf16, fp16 or fp32 can be "
+            "held in NF4. Load fp8 and "
             "MXFP4 checkpoints dequantised, for MXFP4 with Mxfp4Config(dequantize=True)."
         )
     num_weights = weight.shape[1] * weight.shape[2]
     if num_weights % BLOCK_WEIGHTS:
         raise UnsupportedModelError(
-            f"{title} has {weight.shape[1]} x {weight.shape[2]} = {num_weights} weights for each expert, and NF4 takes multiples of {BLOCK_WEIGHTS}: "
+            f"{title} has {weight.shape[1]} x {weight.shape[2]} = {num_weights} weights for each expert, and NF4 takes "
+            f"multiples of {BLOCK_WEIGHTS}: "
             "a block may not reach into the next expert. Load this model without quantization."
         )
 
 
 class _Lazy(torch.Tensor):
-    """A stack that has no dense memory: shape, dtype and device like a dense one, and every operator that is not known reads it densely."""
+    """A stack that has no dense memory: shape, dtype and device like a dense one, and every operator that is not
+    known reads it densely.
+    """
 
     def dense(self, *, expert: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the stack, or one expert of it, as a plain tensor."""
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401 - any operator's arguments
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if not torch.is_inference_mode_enabled():
             return cls._answer(func, args, kwargs or {})
         # The result of a view operator shares its base's version counter, and a tensor of inference mode has none.
@@ -90,7 +97,7 @@ class _Lazy(torch.Tensor):
             return cls._answer(func, args, kwargs or {})
 
     @classmethod
-    def _answer(cls, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    def _answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator on stacks of which at least one is lazy."""
         known = _KNOWN.get(func)
         if known is not None and isinstance(args[0], ExpertsNF4):
@@ -102,8 +109,10 @@ class _Lazy(torch.Tensor):
             return args[0].dense(expert=args[2] % args[0].shape[0])
         if func._schema.is_mutable and isinstance(args[0], _Lazy):
             raise UnsupportedModelError(
-                f"{func} would write to experts that are held in NF4, which cannot be written in place: neither trained nor merged with adapters. "
-                "Train adapters (target_parameters) and save them, or load the model without quantization to merge them."
+                f"{func} would write to experts that are held in NF4, which cannot be written in place: neither "
+                "trained nor merged with adapters. "
+                "Train adapters (target_parameters) and save them, or load the model without quantization to merge "
+                "them."
             )
         return func(*tree_map(_densify, args), **tree_map(_densify, kwargs))
 
@@ -111,10 +120,12 @@ class _Lazy(torch.Tensor):
 
 
 class ExpertsNF4(_Lazy):
-    """A stack of expert weights in NF4 that looks like the dense one: a frozen parameter with its shape, dtype, device and name.
+    """A stack of expert weights in NF4 that looks like the dense one: a frozen parameter with its shape, dtype, device
+    and name.
 
-    Moves, copies, state dicts and pickles carry the quantised numbers; ``.to(dtype)`` changes the dtype they are read in. Any other operator reads
-    the whole stack densely, indexing the first axis one expert. Nothing writes to it but a state dict or another such stack.
+    Moves, copies, state dicts and pickles carry the quantised numbers; ``.to(dtype)`` changes the dtype they are read
+    in. Any other operator reads the whole stack densely, indexing the first axis one expert. Nothing writes to it but a
+    state dict or another such stack.
 
     Args:
         stack: The quantised numbers of E experts.
@@ -150,9 +161,16 @@ class ExpertsNF4(_Lazy):
         return sum(part.numel() * part.element_size() for part in self.stack)
 
     def expert_state(self, expert: int) -> tuple[torch.Tensor, Any]:
-        """Return one expert as bitsandbytes holds a weight: packed and QuantState, for ``bitsandbytes.functional.dequantize_4bit``."""
+        """Return one expert as bitsandbytes holds a weight: packed and QuantState, for
+        ``bitsandbytes.functional.dequantize_4bit``.
+        """
         bnb, stack = _bitsandbytes(), self.stack
-        nested = bnb.QuantState(absmax=stack.nested_absmax_EG[expert], code=stack.nested_quant_map_M, blocksize=GROUP_BLOCKS, dtype=torch.float32)
+        nested = bnb.QuantState(
+            absmax=stack.nested_absmax_EG[expert],
+            code=stack.nested_quant_map_M,
+            blocksize=GROUP_BLOCKS,
+            dtype=torch.float32,
+        )
         state = bnb.QuantState(
             absmax=stack.absmax_EQ[expert],
             shape=self.shape[1:],
@@ -165,7 +183,9 @@ class ExpertsNF4(_Lazy):
         )
         return stack.packed_EC[expert].view(-1, 1), state
 
-    def _again(self, change: Callable[[torch.Tensor], torch.Tensor] | None = None, *, dtype: torch.dtype | None = None) -> ExpertsNF4:
+    def _again(
+        self, change: Callable[[torch.Tensor], torch.Tensor] | None = None, *, dtype: torch.dtype | None = None
+    ) -> ExpertsNF4:
         """Return the same stack with its tensors changed, or sharing them."""
         stack = self.stack if change is None else NF4Stack(*map(change, self.stack))
         return ExpertsNF4(stack, shape=self.shape, dtype=dtype or self.dtype)
@@ -175,10 +195,16 @@ class ExpertsNF4(_Lazy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(
-            id(self), _rebuild(NF4Stack(*(part.clone() for part in self.stack)), self.shape, self.dtype, is_parameter=_is_parameter(self))
+            id(self),
+            _rebuild(
+                NF4Stack(*(part.clone() for part in self.stack)),
+                self.shape,
+                self.dtype,
+                is_parameter=_is_parameter(self),
+            ),
         )
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # noqa: ANN401 - pickle's argument
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return functools.partial(_rebuild, is_parameter=_is_parameter(self)), (self.stack, self.shape, self.dtype)
 
     @property
@@ -190,19 +216,24 @@ class ExpertsNF4(_Lazy):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, ExpertsNF4):
             raise UnsupportedModelError(
-                f"A plain tensor of shape {tuple(value.shape)} cannot take the place of experts that are held in NF4: load a state dict."
+                f"A plain tensor of shape {tuple(value.shape)} cannot take the place of experts that are held in NF4: "
+                "load a state dict."
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.stack = value.stack
 
 
 class _AdaptedExperts(_Lazy):
-    """``weight + alpha * lhs @ rhs`` that nobody has read yet: PEFT builds it twice for each product, once only to see its shape."""
+    """``weight + alpha * lhs @ rhs`` that nobody has read yet: PEFT builds it twice for each product, once only
+    to see its shape.
+    """
 
     parts: tuple[ExpertsNF4, torch.Tensor, torch.Tensor, float]
 
     @staticmethod
-    def __new__(cls: type[_AdaptedExperts], weight: ExpertsNF4, lhs: torch.Tensor, rhs: torch.Tensor, alpha: float) -> _AdaptedExperts:
+    def __new__(
+        cls: type[_AdaptedExperts], weight: ExpertsNF4, lhs: torch.Tensor, rhs: torch.Tensor, alpha: float
+    ) -> _AdaptedExperts:
         self = torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)  # type: ignore[attr-defined]
         self.parts = (weight, lhs, rhs, alpha)
         return self
@@ -217,11 +248,11 @@ class _AdaptedExperts(_Lazy):
         return _AdaptedExperts(*self.parts)
 
 
-def _densify(value: Any) -> Any:  # noqa: ANN401 - any argument of an operator
+def _densify(value: Any) -> Any:
     return value.dense() if isinstance(value, _Lazy) else value
 
 
-def _clone(weight: ExpertsNF4, **kwargs: Any) -> ExpertsNF4:  # noqa: ANN401
+def _clone(weight: ExpertsNF4, **kwargs: Any) -> ExpertsNF4:
     return weight._again(torch.clone)
 
 
@@ -229,24 +260,29 @@ def _to_copy(
     weight: ExpertsNF4,
     *,
     dtype: torch.dtype | None = None,
-    device: Any = None,  # noqa: ANN401 - whatever torch takes
+    device: Any = None,
     non_blocking: bool = False,
-    **kwargs: Any,  # noqa: ANN401
+    **kwargs: Any,
 ) -> ExpertsNF4:
     return weight._again(lambda part: part.to(device or part.device, non_blocking=non_blocking, copy=True), dtype=dtype)
 
 
-def _empty_like(weight: ExpertsNF4, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> ExpertsNF4:  # noqa: ANN401
+def _empty_like(
+    weight: ExpertsNF4, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> ExpertsNF4:
     return weight._again(lambda part: torch.empty_like(part, device=device), dtype=dtype)
 
 
 def _copy_(weight: ExpertsNF4, source: torch.Tensor, non_blocking: bool = False) -> ExpertsNF4:
     """Take over the numbers of another stack in NF4."""
     if not isinstance(source, ExpertsNF4):
-        # DistributedDataParallel would do so to every frozen weight: dequantised on one rank, quantised once more on all, with other numbers.
+        # DistributedDataParallel would do so to every frozen weight: dequantised on one rank, quantised once more on
+        # all, with other numbers.
         raise UnsupportedModelError(
-            f"Dense values of shape {tuple(source.shape)} would be copied into experts that are held in NF4. Load them as a state dict, which "
-            "quantises them; under DDP leave these parameters out of the broadcast (_set_params_and_buffers_to_ignore_for_model)."
+            f"Dense values of shape {tuple(source.shape)} would be copied into experts that are held in NF4. Load them "
+            "as a state dict, which "
+            "quantises them; under DDP leave these parameters out of the broadcast "
+            "(_set_params_and_buffers_to_ignore_for_model)."
         )
     for part, value in zip(weight.stack, source.stack):
         part.copy_(value, non_blocking=non_blocking)
@@ -259,11 +295,17 @@ def _set_(weight: ExpertsNF4, source: ExpertsNF4) -> ExpertsNF4:
     return weight
 
 
-def _baddbmm(weight: ExpertsNF4, lhs: torch.Tensor, rhs: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    return _AdaptedExperts(weight, lhs, rhs, alpha) if beta == 1 else torch.baddbmm(weight.dense(), lhs, rhs, beta=beta, alpha=alpha)
+def _baddbmm(
+    weight: ExpertsNF4, lhs: torch.Tensor, rhs: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return (
+        _AdaptedExperts(weight, lhs, rhs, alpha)
+        if beta == 1
+        else torch.baddbmm(weight.dense(), lhs, rhs, beta=beta, alpha=alpha)
+    )
 
 
-def _record_stream(weight: ExpertsNF4, stream: Any) -> None:  # noqa: ANN401
+def _record_stream(weight: ExpertsNF4, stream: Any) -> None:
     for part in weight.stack:
         part.record_stream(stream)
 
@@ -305,7 +347,7 @@ def _empty_stack(num_experts: int, num_weights: int, *, device: torch.device) ->
     return NF4Stack(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes)))
 
 
-def _bitsandbytes() -> Any:  # noqa: ANN401 - a module that is imported late
+def _bitsandbytes() -> Any:
     try:
         import bitsandbytes.functional
     except ImportError as error:

@@ -1,4 +1,6 @@
-"""Trained models as plain Hugging Face folders: adapters or merged weights, written beside their place and read back by stock libraries."""
+"""Trained models as plain Hugging Face folders: adapters or merged weights, written beside their place and read
+back by stock libraries.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Exported(NamedTuple):
         num_tensors: Tensors of the adapters, or of the model by their names.
         num_bytes: Bytes of all files.
         reload_difference: Largest difference of a logit between what was written and what stock libraries read back.
-        merge_difference: Relative distance (root of mean squares) of the merged model's logits from the adapters'; 0 where nothing was merged.
+        merge_difference: Relative distance (root of mean squares) of the merged model's logits from the adapters'; 0
+            where nothing was merged.
     """
 
     num_tensors: int
@@ -53,7 +56,10 @@ def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
     from peft import PeftModel
 
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise OptionError(f"{folder} has no {ADAPTER_WEIGHTS}; adapters are read from safetensors only, since other files could run code.")
+        raise OptionError(
+            f"{folder} has no {ADAPTER_WEIGHTS}; adapters are read from safetensors only, since other files could run "
+            "code."
+        )
     try:
         return PeftModel.from_pretrained(base, str(folder)).eval()
     except (ValueError, RuntimeError) as error:
@@ -87,7 +93,8 @@ def dequantise(model: PreTrainedModel) -> PreTrainedModel:
 def check_readable(model: PeftModel) -> None:
     """Refuse adapters that stock PEFT would read back under other names, and so lose without an error.
 
-    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match the new names too.
+    PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match
+    the new names too.
 
     Raises:
         UnsupportedModelError: With the names of the adapters.
@@ -96,7 +103,9 @@ def check_readable(model: PeftModel) -> None:
         Host work on names; no tensor is copied.
     """
     try:
-        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as convert
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_adapter_state_dict_for_transformers as convert,
+        )
     except ImportError:
         # Older releases rename nothing.
         return
@@ -111,15 +120,18 @@ def check_readable(model: PeftModel) -> None:
         lost |= set(held) - {name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}") for name in read}
     if lost:
         raise UnsupportedModelError(
-            f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it reads them, so they would be lost. "
-            "Go on from the Trainer's checkpoint, which holds them, or train without adapters on these layers (lora's exclude_modules)."
+            f"{type(model.get_base_model()).__name__}: PEFT would not find {list_names(sorted(lost))} when it reads "
+            "them, so they would be lost. "
+            "Go on from the Trainer's checkpoint, which holds them, or train without adapters on these layers (lora's "
+            "exclude_modules)."
         )
 
 
 def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
     """Write a plain PEFT folder, with the tokenizer and the generation configuration beside the adapters.
 
-    The base is then stripped of the adapters, given those of the folder by stock PEFT, and has to return the same logits.
+    The base is then stripped of the adapters, given those of the folder by stock PEFT, and has to return the same
+    logits.
 
     Args:
         model: A PEFT model; it is used up.
@@ -157,10 +169,14 @@ def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokeniz
         return Exported(len(found), _num_bytes(part), difference, 0.0)
 
 
-def export_merged(model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
-    """Write a plain transformers folder: all weights, adapters merged into them, with tokenizer and generation configuration.
+def export_merged(
+    model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None
+) -> Exported:
+    """Write a plain transformers folder: all weights, adapters merged into them, with tokenizer and generation
+    configuration.
 
-    It is read back by stock transformers: the same keys and dtypes, the same logits, and logits of the adapters within the rounding of the dtype.
+    It is read back by stock transformers: the same keys and dtypes, the same logits, and logits of the adapters within
+    the rounding of the dtype.
 
     Args:
         model: A dense PEFT or transformers model; it is used up.
@@ -188,7 +204,8 @@ def export_merged(model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: P
         wrong = [*report["missing_keys"], *report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])]
         if wrong:
             raise CheckpointNotSavedError(
-                f"{out} was not written: stock transformers finds other keys or shapes than were saved: {list_names(wrong)}."
+                f"{out} was not written: stock transformers finds other keys or shapes than were saved: "
+                f"{list_names(wrong)}."
             )
         _compare_tensors(merged.state_dict(), again.state_dict(), out=out)
         difference = _compare_logits(before, _logits(again.to(ids.device), ids), out=out)
@@ -217,7 +234,7 @@ def _writing(out: Path) -> Iterator[Path]:
         sync_folder(out.parent)
 
 
-def _write_beside(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:  # noqa: ANN401 - a model of transformers
+def _write_beside(model: Any, part: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Write what a model is used with."""
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(str(part))
@@ -233,7 +250,7 @@ def _probe(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, _logits(model, ids)
 
 
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - a model of transformers or PEFT
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return logits in evaluation mode, fp32 on the host."""
     with torch.inference_mode():
         return model.eval()(input_ids=ids, use_cache=False).logits.float().cpu()
@@ -247,36 +264,47 @@ def _compare_tensors(expected: Mapping[str, torch.Tensor], found: Mapping[str, t
         if one.dtype is not other.dtype or not torch.equal(one.detach().cpu(), other.cpu()):
             wrong.append(f"{name} ({one.dtype} {tuple(one.shape)} written, {other.dtype} {tuple(other.shape)} read)")
     if wrong:
-        raise CheckpointNotSavedError(f"{out} was not written: {list_names(wrong)} read back otherwise than they were saved.")
+        raise CheckpointNotSavedError(
+            f"{out} was not written: {list_names(wrong)} read back otherwise than they were saved."
+        )
 
 
 def _compare_logits(expected: torch.Tensor, found: torch.Tensor, *, out: Path) -> float:
     """Return the largest difference of a logit; refuse one that the order of sums does not explain."""
-    difference, allowed = float((expected - found).abs().max()), RELOAD_ULPS * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    difference, allowed = (
+        float((expected - found).abs().max()),
+        RELOAD_ULPS * torch.finfo(torch.float32).eps * float(expected.abs().max()),
+    )
     # NaN is no difference that could be small.
     if not difference <= allowed:
         raise CheckpointNotSavedError(
-            f"{out} was not written: stock libraries read it back with logits that differ by {difference:.1e}, and at most {allowed:.1e} is rounding."
+            f"{out} was not written: stock libraries read it back with logits that differ by {difference:.1e}, and at "
+            f"most {allowed:.1e} is rounding."
         )
     return difference
 
 
 def _merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tuple[PreTrainedModel, float]:
-    """Return the model with its adapters in its weights, and how far that moved its logits; refuse more than the rounding of weights explains."""
+    """Return the model with its adapters in its weights, and how far that moved its logits; refuse more than the
+    rounding of weights explains.
+    """
     with model.disable_adapter():
         base = _logits(model, ids)
     merged: Any = model.merge_and_unload(safe_merge=True)
     size = torch.linalg.vector_norm(adapted)
     moved = float(torch.linalg.vector_norm(_logits(merged, ids) - adapted) / size)
     effect = float(torch.linalg.vector_norm(base - adapted) / size)
-    # Roundings of layers are independent of each other. How much a model amplifies them is its own: tiny ones that are far from uniform reach 4 of
-    # these units, 6 where another expert is chosen (tests/cli/test_export.py). A merge that is lost or doubled moves logits by the whole effect.
+    # Roundings of layers are independent of each other. How much a model amplifies them is its own: tiny ones that are
+    # far from uniform reach 4 of these units, 6 where another expert is chosen (tests/cli/test_export.py). A merge that
+    # is lost or doubled moves logits by the whole effect.
     unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
     allowed = max(2 * unit, min(8 * unit, 0.75 * effect))
     if not moved <= allowed:
         raise UnsupportedModelError(
-            f"Merging moved the logits of {type(merged).__name__} by {moved:.1e} of their size; rounding to {merged.dtype} explains {allowed:.1e}, "
-            f"where adapters move them by {effect:.1e}. Export the adapters without merging, or merge in fp32 (--dtype float32)."
+            f"Merging moved the logits of {type(merged).__name__} by {moved:.1e} of their size; rounding to "
+            f"{merged.dtype} explains {allowed:.1e}, "
+            f"where adapters move them by {effect:.1e}. Export the adapters without merging, or merge in fp32 (--dtype "
+            "float32)."
         )
     return merged, moved
 

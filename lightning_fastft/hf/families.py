@@ -20,7 +20,8 @@ _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
 _SINKS = ("varlen", "flex", "reference")
 _SOFTCAPPED = ("flex", "reference")
 
-# model_type of the text configuration -> backends that compute it exactly; packed against one by one is tested for each.
+# model_type of the text configuration -> backends that compute it exactly; packed against one by one is tested for
+# each.
 FAMILIES = MappingProxyType(
     {
         "llama": _PLAIN,
@@ -43,21 +44,27 @@ FAMILIES = MappingProxyType(
 
 _REFUSED = MappingProxyType(
     {
-        "llama4_text": "its chunked attention counts chunks from the start of the pack on transformers 5.17, and layers do not pass their chunk size",
+        "llama4_text": "its chunked attention counts chunks from the start of the pack on transformers 5.17, and "
+        "layers do not pass their chunk size",
         "deepseek_v32": "its sparse attention picks keys by an indexer that needs a materialised mask",
         "doge": "its attention makes a mask of its own from the values of each token",
         "glm_moe_dsa": "its sparse attention picks keys by an indexer that needs a materialised mask",
     }
 )
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "moe", "mlp"})
-_MIXER = re.compile(r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|LinearAttention")
-_FOREIGN_KEYWORD = re.compile(r"attention_interface\((?:[^()]|\([^()]*\))*\b(indices|block_indices|position_bias|sinks)=")
+_MIXER = re.compile(
+    r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|LinearAttention"
+)
+_FOREIGN_KEYWORD = re.compile(
+    r"attention_interface\((?:[^()]|\([^()]*\))*\b(indices|block_indices|position_bias|sinks)="
+)
 
 
 def find_causal_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """Return the outermost causal language models inside a module, with their dotted names.
 
-    Found inside LightningModules, adapters and wrappers; a model inside another one belongs to it. Encoders and encoder-decoders are left out.
+    Found inside LightningModules, adapters and wrappers; a model inside another one belongs to it. Encoders and
+    encoder-decoders are left out.
 
     Example:
         >>> find_causal_models(nn.Linear(2, 2))
@@ -67,7 +74,9 @@ def find_causal_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
 
 
 def find_other_models(root: nn.Module) -> list[PreTrainedModel]:
-    """Return the outermost transformers models inside a module that are no causal language models: classifiers, encoders, encoder-decoders."""
+    """Return the outermost transformers models inside a module that are no causal language models: classifiers,
+    encoders, encoder-decoders.
+    """
     return [model for _, model in _find_models(root) if not _is_causal(model)]
 
 
@@ -101,7 +110,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         layers = getattr(decoder, name, None)
         if isinstance(layers, nn.ModuleList) and len(layers):
             return list(layers)
-    raise UnsupportedModelError(f"{type(model).__name__} ({model.config.model_type}): its decoder {type(decoder).__name__} has no list of layers.")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} ({model.config.model_type}): its decoder {type(decoder).__name__} has no list of "
+        "layers."
+    )
 
 
 def num_decoder_layers(model: PreTrainedModel) -> int:
@@ -121,21 +133,25 @@ def is_on_interface(module: nn.Module) -> bool:
 
 
 def text_config_key(model: PreTrainedModel) -> str:
-    """Return the attribute of a composite configuration that holds the text configuration; empty where the configuration is the text's own."""
+    """Return the attribute of a composite configuration that holds the text configuration; empty where the
+    configuration is the text's own.
+    """
     text = model.config.get_text_config(decoder=True)
     if text is model.config:
         return ""
     for key in model.config.sub_configs:
         if getattr(model.config, key, None) is text:
             return key
-    raise UnsupportedModelError(f"{type(model).__name__} ({model.config.model_type}): its text configuration is nested deeper than one level.")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} ({model.config.model_type}): its text configuration is nested deeper than one level."
+    )
 
 
 def check_servable(model: PreTrainedModel) -> None:
     """Refuse a model whose packed documents would not be computed exactly.
 
-    Families outside FAMILIES pass when nothing speaks against them; what only shows in a forward (a mask of the layer's own, a window that the layer
-    does not pass on) is refused there.
+    Families outside FAMILIES pass when nothing speaks against them; what only shows in a forward (a mask of the layer's
+    own, a window that the layer does not pass on) is refused there.
 
     Raises:
         UnsupportedModelError: Names the family and the reason.
@@ -159,10 +175,17 @@ def _find_obstacle(model: PreTrainedModel) -> str:
         return "use_bidirectional_attention is set in its configuration, so its attention is not causal"
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if strange:
-        return f"it has layers of type {', '.join(strange)}, which carry state from one document into the next or choose keys by themselves"
+        return (
+            f"it has layers of type {', '.join(strange)}, which carry state from one document into the next or "
+            "choose keys by themselves"
+        )
     decoder = model.get_decoder()
     mixers = sorted(
-        {type(module).__name__ for module in _text_modules(decoder) if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)}
+        {
+            type(module).__name__
+            for module in _text_modules(decoder)
+            if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)
+        }
     )
     if mixers:
         return f"{', '.join(mixers)} carries state from one document into the next"
@@ -179,36 +202,59 @@ def _text_modules(decoder: nn.Module) -> Iterator[nn.Module]:
 
 def _find_obstacle_in_source(decoder: nn.Module) -> str:
     """Look where transformers looks: whether a model uses the attention interface shows only in its source text."""
-    for name in sorted({type(module).__module__ for module in _text_modules(decoder) if "Attention" in type(module).__name__}):
+    for name in sorted(
+        {type(module).__module__ for module in _text_modules(decoder) if "Attention" in type(module).__name__}
+    ):
         try:
             source = inspect.getsource(sys.modules[name])
         except (KeyError, OSError, TypeError):
-            return f"the source text of {name} cannot be read, so it is unknown whether it uses transformers' attention interface"
+            return (
+                f"the source text of {name} cannot be read, so it is unknown whether it uses transformers' "
+                "attention interface"
+            )
         if "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source:
             return "its attention is not on transformers' attention interface"
         foreign = _FOREIGN_KEYWORD.search(source)
         if foreign:
-            return f"its attention layers pass {foreign.group(1)}: they choose or weigh keys in a way that no backend here knows"
+            return (
+                f"its attention layers pass {foreign.group(1)}: they choose or weigh keys in a way that no backend "
+                "here knows"
+            )
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids, so documents after the first would get wrong positions"
     return ""
 
 
 def _find_dropped_keywords(model: PreTrainedModel) -> str:
-    """Say where the batch context would be lost on its way: decoder layers that call nothing with the keywords they are given."""
+    """Say where the batch context would be lost on its way: decoder layers that call nothing with the keywords
+    they are given.
+    """
     for layer_type in {type(layer) for layer in decoder_layers(model)}:
         tree = _parse(layer_type.forward)
-        if tree is not None and not any(keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords):
-            return f"its {layer_type.__name__} does not pass keyword arguments on, so its attention would never see where documents begin"
+        if tree is not None and not any(
+            keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords
+        ):
+            return (
+                f"its {layer_type.__name__} does not pass keyword arguments on, so its attention would never see "
+                "where documents begin"
+            )
     return ""
 
 
 def _find_own_loss(model: PreTrainedModel) -> str:
-    """Say where a model weighs or shifts labels by a formula of its own, which knows neither documents nor accumulation windows."""
+    """Say where a model weighs or shifts labels by a formula of its own, which knows neither documents nor
+    accumulation windows.
+    """
     tree = _parse(type(model).forward)
-    names = set() if tree is None else {getattr(node, "attr", None) or getattr(node, "id", None) for node in ast.walk(tree)}
+    names = (
+        set() if tree is None else {getattr(node, "attr", None) or getattr(node, "id", None) for node in ast.walk(tree)}
+    )
     if names & {"CrossEntropyLoss", "cross_entropy"} and "loss_function" not in names:
-        return "its forward computes a loss of its own instead of calling loss_function, so labels would be shifted or weighted otherwise"
+        return (
+            "its forward computes a loss of its own instead of calling loss_function, so labels would be shifted "
+            "or "
+            "weighted otherwise"
+        )
     return ""
 
 

@@ -12,18 +12,20 @@ from lightning_fastft.core.errors import OptionError
 
 @torch.no_grad()
 def generate_texts(
-    model: Any,  # noqa: ANN401 - a transformers or a PEFT model
+    model: Any,
     *,
-    tokenizer: Any,  # noqa: ANN401 - a transformers tokenizer
+    tokenizer: Any,
     prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
     max_new_tokens: int,
-    **options: Any,  # noqa: ANN401 - transformers' own
+    **options: Any,
 ) -> list[str]:
-    """Return what the model writes after each prompt; the mode of every module is restored, the tokenizer is left as it is.
+    """Return what the model writes after each prompt; the mode of every module is restored, the tokenizer is left as it
+    is.
 
     Args:
         model: A model with ``generate``, on any device.
-        tokenizer: Its tokenizer; a missing padding token is replaced by the end-of-text token, which the attention mask hides.
+        tokenizer: Its tokenizer; a missing padding token is replaced by the end-of-text token, which the attention mask
+            hides.
         prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
         max_new_tokens: Most tokens to write.
         **options: Of transformers' ``generate``.
@@ -51,14 +53,16 @@ def generate_texts(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        written = model.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
+        written = model.generate(
+            input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options
+        )
     finally:
         for module, mode in modes:
             module.training = mode
     return tokenizer.batch_decode(written[:, width:], skip_special_tokens=True)
 
 
-def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:  # noqa: ANN401 - a transformers tokenizer
+def _encode(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     """Return the token ids of a text or a conversation."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

@@ -27,7 +27,8 @@ class ModelSource:
     """Name where a model comes from, without loading it.
 
     Args:
-        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, or a transformers configuration.
+        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, or a transformers
+            configuration.
         init: "pretrained" reads the weights; "random" initialises them from the configuration.
         revision: Branch, tag or commit on the hub; None for the default branch.
 
@@ -40,15 +41,21 @@ class ModelSource:
         64
     """
 
-    def __init__(self, model: str | dict[str, Any] | PretrainedConfig, *, init: str = "pretrained", revision: str | None = None) -> None:
+    def __init__(
+        self, model: str | dict[str, Any] | PretrainedConfig, *, init: str = "pretrained", revision: str | None = None
+    ) -> None:
         check_choice("init", init, ("pretrained", "random"))
         if not isinstance(model, (str, Mapping)) and not hasattr(model, "to_diff_dict"):
-            raise OptionError(f"model must be a name, a folder, a configuration or a transformers model, got {type(model).__name__}.")
+            raise OptionError(
+                f"model must be a name, a folder, a configuration or a transformers model, got {type(model).__name__}."
+            )
         if isinstance(model, str):
             check_path("model", model)
         is_configuration = not isinstance(model, str) or model.endswith(".json")
         if is_configuration and init == "pretrained":
-            raise OptionError(f"The configuration {_describe(model)} has no weights. Give a hub id or a folder, or set init='random'.")
+            raise OptionError(
+                f"The configuration {_describe(model)} has no weights. Give a hub id or a folder, or set init='random'."
+            )
         self.model = model
         self.init = init
         self.revision = revision
@@ -65,16 +72,30 @@ class ModelSource:
 
         if isinstance(self.model, str):
             try:
-                check_config(PretrainedConfig.get_config_dict(self.model, revision=self.revision or "main")[0], name=self.model)
+                check_config(
+                    PretrainedConfig.get_config_dict(self.model, revision=self.revision or "main")[0], name=self.model
+                )
                 return AutoConfig.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
             except OptionError:
                 raise
             # What is wrong with a type in a file shows in many ways.
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, StrictDataclassError) as error:
+            except (
+                OSError,
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                ArithmeticError,
+                RecursionError,
+                StrictDataclassError,
+            ) as error:
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 advice = "Check the name and the connection, or give a local folder."
                 if "custom code" in reason:
-                    advice = "Code of a model repository is never run here, as with trust_remote_code=False: load the model yourself and pass it."
+                    advice = (
+                        "Code of a model repository is never run here, as with trust_remote_code=False: load the "
+                        "model yourself and pass it."
+                    )
                 raise OptionError(f"The configuration of {self.model!r} cannot be read: {reason} {advice}") from error
         if isinstance(self.model, Mapping):
             content = dict(self.model)
@@ -106,33 +127,49 @@ class ModelSource:
             return None
         try:
             with _BareErrors(self.model):
-                return AutoTokenizer.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
+                return AutoTokenizer.from_pretrained(
+                    self.model, revision=self.revision or "main", trust_remote_code=False
+                )
         except OptionError:
             raise
         except (RecursionError, TypeError, AttributeError, KeyError, UnicodeDecodeError) as error:
-            raise OptionError(f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again.") from error
+            raise OptionError(
+                f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again."
+            ) from error
 
 
-def auto_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - an auto class of transformers
-    """Return the auto class that makes a language model of a configuration: with its image tower where it is known only with one.
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the auto class that makes a language model of a configuration: with its image tower where it is known only
+    with one.
 
     Raises:
         OptionError: transformers has no language model for it.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     raise OptionError(
-        f"transformers has no causal language model of type {config.model_type!r}. Give a model whose configuration AutoModelForCausalLM or "
+        f"transformers has no causal language model of type {config.model_type!r}. Give a model whose configuration "
+        "AutoModelForCausalLM or "
         "AutoModelForImageTextToText reads."
     )
 
 
 def build_model(
-    source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization: Literal["nf4"] | None = None, seed: int = 0
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Literal["nf4"] | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Return the model on its device: read from safetensors and verified, or initialised from its configuration.
 
@@ -140,22 +177,22 @@ def build_model(
         source: Where the model comes from.
         device: Where every tensor goes; nothing passes through another device's memory.
         dtype: Dtype of all floating tensors that are not quantised.
-        quantization: "nf4" holds every linear layer but the head, and every stack of experts, in NF4 with doubly quantised scales; None for no
-            quantisation.
+        quantization: "nf4" holds every linear layer but the head, and every stack of experts, in NF4 with doubly
+            quantised scales; None for no quantisation.
         seed: Seed of a random initialisation, the same on every rank; the global generators are left as they were.
 
     Returns:
         A transformers causal language model in training mode.
 
     Raises:
-        DataError: Weights are missing, left over, of another shape, or not finite; the message names the tensors. Or a file of them is broken, or
-            is no safetensors file beside the others.
+        DataError: Weights are missing, left over, of another shape, or not finite; the message names the tensors. Or a
+            file of them is broken, or is no safetensors file beside the others.
         MissingDependencyError: quantization needs bitsandbytes and it is not installed.
         OptionError: quantization="nf4" for a checkpoint in MXFP4, which is read dequantised.
 
     Cost:
-        One read of the weights (two where they are quantised), one reduction over them on the device and one host wait. A random model is made block
-        by block: peak memory is the finished model plus one block.
+        One read of the weights (two where they are quantised), one reduction over them on the device and one host wait.
+        A random model is made block by block: peak memory is the finished model plus one block.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314, through bitsandbytes.
@@ -166,7 +203,9 @@ def build_model(
     # Lightning calls configure_model under a default device and dtype of its own; a load names both itself.
     with torch.device("cpu"), default_dtype(torch.float32):
         if source.init == "random":
-            model = _initialise(source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed)
+            model = _initialise(
+                source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed
+            )
         else:
             _refuse_adapters(source)
             held = getattr(source.config, "quantization_config", None)
@@ -185,7 +224,8 @@ def build_model(
 def check_finite(model: nn.Module, *, name: str) -> None:
     """Refuse weights that hold NaN or infinity.
 
-    Quantised weights are judged by their scales, which show infinity but on CUDA no NaN: files are judged before they are quantised.
+    Quantised weights are judged by their scales, which show infinity but on CUDA no NaN: files are judged before they
+    are quantised.
 
     Raises:
         DataError: A weight is not finite; the message names the tensors.
@@ -219,7 +259,9 @@ def _check_files_finite(source: ModelSource, *, device: torch.device) -> None:
 
 
 def weight_files(source: ModelSource) -> list[str]:
-    """Return the safetensors files of a folder or hub id under their standard names; none where it has others, which loading itself refuses."""
+    """Return the safetensors files of a folder or hub id under their standard names; none where it has others,
+    which loading itself refuses.
+    """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -250,7 +292,10 @@ def refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: st
     is_finite = torch.isfinite(torch.stack(largest)).tolist()
     broken = list(dict.fromkeys(tensor_name for tensor_name, finite in zip(names, is_finite) if not finite))
     if broken:
-        raise DataError(f"Weights of {name} hold NaN or infinity in {list_names(broken)}. Fetch the files again or check the checkpoint.")
+        raise DataError(
+            f"Weights of {name} hold NaN or infinity in {list_names(broken)}. Fetch the files again or check the "
+            "checkpoint."
+        )
 
 
 def _judged_tensors(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -272,17 +317,23 @@ def _refuse_adapters(source: ModelSource) -> None:
     assert isinstance(source.model, str)
     folder = Path(source.model)
     if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise OptionError(f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a checkpoint.")
+        raise OptionError(
+            f"{source.model} holds PEFT adapters, not a model. Give the base model, and the adapters through a "
+            "checkpoint."
+        )
     # transformers would attach the adapters, and take the base model from where their file says.
     if find_adapter_config_file(source.model, revision=source.revision or "main") is not None:
         raise OptionError(
-            f"{source.model} holds PEFT adapters (adapter_config.json) beside its model; which of the two is meant is not guessed. "
+            f"{source.model} holds PEFT adapters (adapter_config.json) beside its model; which of the two is meant is "
+            "not guessed. "
             "Give a folder of the model alone."
         )
 
 
 class _BareErrors:
-    """Turn the bare Exception that the tokenizers library raises for a file of another shape, and that class alone, into an OptionError."""
+    """Turn the bare Exception that the tokenizers library raises for a file of another shape, and that class
+    alone, into an OptionError.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -293,10 +344,14 @@ class _BareErrors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         is_panic = kind is not None and kind.__name__ == "PanicException"
         if kind is Exception or is_panic:
-            raise OptionError(f"The tokenizer of {self._name!r} cannot be read: {error!s:.300}. Fetch its files again.") from error
+            raise OptionError(
+                f"The tokenizer of {self._name!r} cannot be read: {error!s:.300}. Fetch its files again."
+            ) from error
 
 
-def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any) -> PreTrainedModel:  # noqa: ANN401
+def _read(
+    source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any
+) -> PreTrainedModel:
     """Read a checkpoint and verify that every weight of the model came from it."""
     from lightning_fastft.hf.expert_nf4_reading import quantise_experts_too
 
@@ -305,7 +360,8 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
     if is_mxfp4:
         if quantization_config is not None:
             raise OptionError(
-                f"{source.model} holds its experts in MXFP4, which is read as bf16 or fp32, and quantization='nf4' quantises what is read in such a "
+                f"{source.model} holds its experts in MXFP4, which is read as bf16 or fp32, and quantization='nf4' "
+                "quantises what is read in such a "
                 "dtype. Leave quantization away, or save the model dequantised first."
             )
         from transformers import Mxfp4Config
@@ -328,7 +384,8 @@ def _read(source: ModelSource, *, device: torch.device, dtype: torch.dtype, quan
         "missing from the files": sorted(report["missing_keys"]),
         "in the files but not in the model": sorted(report["unexpected_keys"]),
         "of another shape": [
-            f"{key} ({tuple(found)} in the files, {tuple(expected)} in the model)" for key, found, expected in report["mismatched_keys"]
+            f"{key} ({tuple(found)} in the files, {tuple(expected)} in the model)"
+            for key, found, expected in report["mismatched_keys"]
         ],
         "unreadable": [str(message) for message in report.get("error_msgs", ())],
     }
@@ -358,7 +415,7 @@ def _initialise(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    quantization_config: Any,  # noqa: ANN401 - BitsAndBytesConfig
+    quantization_config: Any,
     seed: int,
 ) -> PreTrainedModel:
     """Make a model with random weights on the device, block by block, each block quantised as soon as it is there."""
@@ -375,14 +432,28 @@ def _initialise(
     tied = set(model.all_tied_weights_keys)
     is_quantised = quantizer is not None
     with seeded(seed, device=device), torch.no_grad():
-        _materialise(model, name="", owner=model, tied=tied, device=device, finish=_quantise if is_quantised else None, is_block=True)
+        _materialise(
+            model,
+            name="",
+            owner=model,
+            tied=tied,
+            device=device,
+            finish=_quantise if is_quantised else None,
+            is_block=True,
+        )
     model.tie_weights()
     if quantizer is not None:
         model = quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type != device.type]
+    left = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.device.type != device.type
+    ]
     if left:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be initialised at random: nothing fills {list_names(left)}.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be initialised at random: nothing fills {list_names(left)}."
+        )
     return model
 
 
@@ -390,13 +461,15 @@ def _materialise(
     module: nn.Module,
     *,
     name: str,
-    owner: Any,  # noqa: ANN401 - a model of transformers
+    owner: Any,
     tied: set[str],
     device: torch.device,
     finish: Callable[[nn.Module], None] | None,
     is_block: bool,
 ) -> None:
-    """Give module and what is below it real, initialised tensors, children first; finish each block that is complete."""
+    """Give module and what is below it real, initialised tensors, children first; finish each block that is
+    complete.
+    """
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -404,10 +477,15 @@ def _materialise(
     prefix = f"{name}." if name else ""
     for child_name, child in module.named_children():
         is_layer = isinstance(module, nn.ModuleList)
-        _materialise(child, name=prefix + child_name, owner=owner, tied=tied, device=device, finish=finish, is_block=is_layer)
+        _materialise(
+            child, name=prefix + child_name, owner=owner, tied=tied, device=device, finish=finish, is_block=is_layer
+        )
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.device.type == "meta" and prefix + key not in tied:
-            real = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)
+            real = nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
+                requires_grad=parameter.requires_grad,
+            )
             # bitsandbytes keeps the options of the coming quantisation as attributes of its meta parameter.
             real.fastft_options = dict(parameter.__dict__)  # type: ignore[attr-defined]
             module._parameters[key] = real
@@ -420,7 +498,9 @@ def _materialise(
 
 
 def _quantise(block: nn.Module) -> None:
-    """Turn the weights of every bitsandbytes layer and the experts of a finished block into NF4, as is done while a file is read."""
+    """Turn the weights of every bitsandbytes layer and the experts of a finished block into NF4, as is done while
+    a file is read.
+    """
     from lightning_fastft.hf.expert_nf4 import quantise_block
 
     quantise_block(block)
@@ -431,11 +511,15 @@ def _quantise(block: nn.Module) -> None:
                 import bitsandbytes as bnb
 
                 assert parameter is not None
-                module._parameters[key] = bnb.nn.Params4bit(parameter.data, **{**options, "requires_grad": False}).to(parameter.device)
+                module._parameters[key] = bnb.nn.Params4bit(parameter.data, **{**options, "requires_grad": False}).to(
+                    parameter.device
+                )
 
 
 def _check_nf4_layers(model: nn.Module, *, name: str) -> None:
-    """Refuse NF4 weights of another shape than their layer, which transformers loads without a word, and keep their layout trainable."""
+    """Refuse NF4 weights of another shape than their layer, which transformers loads without a word, and keep
+    their layout trainable.
+    """
     import bitsandbytes as bnb
 
     wrong = []
@@ -447,10 +531,13 @@ def _check_nf4_layers(model: nn.Module, *, name: str) -> None:
             if found != expected:
                 wrong.append(f"{layer_name}.weight ({found} in the files, {expected} in the model)")
     if wrong:
-        raise DataError(f"The weights of {name} do not fit the model: {list_names(wrong)} of another shape. Check the files and the configuration.")
+        raise DataError(
+            f"The weights of {name} do not fit the model: {list_names(wrong)} of another shape. Check the files and "
+            "the configuration."
+        )
 
 
-def _nf4_config(dtype: torch.dtype) -> Any:  # noqa: ANN401 - BitsAndBytesConfig, of a package that is imported late
+def _nf4_config(dtype: torch.dtype) -> Any:
     """Return NF4 with double quantisation and arithmetic in dtype."""
     try:
         import bitsandbytes  # noqa: F401
@@ -459,7 +546,9 @@ def _nf4_config(dtype: torch.dtype) -> Any:  # noqa: ANN401 - BitsAndBytesConfig
         raise MissingDependencyError(message) from error
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
 
 
 @contextmanager

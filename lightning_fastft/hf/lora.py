@@ -30,8 +30,12 @@ MOST_ROUNDS, MOST_LAYERS = 100, 10_000
 # Patterns match all names of a model within milliseconds, or some of them within years.
 PATTERN_SECONDS, LONGEST_PATTERN = 10.0, 10_000
 _QUANTIFIER = re.compile(r"[*+?{]")
-# Runs without site packages and the user's environment; a match holds the interpreter's lock, so that no thread could end it.
-_MATCH = "import json, re, sys; patterns, names = json.load(sys.stdin)\nfor pattern in patterns:\n for name in names: re.fullmatch(pattern, name)"
+# Runs without site packages and the user's environment; a match holds the interpreter's lock, so that no thread could
+# end it.
+_MATCH = (
+    "import json, re, sys; patterns, names = json.load(sys.stdin)\nfor pattern in patterns:\n for name in names: "
+    "re.fullmatch(pattern, name)"
+)
 # What a field of PEFT is called elsewhere, and no spelling shows.
 _NAMES_ELSEWHERE = {"rank": "r"}
 
@@ -49,10 +53,11 @@ def tuner_layers(root: nn.Module) -> list[BaseTunerLayer]:
 def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: torch.dtype, seed: int = 0) -> PeftModel:
     """Return model with LoRA adapters on it, the base frozen.
 
-    Without ``target_modules`` and ``target_parameters`` every linear layer of the text part but the head gets an adapter ("all-linear"), which is
-    what QLoRA found to be needed to match full fine-tuning; PEFT's own default is the query and value projections only. Towers for images and sound
-    get none (text alone would leave them without gradients), nor do routers that extend a linear layer and return more (phimoe). Experts and routers
-    get them where PEFT's "all-linear" includes them: name them, or leave them out, with ``target_modules`` and ``target_parameters``.
+    Without ``target_modules`` and ``target_parameters`` every linear layer of the text part but the head gets an
+    adapter ("all-linear"), which is what QLoRA found to be needed to match full fine-tuning; PEFT's own default is the
+    query and value projections only. Towers for images and sound get none (text alone would leave them without
+    gradients), nor do routers that extend a linear layer and return more (phimoe). Experts and routers get them where
+    PEFT's "all-linear" includes them: name them, or leave them out, with ``target_modules`` and ``target_parameters``.
 
     Args:
         model: The base model, quantised or not.
@@ -77,7 +82,8 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
         if outside and lora.exclude_modules is None:
             lora.exclude_modules = outside
     check_patterns(lora, [name for name, _ in model.named_modules()])
-    # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under every strategy.
+    # Drawn on the host, whatever default device Lightning's strategies set: the same adapters on every device and under
+    # every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
             adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
@@ -92,7 +98,9 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
 
 
 def _not_text_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of linear layers outside the text part, and of routers that extend a linear layer and return more than it does."""
+    """Return the names of linear layers outside the text part, and of routers that extend a linear layer and
+    return more than it does.
+    """
     text = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
     return [
         name
@@ -112,7 +120,9 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
     if isinstance(lora, LoraConfig):
         return _check_fields(lora)
     if not isinstance(lora, Mapping):
-        raise OptionError(f"lora must be PEFT's LoraConfig or a mapping of its fields, got {lora!r} ({type(lora).__name__}).")
+        raise OptionError(
+            f"lora must be PEFT's LoraConfig or a mapping of its fields, got {lora!r} ({type(lora).__name__})."
+        )
     # PEFT finds these wrong when a layer is made, or never.
     if "r" in lora:
         check_int("lora.r", lora["r"], low=1, high=LARGEST_RANK)
@@ -123,11 +133,15 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
     known = set(LoraConfig.__dataclass_fields__)
     unknown = sorted(set(lora) - known)
     if unknown:
-        near = [_NAMES_ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "") for name in unknown]
+        near = [
+            _NAMES_ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), "")
+            for name in unknown
+        ]
         advice = f"Did you mean {', '.join(filter(None, near))}?\n" if any(near) else ""
         raise OptionError(
             f"lora has the unknown fields {unknown}.\n{advice}"
-            "The fields are those of PEFT's LoraConfig, most used r, lora_alpha, lora_dropout and target_modules; help(peft.LoraConfig) explains all."
+            "The fields are those of PEFT's LoraConfig, most used r, lora_alpha, lora_dropout and target_modules; "
+            "help(peft.LoraConfig) explains all."
         )
     try:
         return _check_fields(LoraConfig(**lora))
@@ -141,7 +155,8 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
     """Return a configuration whose fields name no module and no file, and ask for work that ends."""
     if lora.megatron_config is not None or lora.megatron_core != "megatron.core" or lora.auto_mapping is not None:
         raise OptionError(
-            "lora names code to import (megatron_config, megatron_core or auto_mapping), which is never done here. Remove the field: layers of "
+            "lora names code to import (megatron_config, megatron_core or auto_mapping), which is never done here. "
+            "Remove the field: layers of "
             "Megatron are not served."
         )
     check_int("lora.r", lora.r, low=1, high=LARGEST_RANK)
@@ -156,16 +171,23 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
     rounds = re.fullmatch(r"pissa_niter_(\d{1,9})\d*", str(lora.init_lora_weights))
     if rounds is not None:
         check_int("lora.init_lora_weights=pissa_niter_N: N", int(rounds[1]), low=0, high=MOST_ROUNDS)
-    parts = [getattr(lora, name, None) or {} for name in ("loftq_config", "corda_config", "lora_ga_config", "eva_config")]
+    parts = [
+        getattr(lora, name, None) or {} for name in ("loftq_config", "corda_config", "lora_ga_config", "eva_config")
+    ]
     for part in (part if isinstance(part, Mapping) else vars(part) for part in parts):
         check_int("lora.loftq_config.loftq_iter", part.get("loftq_iter", 1), low=1, high=MOST_ROUNDS)
         if part.get("cache_file") is not None or part.get("covariance_file") is not None:
-            raise OptionError("lora names a file (cache_file or covariance_file), which is neither read nor written here. Remove the field.")
+            raise OptionError(
+                "lora names a file (cache_file or covariance_file), which is neither read nor written here. Remove the "
+                "field."
+            )
     replicated = lora.layer_replication or []
     try:
         num_layers = sum(end - begin for begin, end in replicated)
     except (TypeError, ValueError):
-        raise OptionError(f"lora.layer_replication must be a list of pairs (first, last), got {replicated!r}.") from None
+        raise OptionError(
+            f"lora.layer_replication must be a list of pairs (first, last), got {replicated!r}."
+        ) from None
     check_int("Number of layers after lora.layer_replication", num_layers, low=0, high=MOST_LAYERS)
     return lora
 
@@ -182,11 +204,12 @@ def _as_list(patterns: list[str] | str | None) -> list[str]:
 
 
 def check_patterns(lora: LoraConfig, names: list[str]) -> None:
-    """Refuse regular expressions of a configuration that are broken, or that take too long on the names of a model's modules.
+    """Refuse regular expressions of a configuration that are broken, or that take too long on the names of a model's
+    modules.
 
     Args:
-        lora: The configuration: target_modules, exclude_modules, modules_to_save, layers_pattern, and the keys of rank_pattern and
-            alpha_pattern.
+        lora: The configuration: target_modules, exclude_modules, modules_to_save, layers_pattern, and the keys of
+            rank_pattern and alpha_pattern.
         names: Names of the modules.
 
     Raises:
@@ -196,7 +219,11 @@ def check_patterns(lora: LoraConfig, names: list[str]) -> None:
         Nothing where no pattern has a quantifier; else some ten milliseconds in a process of its own.
     """
     patterns = [
-        *(pattern for pattern in (lora.target_modules, lora.exclude_modules) if isinstance(pattern, str) and pattern != "all-linear"),
+        *(
+            pattern
+            for pattern in (lora.target_modules, lora.exclude_modules)
+            if isinstance(pattern, str) and pattern != "all-linear"
+        ),
         *(rf"(^|.*\.){name}($|\..*)" for name in lora.modules_to_save or []),
         *(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\..*" for pattern in _as_list(lora.layers_pattern)),
         *(rf"(.*\.)?({pattern})$" for pattern in (*(lora.rank_pattern or {}), *(lora.alpha_pattern or {}))),
@@ -215,25 +242,35 @@ def check_patterns(lora: LoraConfig, names: list[str]) -> None:
         )
     except subprocess.TimeoutExpired:
         raise OptionError(
-            f"A pattern of lora (target_modules or its like) takes more than {PATTERN_SECONDS:.0f} s on the names of the model: "
-            f"{[text for text in own if _QUANTIFIER.search(text)]!s:.200}. Repetitions inside repetitions do that; name "
+            f"A pattern of lora (target_modules or its like) takes more than {PATTERN_SECONDS:.0f} s on the names of "
+            "the model: "
+            f"{[text for text in own if _QUANTIFIER.search(text)]!s:.200}. Repetitions inside repetitions do that; "
+            "name "
             "the modules in a list."
         ) from None
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), "the match failed")
-        raise OptionError(f"A pattern of lora (target_modules or its like) is no regular expression: {reason}. Check {own!s:.200}.")
+        raise OptionError(
+            f"A pattern of lora (target_modules or its like) is no regular expression: {reason}. Check {own!s:.200}."
+        )
 
 
 def describe_lora(lora: LoraConfig) -> dict[str, Any]:
-    """Return the fields of a configuration that differ from PEFT's defaults, as plain types that a checkpoint may hold."""
+    """Return the fields of a configuration that differ from PEFT's defaults, as plain types that a checkpoint may
+    hold.
+    """
     from peft import LoraConfig
 
     default = LoraConfig().to_dict()
-    changed = {key: to_plain(value) for key, value in lora.to_dict().items() if key != "peft_type" and value != default.get(key)}
+    changed = {
+        key: to_plain(value)
+        for key, value in lora.to_dict().items()
+        if key != "peft_type" and value != default.get(key)
+    }
     return {"r": lora.r, "lora_alpha": lora.lora_alpha, **changed}
 
 
-def to_plain(value: Any) -> Any:  # noqa: ANN401 - any content of a configuration
+def to_plain(value: Any) -> Any:
     """Return value as dicts, lists, strings, numbers, booleans and None only."""
     if value is None or isinstance(value, (bool, int, float)):
         return value

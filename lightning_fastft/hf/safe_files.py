@@ -1,4 +1,6 @@
-"""Judge the files of a model that somebody else wrote before a library acts on them: sizes in a configuration, places and dtypes of weights."""
+"""Judge the files of a model that somebody else wrote before a library acts on them: sizes in a configuration,
+places and dtypes of weights.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,16 @@ LARGEST_SIZES = {
     "max_position_embeddings": 2**32,
 }
 # Zero stands for none of them.
-_MAY_BE_ZERO = frozenset({"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
-                          "shared_expert_intermediate_size"})  # fmt: skip
+_MAY_BE_ZERO = frozenset(
+    {
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+    }
+)
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -35,26 +45,33 @@ def check_config(content: Mapping[str, Any], *, name: str) -> None:
         name: Where it came from, for the message.
 
     Raises:
-        OptionError: A size is no whole number within bounds, an implementation is a repository, whose code would be fetched and run, or
-            ``transformers_weights`` names the file of weights.
+        OptionError: A size is no whole number within bounds, an implementation is a repository, whose code would be
+            fetched and run, or ``transformers_weights`` names the file of weights.
     """
-    foreign = next((found for found in _implementations(content) if not found.replace("_", "").replace("-", "").isalnum()), None)
+    foreign = next(
+        (found for found in _implementations(content) if not found.replace("_", "").replace("-", "").isalnum()), None
+    )
     if foreign is not None:
         raise OptionError(
-            f"The configuration of {name!r} asks for the implementation {foreign[:80]!r}, which is none of transformers' own: code of a repository "
+            f"The configuration of {name!r} asks for the implementation {foreign[:80]!r}, which is none of "
+            "transformers' own: code of a repository "
             "is never run here. Remove the entry, or load the model yourself and pass it."
         )
     weights = content.get("transformers_weights")
     if weights is not None:
         raise OptionError(
-            f"The configuration of {name!r} names its weights itself (transformers_weights={str(weights)[:80]!r}); only files under their "
+            f"The configuration of {name!r} names its weights itself (transformers_weights={str(weights)[:80]!r}); "
+            "only files under their "
             "standard names are read. Rename them and remove the entry."
         )
     for field, value in _sizes(content):
         most, least = LARGEST_SIZES[field], 0 if field in _MAY_BE_ZERO else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             shown = repr(value)[:40]
-            raise OptionError(f"The configuration of {name!r} has {field}={shown}; it must be a whole number between {least} and {most}.")
+            raise OptionError(
+                f"The configuration of {name!r} has {field}={shown}; it must be a whole number between {least} and "
+                f"{most}."
+            )
 
 
 def _implementations(content: Mapping[str, Any]) -> Iterator[str]:
@@ -62,11 +79,17 @@ def _implementations(content: Mapping[str, Any]) -> Iterator[str]:
     for part in _parts(content):
         for field, value in part.items():
             if "implementation" in str(field):
-                yield from (entry for entry in (value.values() if isinstance(value, Mapping) else (value,)) if isinstance(entry, str))
+                yield from (
+                    entry
+                    for entry in (value.values() if isinstance(value, Mapping) else (value,))
+                    if isinstance(entry, str)
+                )
 
 
 def _sizes(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the sizes of a configuration and of its parts; None leaves a size to its default, and a list has one for each layer."""
+    """Yield the sizes of a configuration and of its parts; None leaves a size to its default, and a list has one
+    for each layer.
+    """
     for part in _parts(content):
         for field, value in part.items():
             if field in LARGEST_SIZES and value is not None:
@@ -85,8 +108,8 @@ def _parts(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def check_index(path: str, *, name: str) -> None:
     """Refuse an index of weights that names anything but safetensors files beside it.
 
-    Transformers joins the names to the folder, so that one with ``..`` would leave it, and reads a name that does not end in .safetensors as a
-    pickle.
+    Transformers joins the names to the folder, so that one with ``..`` would leave it, and reads a name that does not
+    end in .safetensors as a pickle.
 
     Args:
         path: The ``model.safetensors.index.json``.
@@ -99,12 +122,15 @@ def check_index(path: str, *, name: str) -> None:
         weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         names = {str(file) for file in weight_map.values()}
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"The index of the weights of {name}, {path}, cannot be read: {error!r}. Fetch it again.") from error
+        raise DataError(
+            f"The index of the weights of {name}, {path}, cannot be read: {error!r}. Fetch it again."
+        ) from error
     for file in sorted(names):
         is_beside = PurePosixPath(file).name == file == PureWindowsPath(file).name
         if not is_beside or not file.endswith(".safetensors"):
             raise DataError(
-                f"The index of the weights of {name} names {file[:80]!r}; only safetensors files beside it are read. Fetch the model again."
+                f"The index of the weights of {name} names {file[:80]!r}; only safetensors files beside it are read. "
+                "Fetch the model again."
             )
 
 
@@ -129,10 +155,13 @@ def check_headers(paths: Sequence[str], *, name: str, is_quantised: bool) -> Non
             with safe_open(path, framework="pt") as file:
                 dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
         except (SafetensorError, OSError) as error:
-            raise DataError(f"{path} is no whole safetensors file: {error}. Fetch the files of {name} again.") from error
+            raise DataError(
+                f"{path} is no whole safetensors file: {error}. Fetch the files of {name} again."
+            ) from error
         wrong = [] if is_quantised else [f"{key} ({dtype})" for key, dtype in dtypes.items() if dtype not in _FLOATING]
         if wrong:
             raise DataError(
-                f"{path} holds tensors that are no weights: {', '.join(wrong[:3])}, and {len(wrong)} in all. Files that are quantised say so in "
+                f"{path} holds tensors that are no weights: {', '.join(wrong[:3])}, and {len(wrong)} in all. Files "
+                "that are quantised say so in "
                 "their configuration (quantization_config)."
             )

@@ -1,4 +1,6 @@
-"""Shard a model over devices with FSDP2, one unit per decoder layer, and build it so that no device ever holds the whole."""
+"""Shard a model over devices with FSDP2, one unit per decoder layer, and build it so that no device ever holds
+the whole.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,9 @@ def open_model(
 ) -> tuple[PreTrainedModel, Filler | None]:
     """Return a model that is still to be sharded, and what will fill it.
 
-    A random model and one whose files hold its tensors under their own names stand on the meta device and are filled unit by unit while they are
-    sharded. NF4 bases are built on the device; files that transformers must convert (merged experts, renamed or quantised tensors) are read into
-    host memory, whole on every rank.
+    A random model and one whose files hold its tensors under their own names stand on the meta device and are filled
+    unit by unit while they are sharded. NF4 bases are built on the device; files that transformers must convert (merged
+    experts, renamed or quantised tensors) are read into host memory, whole on every rank.
 
     Args:
         source: Where the model comes from.
@@ -97,35 +99,42 @@ def shard_model(
     compute_dtype: torch.dtype | None = None,
     master_dtype: torch.dtype | None = None,
 ) -> Status:
-    """Shard every causal language model inside model: each decoder layer is a unit, what stands outside the layers is one more.
+    """Shard every causal language model inside model: each decoder layer is a unit, what stands outside the layers is
+    one more.
 
-    Each unit is filled whole on every rank, cut, and only the rank's piece is kept. Objects among the inputs of a layer reach it untouched.
+    Each unit is filled whole on every rank, cut, and only the rank's piece is kept. Objects among the inputs of a layer
+    reach it untouched.
 
     Args:
         model: A transformers model, or a PEFT model or LightningModule around some; on any device.
         mesh: One-dimensional mesh of the data parallel ranks.
         filler: What fills a model that stands on the meta device.
-        compute_dtype: Dtype in which weights are gathered and multiplied, gradients then reduced in fp32; None leaves each in its own. Frozen tensors
-            of a wider dtype, which a model keeps so on purpose, stay whole and as they are.
+        compute_dtype: Dtype in which weights are gathered and multiplied, gradients then reduced in fp32; None leaves
+            each in its own. Frozen tensors of a wider dtype, which a model keeps so on purpose, stay whole and as they
+            are.
         master_dtype: Dtype in which trained weights are held; None leaves each in its own.
 
     Returns:
         Over how many devices, which units, and how they are held.
 
     Raises:
-        UnsupportedModelError: There is no language model, nothing fills a tensor, or a trained tensor is wider than compute_dtype on purpose.
+        UnsupportedModelError: There is no language model, nothing fills a tensor, or a trained tensor is wider than
+            compute_dtype on purpose.
         DataError: Weights of the files are not finite.
 
     Cost:
-        Device memory of the finished shards, one whole unit, and what stands outside the layers. In training the latter is gathered from the start
-        of the forward to the end of the backward, a layer while it runs.
+        Device memory of the finished shards, one whole unit, and what stands outside the layers. In training the latter
+        is gathered from the start of the forward to the end of the backward, a layer while it runs.
 
     Source:
         Zero redundancy, stage 3: arXiv 1910.02054, through torch's ``fully_shard``.
     """
     found = find_causal_models(model)
     if not found:
-        raise UnsupportedModelError(f"{type(model).__name__} holds no transformers model to shard. Shard it in configure_model with fully_shard.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds no transformers model to shard. Shard it in configure_model with "
+            "fully_shard."
+        )
     sharder = _Sharder(mesh, filler=filler, compute_dtype=compute_dtype, master_dtype=master_dtype)
     sharder.units = {id(unit) for _, inner in found for unit in (*decoder_layers(inner), inner)}
     sharder.begin(model)
@@ -133,9 +142,13 @@ def shard_model(
         if filler is not None:
             stack.enter_context(filler.opened())
         sharder.visit(model, prefix="", owner=None)
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"]
+    left = [
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"
+    ]
     if left:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be built in shards: nothing fills {list_names(left)}.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be built in shards: nothing fills {list_names(left)}."
+        )
     return Status(STATUS_NAME, "active", sharder.describe(len(sharder.units)))
 
 
@@ -150,8 +163,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def unsharded_trained_names(module: nn.Module) -> list[str]:
-    """Return the trained parameters that are held whole, so that nothing would average their gradients over the ranks."""
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad and not isinstance(parameter, DTensor)]
+    """Return the trained parameters that are held whole, so that nothing would average their gradients over the
+    ranks.
+    """
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
 
 
 def sharded_roots(module: nn.Module) -> list[FSDPModule]:
@@ -172,8 +191,11 @@ def reshard(module: nn.Module) -> None:
             child.reshard()
 
 
-def gather_state(model: nn.Module, *, is_trained_only: bool, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Return the whole state of a sharded model in host memory on rank 0, and an empty dictionary elsewhere; every rank must call this.
+def gather_state(
+    model: nn.Module, *, is_trained_only: bool, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the whole state of a sharded model in host memory on rank 0, and an empty dictionary elsewhere; every rank
+    must call this.
 
     Args:
         model: The sharded model.
@@ -189,34 +211,56 @@ def gather_state(model: nn.Module, *, is_trained_only: bool, dtype: torch.dtype 
     state = cast("dict[str, torch.Tensor]", get_model_state_dict(model, options=options))
     if is_trained_only:
         # torch leaves the second name of a frozen tied weight in.
-        trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+        trained = {
+            name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad
+        }
         state = {name: tensor for name, tensor in state.items() if name in trained}
-    return {name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    return {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
 
 
 class _Sharder:
     """Walk over a model in the order in which it is initialised, fill what is on the meta device, and cut each unit."""
 
-    def __init__(self, mesh: DeviceMesh, *, filler: Filler | None, compute_dtype: torch.dtype | None, master_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        filler: Filler | None,
+        compute_dtype: torch.dtype | None,
+        master_dtype: torch.dtype | None,
+    ) -> None:
         self.mesh = mesh
         self.filler = filler
         self.compute_dtype = None if compute_dtype is torch.float32 else compute_dtype
         self.master_dtype = master_dtype
         self.units: set[int] = set()
         self._whole: set[nn.Parameter] = set()
-        # What parameters became that several modules share, and those that PEFT copied; nothing else may keep a whole tensor alive.
+        # What parameters became that several modules share, and those that PEFT copied; nothing else may keep a whole
+        # tensor alive.
         self._shared: dict[int, nn.Parameter | None] = {}
         self._originals: dict[str, nn.Parameter] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Find what modules share, and refuse a base that is trained whole and keeps a tensor wider than its unit would compute."""
-        places = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None)
+        """Find what modules share, and refuse a base that is trained whole and keeps a tensor wider than its unit
+        would compute.
+        """
+        places = Counter(
+            id(parameter)
+            for module in model.modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
         self._shared = {identity: None for identity, count in places.items() if count > 1}
         for name, parameter in model.named_parameters():
             if self.master_dtype is not None and parameter.requires_grad and self._is_wide(parameter):
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} keeps {name} in {_short(parameter.dtype)} and computes in {_short(self.compute_dtype)}; under FSDP2 a "
-                    "decoder layer computes in one dtype. Use FineTuner(dtype='float32'), or lora, which leaves that tensor frozen."
+                    f"{type(model).__name__} keeps {name} in {_short(parameter.dtype)} and computes in "
+                    f"{_short(self.compute_dtype)}; under FSDP2 a "
+                    "decoder layer computes in one dtype. Use FineTuner(dtype='float32'), or lora, which leaves that "
+                    "tensor frozen."
                 )
 
     def visit(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel | None) -> None:
@@ -233,13 +277,23 @@ class _Sharder:
 
     def describe(self, num_units: int) -> str:
         """Say in one line how the model is held."""
-        held = "weights in their own dtype" if self.master_dtype is None else f"trained weights in {_short(self.master_dtype)}"
-        computed = "" if self.compute_dtype is None else f", computed in {_short(self.compute_dtype)}, reduced in float32"
+        held = (
+            "weights in their own dtype"
+            if self.master_dtype is None
+            else f"trained weights in {_short(self.master_dtype)}"
+        )
+        computed = (
+            "" if self.compute_dtype is None else f", computed in {_short(self.compute_dtype)}, reduced in float32"
+        )
         return f"FSDP2 over {self.mesh.size()} devices, {num_units} units; {held}{computed}"
 
     def _fill(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel, filler: Filler) -> None:
         is_copy = "modules_to_save." in prefix
-        metas = {key: parameter for key, parameter in module._parameters.items() if parameter is not None and (parameter.is_meta or is_copy)}
+        metas = {
+            key: parameter
+            for key, parameter in module._parameters.items()
+            if parameter is not None and (parameter.is_meta or is_copy)
+        }
         names = {key: _plain_name(prefix + key) for key in metas}
         open_keys = []
         for key, meta in metas.items():
@@ -265,9 +319,12 @@ class _Sharder:
     def _cut(self, unit: nn.Module) -> None:
         policy = MixedPrecisionPolicy()
         if self.compute_dtype is not None:
-            # Adapters cast their factors themselves: gathered as they are held, their gradients are rounded nowhere, as on one device.
+            # Adapters cast their factors themselves: gathered as they are held, their gradients are rounded nowhere, as
+            # on one device.
             param_dtype = None if _trains_adapters_only(unit) else self.compute_dtype
-            policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         # A unit computes in one dtype: what is wider on purpose, and frozen, stays out of it.
         own = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
         self._whole |= {parameter for parameter in own if not parameter.requires_grad and self._is_wide(parameter)}
@@ -278,7 +335,8 @@ class _Sharder:
         fully_shard(unit, mesh=self.mesh, mp_policy=policy, ignored_params=self._whole or None)
 
     def _disguise(self, parameter: nn.Parameter) -> None:
-        """Let the bytes of a quantised weight pass as a floating dtype that is never cast: FSDP2 of older torch takes no integers.
+        """Let the bytes of a quantised weight pass as a floating dtype that is never cast: FSDP2 of older torch takes
+        no integers.
 
         bitsandbytes reads bytes whatever dtype they are stored in (its ``quant_storage``).
 
@@ -296,7 +354,11 @@ class _Sharder:
 
 def _trains_adapters_only(unit: nn.Module) -> bool:
     """Whether what is trained in a unit are LoRA factors, and nothing besides."""
-    trained = [name for name, parameter in unit.named_parameters() if parameter.requires_grad and not isinstance(parameter, DTensor)]
+    trained = [
+        name
+        for name, parameter in unit.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
     return bool(trained) and all(".lora_A." in name or ".lora_B." in name for name in trained)
 
 
@@ -313,7 +375,15 @@ class Filler:
         with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
             yield
 
-    def fill(self, module: nn.Module, *, keys: list[str], prefix: str, owner: PreTrainedModel, master_dtype: torch.dtype | None) -> None:
+    def fill(
+        self,
+        module: nn.Module,
+        *,
+        keys: list[str],
+        prefix: str,
+        owner: PreTrainedModel,
+        master_dtype: torch.dtype | None,
+    ) -> None:
         """Fill module's own parameters of these keys and its buffers."""
         raise NotImplementedError
 
@@ -323,9 +393,16 @@ class Filler:
 
         PEFT moves a new adapter to the device of its base weight, where its values would be lost.
         """
-        places = [(module._parameters, key, parameter) for module in model.modules() for key, parameter in module._parameters.items()]
+        places = [
+            (module._parameters, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+        ]
         metas = [(parameters, key, meta) for parameters, key, meta in places if meta is not None and meta.is_meta]
-        stand_ins = {id(meta): nn.Parameter(torch.zeros((), dtype=meta.dtype, device="cpu").expand(meta.shape)) for _, _, meta in metas}
+        stand_ins = {
+            id(meta): nn.Parameter(torch.zeros((), dtype=meta.dtype, device="cpu").expand(meta.shape))
+            for _, _, meta in metas
+        }
         for parameters, key, meta in metas:
             parameters[key] = stand_ins[id(meta)]
             stand_ins[id(meta)].requires_grad = meta.requires_grad
@@ -350,12 +427,22 @@ class _RandomFiller(Filler):
         with super().opened(), seeded(self.seed, device=self.device):
             yield
 
-    def fill(self, module: nn.Module, *, keys: list[str], prefix: str, owner: PreTrainedModel, master_dtype: torch.dtype | None) -> None:
+    def fill(
+        self,
+        module: nn.Module,
+        *,
+        keys: list[str],
+        prefix: str,
+        owner: PreTrainedModel,
+        master_dtype: torch.dtype | None,
+    ) -> None:
         """Give module's own tensors memory and let the model initialise them."""
         for key in keys:
             meta = module._parameters[key]
             assert meta is not None
-            module._parameters[key] = nn.Parameter(torch.empty_like(meta, device=self.device), requires_grad=meta.requires_grad)
+            module._parameters[key] = nn.Parameter(
+                torch.empty_like(meta, device=self.device), requires_grad=meta.requires_grad
+            )
         _give_buffers(module, device=self.device)
         owner._init_weights(module)
 
@@ -382,7 +469,15 @@ class _FileFiller(Filler):
             refuse_not_finite(list(self.largest), list(self.largest.values()), name=self.name)
             self._files, self.largest = {}, {}
 
-    def fill(self, module: nn.Module, *, keys: list[str], prefix: str, owner: PreTrainedModel, master_dtype: torch.dtype | None) -> None:
+    def fill(
+        self,
+        module: nn.Module,
+        *,
+        keys: list[str],
+        prefix: str,
+        owner: PreTrainedModel,
+        master_dtype: torch.dtype | None,
+    ) -> None:
         """Read module's own tensors; what no file holds (tables of rotary frequencies) the model computes."""
         for key in keys:
             meta = module._parameters[key]
@@ -417,10 +512,14 @@ def _give_buffers(module: nn.Module, *, device: torch.device) -> bool:
 
 
 def _find_tensors(model: PreTrainedModel, source: ModelSource) -> dict[str, str] | None:
-    """Return the file of each tensor; None where the files do not hold exactly the model's tensors under the model's names and in its shapes."""
+    """Return the file of each tensor; None where the files do not hold exactly the model's tensors under the
+    model's names and in its shapes.
+    """
     from safetensors import safe_open
 
-    if getattr(source.config, "quantization_config", None) is not None or getattr(model, "_keep_in_fp32_modules_strict", None):
+    if getattr(source.config, "quantization_config", None) is not None or getattr(
+        model, "_keep_in_fp32_modules_strict", None
+    ):
         return None
     tied = set(model.all_tied_weights_keys)
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}

@@ -15,14 +15,19 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def plain_numbers(device_type: str) -> AbstractContextManager[None]:
-    """Return a context without graph and without autocast; one that does nothing where both are off, which saves ten microseconds of the host.
+    """Return a context without graph and without autocast; one that does nothing where both are off, which saves ten
+    microseconds of the host.
 
     Example:
         >>> with plain_numbers("cpu"):
         ...     torch.is_grad_enabled()
         False
     """
-    return _plain_numbers(device_type) if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type) else nullcontext()
+    return (
+        _plain_numbers(device_type)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type)
+        else nullcontext()
+    )
 
 
 @contextmanager
@@ -37,7 +42,8 @@ def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None
     Args:
         backend: "auto", "triton" or "reference".
         device: Where the tensors are.
-        dtype: Of the tensors, where the kernel takes bf16, fp16 and fp32 only; None where it takes whatever the twin takes.
+        dtype: Of the tensors, where the kernel takes bf16, fp16 and fp32 only; None where it takes whatever the twin
+            takes.
 
     Raises:
         OptionError: The backend is unknown, or "triton" cannot serve these tensors.

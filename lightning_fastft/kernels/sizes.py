@@ -1,4 +1,6 @@
-"""Arithmetic of launch sizes on the host: triton's own functions pass a wrapper that costs several microseconds a call."""
+"""Arithmetic of launch sizes on the host: triton's own functions pass a wrapper that costs several microseconds a
+call.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""LoRA on stacks of expert weights as two thin grouped products: a swap of PEFT's wrappers that changes no name, file or method of PEFT.
+"""LoRA on stacks of expert weights as two thin grouped products: a swap of PEFT's wrappers that changes no name, file
+or method of PEFT.
 
-PEFT writes ``weight + scale * lhs @ rhs`` for the whole stack, twice in each forward. Here the experts function asks the wrapper for its two factors.
+PEFT writes ``weight + scale * lhs @ rhs`` for the whole stack, twice in each forward. Here the experts function asks
+the wrapper for its two factors.
 
 Axes: E experts, I input columns, O output columns, R adapter rank.
 """
@@ -14,7 +16,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch import nn
 
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first
 from lightning_fastft.moe.routing import ExpertAdapter
 
@@ -26,12 +28,13 @@ _FACTOR_ATTRIBUTE = "fastft_expert_factor"
 
 
 class ParamWrapper(PeftParamWrapper):
-    """PEFT's LoRA on one stack of expert weights; the stack is never written anew, the experts function reads the factors instead.
+    """PEFT's LoRA on one stack of expert weights; the stack is never written anew, the experts function reads the
+    factors instead.
 
     It has PEFT's own name, by which PEFT finds its wrappers when adapters are added.
     """
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PEFT's signature
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand over to what is wrapped, or run PEFT's own forward for what is not one plain adapter."""
         if self.plain_adapter() is None:
             return super().forward(x, *args, **kwargs)
@@ -39,14 +42,17 @@ class ParamWrapper(PeftParamWrapper):
         return self.base_layer(x, *args, **kwargs)
 
     def plain_adapter(self) -> str | None:
-        """Return the one adapter that is active, neither merged nor disabled; None where PEFT's own forward must run."""
+        """Return the one adapter that is active, neither merged nor disabled; None where PEFT's own forward must
+        run.
+        """
         if self.disable_adapters or self.merged or self.num_experts == 1:
             return None
         names = [name for name in self.active_adapters if name in self.lora_A]
         return names[0] if len(names) == 1 else None
 
     def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Return lhs, rhs and scale of an adapter: ``weight + scale * lhs @ rhs`` as the stack is stored, both (E, ., .) views of PEFT's weights.
+        """Return lhs, rhs and scale of an adapter: ``weight + scale * lhs @ rhs`` as the stack is stored, both (E, .,
+        .) views of PEFT's weights.
 
         The expert is the slowest axis of A and the fastest of B.
         """
@@ -58,7 +64,7 @@ class ParamWrapper(PeftParamWrapper):
         return a_ERI.transpose(1, 2), b_EOR.transpose(1, 2), scale
 
 
-class _FactorShadow:
+class _FactorCopy:
     """The narrow copy of one factor, expert first and contiguous, and the state of the master it was copied from."""
 
     def __init__(self, master: torch.Tensor, dtype: torch.dtype, *, num_experts: int, is_expert_last: bool) -> None:
@@ -74,14 +80,21 @@ class _FactorShadow:
     def is_copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether the tensor can hold this master: same object, size, device and dtype."""
         tensor = self.tensor
-        return master is self.master and tensor.numel() == master.numel() and tensor.device == master.device and tensor.dtype is dtype
+        return (
+            master is self.master
+            and tensor.numel() == master.numel()
+            and tensor.device == master.device
+            and tensor.dtype is dtype
+        )
 
     def is_current(self) -> bool:
         """Whether the master is as it was copied, as far as the host can see: version counter and address."""
         return self._version == self.master._version and self._pointer == self.master.data_ptr()
 
     def master_view(self) -> torch.Tensor:
-        """The master with the expert as an axis of its own: (E, R, columns), or (columns, R, E) as PEFT stores the second factor."""
+        """The master with the expert as an axis of its own: (E, R, columns), or (columns, R, E) as PEFT stores
+        the second factor.
+        """
         master = self.master.detach()
         if self.is_expert_last:
             return master.view(master.shape[0], -1, self._num_experts)
@@ -102,11 +115,12 @@ class _FactorShadow:
         self._pointer = self.master.data_ptr()
 
 
-class ExpertShadows:
-    """Hold narrow copies of adapters on experts in the order that grouped products read, and keep them equal to their masters.
+class LowPrecisionExpertAdapters:
+    """Hold narrow copies of adapters on experts in the order that grouped products read, and keep them equal to their
+    masters.
 
-    A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and copied again. What changes a
-    master without either needs ``refresh``.
+    A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and
+    copied again. What changes a master without either needs ``refresh``.
 
     Args:
         compute_dtype: Dtype of the copies; stacks in another one are served without.
@@ -120,19 +134,22 @@ class ExpertShadows:
         """Count the copies that exist."""
         return len(self._copies())
 
-    def watch(self, model: nn.Module, ledger: SwapLedger) -> None:
-        """Serve every wrapper around a stack, also those that hand over their factors only later; undoing the ledger drops the copies."""
+    def watch(self, model: nn.Module, patcher: ModelPatcher) -> None:
+        """Serve every wrapper around a stack, also those that hand over their factors only later; undoing the
+        patcher drops the copies.
+        """
         self._wrappers = [module for module in model.modules() if isinstance(module, PeftParamWrapper)]
         for wrapper in self._wrappers:
-            ledger.set_attribute(wrapper, _SHADOWS_ATTRIBUTE, self)
+            patcher.set_attribute(wrapper, _SHADOWS_ATTRIBUTE, self)
         if self._wrappers:
-            ledger.add_undo(self._drop)
+            patcher.add_undo(self._drop)
 
     def refresh(self) -> None:
         """Copy every master into its narrow copy.
 
         Cost:
-            One foreach copy over all first factors and one launch per second factor: reads masters, writes copies; no host synchronisation.
+            One foreach copy over all first factors and one launch per second factor: reads masters, writes copies; no
+            host synchronisation.
         """
         copies = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
         plain = [copy for copy in copies if not copy.is_expert_last]
@@ -146,17 +163,24 @@ class ExpertShadows:
                 copy.mark()
 
     def read(self, wrapper: PeftParamWrapper, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return lora_A and lora_B of an adapter as (E, R, columns), up to date as far as the host can see; None where they are narrow themselves."""
+        """Return lora_A and lora_B of an adapter as (E, R, columns), up to date as far as the host can see; None
+        where they are narrow themselves.
+        """
         linears = (wrapper.lora_A[name], wrapper.lora_B[name])
         if all(linear.weight.dtype is self.compute_dtype for linear in linears):
             return None
-        a, b = (self._read(linear, wrapper.num_experts, is_expert_last=is_last) for linear, is_last in zip(linears, (False, True)))
+        a, b = (
+            self._read(linear, wrapper.num_experts, is_expert_last=is_last)
+            for linear, is_last in zip(linears, (False, True))
+        )
         return a, b
 
     def _read(self, linear: nn.Linear, num_experts: int, *, is_expert_last: bool) -> torch.Tensor:
-        shadow: _FactorShadow | None = vars(linear).get(_FACTOR_ATTRIBUTE)
+        shadow: _FactorCopy | None = vars(linear).get(_FACTOR_ATTRIBUTE)
         if shadow is None or not shadow.is_copy_of(linear.weight, self.compute_dtype):
-            shadow = _FactorShadow(linear.weight, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last)
+            shadow = _FactorCopy(
+                linear.weight, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last
+            )
             setattr(linear, _FACTOR_ATTRIBUTE, shadow)
         elif not shadow.is_current():
             shadow.copy_master()
@@ -165,7 +189,7 @@ class ExpertShadows:
     def _linears(self) -> list[nn.Linear]:
         return [linear for wrapper in self._wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())]
 
-    def _copies(self) -> list[_FactorShadow]:
+    def _copies(self) -> list[_FactorCopy]:
         return [vars(linear)[_FACTOR_ATTRIBUTE] for linear in self._linears() if _FACTOR_ATTRIBUTE in vars(linear)]
 
     def _drop(self) -> None:
@@ -174,14 +198,15 @@ class ExpertShadows:
         self._wrappers.clear()
 
 
-def install_expert_adapters(model: nn.Module, ledger: SwapLedger, *, experts: Sequence[nn.Module]) -> int:
+def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts: Sequence[nn.Module]) -> int:
     """Let PEFT's wrappers around the stacks of these experts hand over their factors.
 
-    Adapters are served for exactly one active adapter that is neither merged nor disabled; anything else runs PEFT's own forward.
+    Adapters are served for exactly one active adapter that is neither merged nor disabled; anything else runs PEFT's
+    own forward.
 
     Args:
         model: A PEFT model, or a module around one.
-        ledger: Where the swaps are written down.
+        patcher: Where the swaps are written down.
         experts: Modules whose experts function is ours.
 
     Returns:
@@ -202,14 +227,15 @@ def install_expert_adapters(model: nn.Module, ledger: SwapLedger, *, experts: Se
             continue
         swapped = {wrapper.parameter_name: share_state(wrapper, ParamWrapper) for _, wrapper in wrappers}
         for name, wrapper in wrappers:
-            ledger.replace_module(model, name, swapped[wrapper.parameter_name])
-        ledger.set_attribute(module, WRAPPERS_ATTRIBUTE, swapped)
+            patcher.replace_module(model, name, swapped[wrapper.parameter_name])
+        patcher.set_attribute(module, WRAPPERS_ATTRIBUTE, swapped)
         num_swapped += len(wrappers)
     return num_swapped
 
 
 def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: torch.dtype) -> ExpertAdapter | None:
-    """Return the adapter on one stack of an experts module; None where there is none, or PEFT's own forward has to serve it.
+    """Return the adapter on one stack of an experts module; None where there is none, or PEFT's own forward has to
+    serve it.
 
     Args:
         experts: The module that holds the stack.
@@ -218,7 +244,8 @@ def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: t
         dtype: Of the stack, in which its products compute.
 
     Cost:
-        Views, and narrow copies of the factors where ExpertShadows keep them and they are missing or stale.
+        Views, and narrow copies of the factors where LowPrecisionExpertAdapters keep them and they are missing or
+        stale.
     """
     wrappers: Mapping[str, ParamWrapper] = vars(experts).get(WRAPPERS_ATTRIBUTE, {})
     wrapper = wrappers.get(name)
@@ -226,7 +253,7 @@ def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: t
     if wrapper is None or active is None:
         return None
     lhs, rhs, scale = wrapper.factors(active)
-    shadows: ExpertShadows | None = vars(wrapper).get(_SHADOWS_ATTRIBUTE)
+    shadows: LowPrecisionExpertAdapters | None = vars(wrapper).get(_SHADOWS_ATTRIBUTE)
     found = None if shadows is None or shadows.compute_dtype is not dtype else shadows.read(wrapper, active)
     # The stack is lhs @ rhs as it is stored: of the two the one that reads its rows is our A.
     is_a_in_front = is_transposed != wrapper._did_swap_in_out_features

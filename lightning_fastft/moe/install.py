@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import find_causal_models, is_on_interface
 from lightning_fastft.kernels.expert_gate.reference import GateForm
@@ -37,7 +37,8 @@ _EXPERTS_CLASS = re.compile(r"Experts?(?![a-z])")
 def find_experts(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the mixture layers that BincountRouter can serve, with their dotted names.
 
-    These are the experts modules on transformers' ExpertsInterface inside each causal language model, and Llama 4's ``Llama4TextMoe``.
+    These are the experts modules on transformers' ExpertsInterface inside each causal language model, and Llama 4's
+    ``Llama4TextMoe``.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
@@ -55,23 +56,23 @@ def find_experts(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def install_bincount_router(root: nn.Module, ledger: SwapLedger) -> list[Status]:
+def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Status]:
     """Let every mixture layer inside root run on one stable sort, one count and grouped products.
 
-    Only these instances change: a model that shares its configuration object with one of them keeps its own experts. Routers stay transformers' own,
-    with their recorded logits and auxiliary loss, and parameters and state-dict keys stay. While this is installed, ``set_experts_implementation``
-    does not reach the experts.
+    Only these instances change: a model that shares its configuration object with one of them keeps its own experts.
+    Routers stay transformers' own, with their recorded logits and auxiliary loss, and parameters and state-dict keys
+    stay. While this is installed, ``set_experts_implementation`` does not reach the experts.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
-        ledger: Where every change is written down.
+        patcher: Where every change is written down.
 
     Returns:
         One status "expert router" for each model: active, or inactive where a model has no MoE layers.
 
     Raises:
-        UnsupportedModelError: A model has MoE layers and none is known, or one has a gate, a dtype or a placement that cannot be served exactly.
-            Nothing has been changed then.
+        UnsupportedModelError: A model has MoE layers and none is known, or one has a gate, a dtype or a placement that
+            cannot be served exactly. Nothing has been changed then.
 
     Cost:
         Host work once per run; no device work.
@@ -84,9 +85,13 @@ def install_bincount_router(root: nn.Module, ledger: SwapLedger) -> list[Status]
     statuses = []
     for name, model, layers in plans:
         for layer in layers:
-            _swap(model, layer, ledger)
+            _swap(model, layer, patcher)
         status = _describe(
-            model, layers, num_adapted=install_expert_adapters(model, ledger, experts=[_inner_experts(layer.module) for layer in layers])
+            model,
+            layers,
+            num_adapted=install_expert_adapters(
+                model, patcher, experts=[_inner_experts(layer.module) for layer in layers]
+            ),
         )
         # With several models in one module the table says whose status it is.
         statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
@@ -104,7 +109,9 @@ def check_unsharded(root: nn.Module) -> None:
 
 
 class _Layer(NamedTuple):
-    """One mixture layer: its place in the model, the module that is swapped, the one that holds the stacks, and their gate."""
+    """One mixture layer: its place in the model, the module that is swapped, the one that holds the stacks, and
+    their gate.
+    """
 
     name: str
     module: nn.Module
@@ -121,7 +128,7 @@ def _is_llama4(module: nn.Module) -> bool:
     return any(cls.__name__ == _LLAMA4 for cls in type(module).__mro__)
 
 
-def _inner_experts(module: nn.Module) -> Any:  # noqa: ANN401 - an experts module of transformers
+def _inner_experts(module: nn.Module) -> Any:
     """The module that holds the stacks: below adapters in Llama 4's layer, the module itself on the interface."""
     if not _is_llama4(module):
         return module
@@ -138,7 +145,8 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
     sign = "" if found else _sign_of_experts(model)
     if sign:
         raise UnsupportedModelError(
-            f"{title} has MoE layers ({sign}), and none is on transformers' ExpertsInterface or a layer that BincountRouter swaps: its experts would "
+            f"{title} has MoE layers ({sign}), and none is on transformers' ExpertsInterface or a layer that "
+            "BincountRouter swaps: its experts would "
             "run as before. Leave BincountRouter out for this model."
         )
     layers = []
@@ -150,7 +158,9 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
                 raise UnsupportedModelError("its forward was replaced on this instance, so a swap would not be called")
             layers.append(_Layer(name, module, experts, recognise_gate(experts)))
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{title}, {name}: {error}. Leave BincountRouter out to train it with transformers' own experts.") from error
+            raise UnsupportedModelError(
+                f"{title}, {name}: {error}. Leave BincountRouter out to train it with transformers' own experts."
+            ) from error
     return layers
 
 
@@ -159,20 +169,20 @@ def _check_weights(experts: nn.Module) -> None:
         check_weight(experts, name, getattr(experts, name))
 
 
-def _swap(model: PreTrainedModel, layer: _Layer, ledger: SwapLedger) -> None:
-    ledger.set_attribute(layer.experts, FORM_ATTRIBUTE, layer.form)
+def _swap(model: PreTrainedModel, layer: _Layer, patcher: ModelPatcher) -> None:
+    patcher.set_attribute(layer.experts, FORM_ATTRIBUTE, layer.form)
     if not _is_llama4(layer.module):
         # The configuration may be another model's too: these experts dispatch on a copy of their own.
         config = copy.copy(layer.experts.config)
         config._experts_implementation_internal = NAME
-        ledger.set_attribute(layer.experts, "config", config)
+        patcher.set_attribute(layer.experts, "config", config)
         return
     from lightning_fastft.moe.llama4 import RoutedLlama4Experts, RoutedLlama4Moe
 
     if not isinstance(layer.module, RoutedLlama4Moe):
         name = next(path for path, part in layer.module.named_modules() if part is layer.experts)
-        ledger.replace_module(layer.module, name, share_state(layer.experts, RoutedLlama4Experts))
-        ledger.replace_module(model, layer.name, share_state(layer.module, RoutedLlama4Moe))
+        patcher.replace_module(layer.module, name, share_state(layer.experts, RoutedLlama4Experts))
+        patcher.replace_module(model, layer.name, share_state(layer.module, RoutedLlama4Moe))
 
 
 def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int) -> Status:
@@ -183,12 +193,20 @@ def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int)
     num_chosen = _first(config, _NUM_CHOSEN)
     chosen = f", {num_chosen} per token" if num_chosen else ""
     picks = sorted({pick for layer in layers for pick in grouped_backends(layer.experts)})
-    reason = f"{len(layers)} MoE layers ({num_experts} experts{chosen}), {config.model_type}; grouped GEMM: {', '.join(picks)}"
+    reason = (
+        f"{len(layers)} MoE layers ({num_experts} experts{chosen}), {config.model_type}; grouped GEMM: "
+        f"{', '.join(picks)}"
+    )
     if num_adapted:
         reason += f"; adapters on {num_adapted} stacks, by thin products"
     others = _find_strangers(model, [layer.module for layer in layers])
     if others:
-        return Status(STATUS_NAME, "active", f"{reason}; left as they are: {', '.join(others)}", "These experts are not on transformers' interface.")
+        return Status(
+            STATUS_NAME,
+            "active",
+            f"{reason}; left as they are: {', '.join(others)}",
+            "These experts are not on transformers' interface.",
+        )
     return Status(STATUS_NAME, "active", reason)
 
 
@@ -219,8 +237,10 @@ def _looks_like_experts(name: str, module: nn.Module) -> bool:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return len(module) > 1 and _EXPERTS_NAME.search(name) is not None
     has_stack = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-    return has_stack and (_EXPERTS_CLASS.search(type(module).__name__) is not None or _EXPERTS_NAME.search(name) is not None)
+    return has_stack and (
+        _EXPERTS_CLASS.search(type(module).__name__) is not None or _EXPERTS_NAME.search(name) is not None
+    )
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int | None:  # noqa: ANN401 - a configuration of transformers
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -1,6 +1,8 @@
-"""The experts modules of transformers in the terms of our core: their weights, adapters and gate, and the experts function that runs them.
+"""The experts modules of transformers in the terms of our core: their weights, adapters and gate, and the experts
+function that runs them.
 
-Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P columns of gate and up, I input columns,
+Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P columns of gate
+    and up, I input columns,
 O output columns, R adapter rank.
 """
 
@@ -30,7 +32,8 @@ NAME = "fastft"
 FORM_ATTRIBUTE = "fastft_gate_form"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Classes with an _apply_gate of their own that is read and known: whether gate and up alternate, and where the limit and alpha of the clamps are.
+# Classes with an _apply_gate of their own that is read and known: whether gate and up alternate, and where the limit
+# and alpha of the clamps are.
 _CLAMPED = MappingProxyType(
     {
         "GptOssExperts": (True, "limit", "alpha"),
@@ -40,7 +43,8 @@ _CLAMPED = MappingProxyType(
 )
 # Same formula as the default, written in fp32.
 _WIDE_DEFAULT = ("BeamExperts",)
-# Two formulas that are the same differ by rounding, far below this; the two GELUs, the closest different ones, differ by 1e-4.
+# Two formulas that are the same differ by rounding, far below this; the two GELUs, the closest different ones, differ
+# by 1e-4.
 _PROBE_TOLERANCE = 1e-5
 
 
@@ -55,10 +59,13 @@ def register_experts() -> None:
     ExpertsInterface.register(NAME, fastft_experts_forward)
 
 
-def fastft_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+def fastft_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     """Run the routed experts of one layer; the function behind ``experts_implementation="fastft"``.
 
-    One stable sort and one count bring the slots in the order of their experts. Ids at or above ``num_experts`` are nobody's and contribute nothing.
+    One stable sort and one count bring the slots in the order of their experts. Ids at or above ``num_experts`` are
+    nobody's and contribute nothing.
 
     Args:
         self: The experts module, as transformers hands it over.
@@ -70,7 +77,8 @@ def fastft_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: 
         Weighted sum of the experts' outputs, shape and dtype of hidden_states.
 
     Raises:
-        UnsupportedModelError: The gate of the experts is a formula that is not known here, or their weights are quantised or sharded.
+        UnsupportedModelError: The gate of the experts is a formula that is not known here, or their weights are
+            quantised or sharded.
 
     Cost:
         As run_experts; no host synchronisation.
@@ -113,7 +121,9 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
 
 
 def weight_names(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the first and the second stack of weights; experts without a gate have only an up projection in front."""
+    """Return the names of the first and the second stack of weights; experts without a gate have only an up
+    projection in front.
+    """
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
 
 
@@ -123,18 +133,22 @@ def grouped_backends(module: nn.Module) -> set[str]:
     for name in weight_names(module):
         weight, bias = _read_stack(module, name)
         weight_EIO = dense_weight(weight)
-        picks.add(choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=bias is not None))
+        picks.add(
+            choose_backend(weight_EIO.new_empty((1, weight_EIO.shape[1])), weight_EIO, has_addend=bias is not None)
+        )
     return picks
 
 
 def read_linear(module: nn.Module, name: str) -> ExpertLinear:
-    """Return one product of an experts module: its weight as (E, I, O), its bias, and the adapter that PEFT hangs in front of it.
+    """Return one product of an experts module: its weight as (E, I, O), its bias, and the adapter that PEFT hangs in
+    front of it.
 
     Raises:
         UnsupportedModelError: The weight is sharded.
 
     Cost:
-        Views; with several active adapters PEFT's own copy of the stack; where narrow copies of an adapter are kept and stale, those.
+        Views; with several active adapters PEFT's own copy of the stack; where narrow copies of an adapter are kept and
+        stale, those.
     """
     weight, bias = _read_stack(module, name)
     adapter = find_adapter(module, name, is_transposed=bool(getattr(module, "is_transposed", True)), dtype=weight.dtype)
@@ -162,18 +176,21 @@ def check_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
     """
     if isinstance(weight, DTensor):
         raise UnsupportedModelError(
-            f"experts are sharded: {type(module).__name__}.{name} is a DTensor (FSDP2 or expert parallelism), and the routed products need "
+            f"experts are sharded: {type(module).__name__}.{name} is a DTensor (FSDP2 or expert parallelism), and the "
+            "routed products need "
             "whole stacks. Train on one device or with strategy='fastft_ddp', or leave BincountRouter out."
         )
     if weight.dtype not in _DTYPES or weight.ndim != 3:
         raise UnsupportedModelError(
-            f"{type(module).__name__}.{name} is held as {tuple(weight.shape)} in {weight.dtype}, and (E, ., .) in bf16, fp16 or fp32 is what can be "
+            f"{type(module).__name__}.{name} is held as {tuple(weight.shape)} in {weight.dtype}, and (E, ., .) in "
+            "bf16, fp16 or fp32 is what can be "
             "trained. Load the model dequantised."
         )
 
 
 def gate_form(module: nn.Module) -> GateForm:
-    """Return what stands between the two products of an experts module; recognised once, compared with the module's own formula on numbers.
+    """Return what stands between the two products of an experts module; recognised once, compared with the module's own
+    formula on numbers.
 
     Raises:
         UnsupportedModelError: The formula is not one of those known here; it is never guessed.
@@ -203,12 +220,16 @@ def recognise_gate(module: nn.Module) -> GateForm:
     else:
         raise UnsupportedModelError(f"{owner}._apply_gate is a formula of its own that is not known here")
     if form.is_interleaved == getattr(module, "is_concatenated", True) or not _agrees(module, form):
-        raise UnsupportedModelError(f"the gate of {type(module).__name__} is not what its class promises: {form} gives other numbers")
+        raise UnsupportedModelError(
+            f"the gate of {type(module).__name__} is not what its class promises: {form} gives other numbers"
+        )
     return form
 
 
 def _gate_owner(module: nn.Module) -> str:
-    """The class that writes a gate of its own; empty for the default of the interface, for experts without a gate and off the interface."""
+    """The class that writes a gate of its own; empty for the default of the interface, for experts without a gate
+    and off the interface.
+    """
     if not getattr(module, "has_gate", True):
         return ""
     for cls in type(module).__mro__:
@@ -218,7 +239,7 @@ def _gate_owner(module: nn.Module) -> str:
     return ""
 
 
-def _agrees(module: Any, form: GateForm) -> bool:  # noqa: ANN401 - an experts module
+def _agrees(module: Any, form: GateForm) -> bool:
     """Whether form and the module's own code give the same numbers, on both sides of every clamp."""
     reach = 1.5 * form.limit if form.activation == "clamped" and math.isfinite(form.limit) else 10.0
     generator = torch.Generator(device="cpu").manual_seed(0)

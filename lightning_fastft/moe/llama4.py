@@ -12,7 +12,9 @@ from lightning_fastft.moe.interface import run_slots
 
 
 class RoutedLlama4Experts(Llama4TextExperts):
-    """The experts of a Llama 4 layer, one expert for each row; called as a module, so that adapters around it stay in force."""
+    """The experts of a Llama 4 layer, one expert for each row; called as a module, so that adapters around it
+    stay in force.
+    """
 
     def forward(self, x_ND: torch.Tensor, expert_N: torch.Tensor) -> torch.Tensor:
         """Return the output of each row's expert.
@@ -30,8 +32,8 @@ class RoutedLlama4Experts(Llama4TextExperts):
 class RoutedLlama4Moe(Llama4TextMoe):
     """A Llama 4 mixture layer that computes what transformers computes, without the products of zeros.
 
-    An expert that was not chosen sees zeros there and answers zeros, with a zero gradient, so leaving it out is exact. Llama 4 multiplies the input
-    of an expert with its routing weight, not the output.
+    An expert that was not chosen sees zeros there and answers zeros, with a zero gradient, so leaving it out is exact.
+    Llama 4 multiplies the input of an expert with its routing weight, not the output.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The experts of one layer on routed tokens: one stable sort, one count, grouped products, and a hand-written backward.
 
-Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P = 2 F columns of gate and up, I input
+Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P = 2 F columns
+    of gate and up, I input
 columns, O output columns, R adapter rank.
 """
 
@@ -33,14 +34,16 @@ _NUM_FACTORS = 2
 class ExpertAdapter(NamedTuple):
     """LoRA on a stack of expert weights: ``x @ weight[e] + scale * (x @ a[e]) @ b[e]``.
 
-    Without narrow factors each pass casts the factors and lays them out anew. With them the factors are never read and only get the gradients, in
-    their own dtype; narrow factors that change between forward and backward are an error of autograd, not a wrong gradient.
+    Without narrow factors each pass casts the factors and lays them out anew. With them the factors are never read and
+    only get the gradients, in their own dtype; narrow factors that change between forward and backward are an error of
+    autograd, not a wrong gradient.
 
     Args:
         a_EIR: Shape (E, I, R); any floating dtype (it computes in that of the tokens); any view.
         b_ERO: Shape (E, R, O); as a_EIR.
         scale: Factor on the low-rank product.
-        narrow_a_ERI: a with its last two axes exchanged. Shape (E, R, I), contiguous; dtype of the tokens. Given with narrow_b_ERO or not at all.
+        narrow_a_ERI: a with its last two axes exchanged. Shape (E, R, I), contiguous; dtype of the tokens. Given with
+            narrow_b_ERO or not at all.
         narrow_b_ERO: b. Shape (E, R, O), contiguous; dtype of the tokens.
     """
 
@@ -66,7 +69,8 @@ class ExpertLinear(NamedTuple):
     """One product of every expert.
 
     Args:
-        weight_EIO: Shape (E, I, O), so that ``x @ weight[e]``; dtype of the tokens; any view with a stride of 1 along I or O, or a packed weight.
+        weight_EIO: Shape (E, I, O), so that ``x @ weight[e]``; dtype of the tokens; any view with a stride of 1 along I
+            or O, or a packed weight.
         bias_EO: Shape (E, O), dtype of the tokens; None for none.
         adapter: LoRA beside the weight; None for none.
     """
@@ -77,7 +81,9 @@ class ExpertLinear(NamedTuple):
 
 
 class ExpertPoint(NamedTuple):
-    """Where a plan may hold the first product instead of computing it again: the open session of the decoder layer, and the experts' name in it."""
+    """Where a plan may hold the first product instead of computing it again: the open session of the decoder
+    layer, and the experts' name in it.
+    """
 
     session: Session
     name: str
@@ -107,8 +113,8 @@ def run_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts.
 
-    ``y[t] = sum over k of weight[t, k] * (gate(x[t] @ gate_up[e]) @ down[e])`` with ``e = expert[t, k]``. Slots with an id outside [0, num_experts)
-    (sentinels of expert parallelism) contribute nothing. Two runs are bit-equal.
+    ``y[t] = sum over k of weight[t, k] * (gate(x[t] @ gate_up[e]) @ down[e])`` with ``e = expert[t, k]``. Slots with an
+    id outside [0, num_experts) (sentinels of expert parallelism) contribute nothing. Two runs are bit-equal.
 
     Args:
         x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous.
@@ -118,7 +124,8 @@ def run_experts(
         down: Second product, F to D columns.
         form: What stands between the two.
         num_experts: E.
-        has_gate: False where the first product has no gate: the activation of its columns is the input of the second one.
+        has_gate: False where the first product has no gate: the activation of its columns is the input of the second
+            one.
         point: Where a plan holds values; None outside activation checkpointing.
 
     Returns:
@@ -128,12 +135,14 @@ def run_experts(
         ShapeError: Shapes, dtypes, devices or layouts do not fit.
 
     Cost:
-        Forward 2 N (D P + F D) FLOP and six passes over rows besides; backward as much again for the inputs, and again for weights that are trained.
-        Kept for the backward: x_TD, N x P values, the order and the routing weights. No copy of a weight stack. Without narrow factors one pass over
-        the adapters each way. No host synchronisation on CUDA.
+        Forward 2 N (D P + F D) FLOP and six passes over rows besides; backward as much again for the inputs, and again
+        for weights that are trained. Kept for the backward: x_TD, N x P values, the order and the routing weights. No
+        copy of a weight stack. Without narrow factors one pass over the adapters each way. No host synchronisation on
+        CUDA.
 
     Source:
-        Routing by one sort: Unsloth and NVIDIA, as published. Gradient of the routing weights without experts' outputs: SonicMoE, arXiv 2512.14080.
+        Routing by one sort: Unsloth and NVIDIA, as published. Gradient of the routing weights without experts' outputs:
+        SonicMoE, arXiv 2512.14080.
 
     Example:
         >>> identity = ExpertLinear(torch.eye(2).repeat(2, 1, 1))
@@ -146,7 +155,8 @@ def run_experts(
     check_int("num_experts", num_experts, low=1)
     if expert_TK.shape != weight_TK.shape or expert_TK.ndim != 2 or expert_TK.shape[0] != x_TD.shape[0]:
         raise ShapeError(
-            f"expert_TK has shape {tuple(expert_TK.shape)}, weight_TK {tuple(weight_TK.shape)} and x_TD {tuple(x_TD.shape)}; the first two must be "
+            f"expert_TK has shape {tuple(expert_TK.shape)}, weight_TK {tuple(weight_TK.shape)} and x_TD "
+            f"{tuple(x_TD.shape)}; the first two must be "
             "equal, with a row per token."
         )
     for name, linear in (("gate_up", gate_up), ("down", down)):
@@ -174,7 +184,9 @@ class _Call(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """One product in the dtype of the tokens, with both factors contiguous in these orders, as the grouped products want them."""
+    """One product in the dtype of the tokens, with both factors contiguous in these orders, as the grouped
+    products want them.
+    """
 
     weight_EIO: torch.Tensor | PackedWeight
     bias_EO: torch.Tensor | None
@@ -193,14 +205,14 @@ class _Wanted(NamedTuple):
 class _RoutedExperts(torch.autograd.Function):
     """The experts of one layer.
 
-    Saves x_TD, the first product, the order and the routing weights, and trained parameters as they are, narrow factors in the place of theirs: the
-    activation is rebuilt from the first product, the experts' outputs are needed by no gradient, and a product that finds its rows by their slots
-    needs no copy of x_TD in the order of the experts.
+    Saves x_TD, the first product, the order and the routing weights, and trained parameters as they are, narrow factors
+    in the place of theirs: the activation is rebuilt from the first product, the experts' outputs are needed by no
+    gradient, and a product that finds its rows by their slots needs no copy of x_TD in the order of the experts.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         call: _Call,
         x_TD: torch.Tensor,
         weight_TK: torch.Tensor,
@@ -220,7 +232,9 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.call, ctx.num_held = call, len(held)
         ctx.wanted = _wanted_gradients(parameters[:_PER_LINEAR]) + _wanted_gradients(parameters[_PER_LINEAR:])
         # Narrow factors change with each optimizer step, so autograd watches them as it watches what is trained.
-        ctx.is_watched = [needs_it or tensor is not parameter for needs_it, tensor, parameter in zip(needs, read, parameters)]
+        ctx.is_watched = [
+            needs_it or tensor is not parameter for needs_it, tensor, parameter in zip(needs, read, parameters)
+        ]
         ctx.frozen = [None if is_watched else tensor for is_watched, tensor in zip(ctx.is_watched, read)]
         watched = [tensor for is_watched, tensor in zip(ctx.is_watched, read) if is_watched]
         ctx.save_for_backward(x_TD, weight_TK, *order, *held, *watched)
@@ -232,7 +246,7 @@ class _RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, d_y_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         # Read once: under a checkpoint a saved tensor can be asked for only once.
         x_TD, weight_TK, slot_N, place_TK, end_E, *others = ctx.saved_tensors
@@ -246,7 +260,11 @@ class _RoutedExperts(torch.autograd.Function):
         d_y_ND = GatheredRows(d_y_TD.contiguous(), slot_N, num_chosen)
         d_act_NF, d_low_2 = _input_gradient(d_y_ND, second, end_E)
         gate = gate_backward(
-            d_act_NF, _with_gate(gate_up_NP, has_gate=call.has_gate), form=call.form, weight_N=weight_N, need_act=any(needs[_PER_LINEAR:])
+            d_act_NF,
+            _with_gate(gate_up_NP, has_gate=call.has_gate),
+            form=call.form,
+            weight_N=weight_N,
+            need_act=any(needs[_PER_LINEAR:]),
         )
         d_gate_up_NP = gate.d_gate_up_NP if call.has_gate else gate.d_gate_up_NP[:, : gate_up_NP.shape[1]]
         del d_act_NF, gate_up_NP
@@ -255,7 +273,9 @@ class _RoutedExperts(torch.autograd.Function):
         if gate.act_NF is not None:
             low_2 = None if second.a_ERI is None else grouped_mm(gate.act_NF, second.a_ERI.transpose(1, 2), end_E)
             rows = _Rows(gate.act_NF, d_y_ND, low_2, d_low_2, weight_N)
-            d_second = _parameter_gradients(rows, second, end_E, needs=needs[_PER_LINEAR:], wanted=ctx.wanted[_PER_LINEAR:])
+            d_second = _parameter_gradients(
+                rows, second, end_E, needs=needs[_PER_LINEAR:], wanted=ctx.wanted[_PER_LINEAR:]
+            )
             del rows
         del d_y_ND
 
@@ -263,12 +283,18 @@ class _RoutedExperts(torch.autograd.Function):
         d_x_TD = combine_rows(d_x_ND, place_TK, end_E) if needs_x else None
         del d_x_ND
         if any(needs[:_PER_LINEAR]):
-            rows = _Rows(GatheredRows(x_TD, slot_N, num_chosen), d_gate_up_NP, low_1[0] if low_1 else None, d_low_1, None)
-            d_first = _parameter_gradients(rows, first, end_E, needs=needs[:_PER_LINEAR], wanted=ctx.wanted[:_PER_LINEAR])
+            rows = _Rows(
+                GatheredRows(x_TD, slot_N, num_chosen), d_gate_up_NP, low_1[0] if low_1 else None, d_low_1, None
+            )
+            d_first = _parameter_gradients(
+                rows, first, end_E, needs=needs[:_PER_LINEAR], wanted=ctx.wanted[:_PER_LINEAR]
+            )
         d_weight_TK = None
         if needs_weight:
             assert gate.d_weight_N is not None
-            d_weight_TK = _routing_gradient(gate.d_weight_N, d_y_TD, call, second.bias_EO, place_TK, end_E).to(weight_TK.dtype)
+            d_weight_TK = _routing_gradient(gate.d_weight_N, d_y_TD, call, second.bias_EO, place_TK, end_E).to(
+                weight_TK.dtype
+            )
         return None, d_x_TD, d_weight_TK, *d_first, *d_second, *[None] * (2 * _NUM_FACTORS)
 
 
@@ -297,14 +323,26 @@ def _check_narrow(name: str, adapter: ExpertAdapter | None, *, dtype: torch.dtyp
     num_experts, num_inputs, rank = adapter.a_EIR.shape
     expected = {"narrow_a_ERI": (num_experts, rank, num_inputs), "narrow_b_ERO": tuple(adapter.b_ERO.shape)}
     for factor, narrow in zip(expected, (adapter.narrow_a_ERI, adapter.narrow_b_ERO)):
-        if narrow is None or tuple(narrow.shape) != expected[factor] or narrow.dtype is not dtype or not narrow.is_contiguous():
-            given = "missing" if narrow is None else f"{tuple(narrow.shape)} in {narrow.dtype} with strides {narrow.stride()}"
+        if (
+            narrow is None
+            or tuple(narrow.shape) != expected[factor]
+            or narrow.dtype is not dtype
+            or not narrow.is_contiguous()
+        ):
+            given = (
+                "missing"
+                if narrow is None
+                else f"{tuple(narrow.shape)} in {narrow.dtype} with strides {narrow.stride()}"
+            )
             raise ShapeError(
-                f"{factor} of {name} is {given}; it must be {expected[factor]} in {dtype}, contiguous. Give both narrow factors or none."
+                f"{factor} of {name} is {given}; it must be {expected[factor]} in {dtype}, contiguous. Give both "
+                "narrow factors or none."
             )
 
 
-def _read_tensors(parameters: Sequence[torch.Tensor | None], narrow: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _read_tensors(
+    parameters: Sequence[torch.Tensor | None], narrow: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Return what the products compute from: the parameters, or the narrow copies of their factors."""
     read = list(parameters)
     for start, factors in ((_PER_LINEAR, narrow[:_NUM_FACTORS]), (2 * _PER_LINEAR, narrow[_NUM_FACTORS:])):
@@ -314,9 +352,12 @@ def _read_tensors(parameters: Sequence[torch.Tensor | None], narrow: Sequence[to
 
 
 def _linears(read: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.dtype) -> tuple[_Linear, _Linear]:
-    """Return both products with their factors in dtype; narrow factors are so already, others are cast in each pass and not held."""
+    """Return both products with their factors in dtype; narrow factors are so already, others are cast in each
+    pass and not held.
+    """
     first, second = (
-        _cast_linear(*read[start : start + _PER_LINEAR], scale=scale, dtype=dtype) for start, scale in zip((0, _PER_LINEAR), call.scales)
+        _cast_linear(*read[start : start + _PER_LINEAR], scale=scale, dtype=dtype)
+        for start, scale in zip((0, _PER_LINEAR), call.scales)
     )
     return first, second
 
@@ -368,7 +409,9 @@ def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Te
     if linear.a_ERI is None:
         return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
     low_NR = grouped_mm(x_NI, linear.a_ERI.transpose(1, 2), end_E)
-    y_NO = grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO, low_NR=low_NR, low_ERO=linear.b_ERO, low_scale=linear.scale)
+    y_NO = grouped_mm(
+        x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO, low_NR=low_NR, low_ERO=linear.b_ERO, low_scale=linear.scale
+    )
     return y_NO, low_NR
 
 
@@ -382,7 +425,9 @@ def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[t
 
 
 class _Rows(NamedTuple):
-    """Rows of one product in the backward: its input, the gradient of its output, the same of the adapter, and the factor on that gradient."""
+    """Rows of one product in the backward: its input, the gradient of its output, the same of the adapter, and
+    the factor on that gradient.
+    """
 
     x_NI: Rows
     d_NO: Rows
@@ -419,9 +464,16 @@ def _parameter_gradients(
 
 
 def _routing_gradient(
-    d_weight_N: torch.Tensor, d_y_TD: torch.Tensor, call: _Call, bias_ED: torch.Tensor | None, place_TK: torch.Tensor, end_E: torch.Tensor
+    d_weight_N: torch.Tensor,
+    d_y_TD: torch.Tensor,
+    call: _Call,
+    bias_ED: torch.Tensor | None,
+    place_TK: torch.Tensor,
+    end_E: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient of the routing weights from its share in sorted order, which has no bias in it; 0 for sentinels."""
+    """Return the gradient of the routing weights from its share in sorted order, which has no bias in it; 0 for
+    sentinels.
+    """
     d_weight_TK = d_weight_N.index_select(0, place_TK.reshape(-1)).view(place_TK.shape)
     if bias_ED is not None:
         # Of every expert, in one dense product: E columns are fewer than the D columns of each slot.

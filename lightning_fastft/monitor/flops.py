@@ -53,12 +53,15 @@ class ModelFlops(NamedTuple):
         Args:
             num_tokens: Tokens of the pack.
             num_labelled: Tokens that the loss is computed for; the head runs on those only.
-            sum_squared_lengths: Sum over documents of their length squared; half of it are the pairs of a causal attention.
+            sum_squared_lengths: Sum over documents of their length squared; half of it are the pairs of a causal
+                attention.
         """
         total = self._head_flops(num_labelled)
         for layer in self.layers:
             forward = FLOPS_PER_WEIGHT * layer.num_active_weights * num_tokens
-            total += forward * (2 if layer.has_backward else 1) + FLOPS_PER_WEIGHT * layer.num_trained_weights * num_tokens
+            total += (
+                forward * (2 if layer.has_backward else 1) + FLOPS_PER_WEIGHT * layer.num_trained_weights * num_tokens
+            )
             num_pairs = sum_squared_lengths / 2
             if layer.window is not None:
                 num_pairs = min(num_pairs, float(num_tokens * layer.window))
@@ -74,9 +77,10 @@ class ModelFlops(NamedTuple):
 def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     """Return what a step of a causal language model costs, from the shapes of its weights.
 
-    Counted are all weights of two and more axes in the decoder layers (linear layers, routers, stacks of experts, adapters) and the head;
-    embeddings, norms and element-wise work are not. A frozen weight costs its forward and the gradient that passes through it, a trained one its own
-    gradient too; layers below the lowest trained weight have no backward.
+    Counted are all weights of two and more axes in the decoder layers (linear layers, routers, stacks of experts,
+    adapters) and the head; embeddings, norms and element-wise work are not. A frozen weight costs its forward and the
+    gradient that passes through it, a trained one its own gradient too; layers below the lowest trained weight have no
+    backward.
 
     Args:
         model: A transformers causal language model, also one that adapters were added to.
@@ -95,7 +99,9 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     for index, layer in enumerate(layers):
         num_active, num_trained = _count_weights(layer, config)
         has_backward = has_backward or any(parameter.requires_grad for parameter in layer.parameters())
-        counted.append(LayerFlops(num_active, num_trained, _attention_width(config), _window(config, index), has_backward))
+        counted.append(
+            LayerFlops(num_active, num_trained, _attention_width(config), _window(config, index), has_backward)
+        )
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     head_weight = getattr(head, "weight", None)
     return ModelFlops(
@@ -106,7 +112,7 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     )
 
 
-def _count_weights(layer: nn.Module, config: Any) -> tuple[float, float]:  # noqa: ANN401 - a configuration of transformers
+def _count_weights(layer: nn.Module, config: Any) -> tuple[float, float]:
     """Weights of a layer that a token meets, and those of them that are trained."""
     num_active = num_trained = 0.0
     seen: set[int] = set()
@@ -129,7 +135,7 @@ def _num_weights(module: nn.Module | None, name: str, parameter: torch.Tensor) -
     return parameter.numel()
 
 
-def _active_share(path: str, parameter: torch.Tensor, config: Any) -> float:  # noqa: ANN401 - a configuration of transformers
+def _active_share(path: str, parameter: torch.Tensor, config: Any) -> float:
     """The share of a parameter that one token meets: all of it, or of routed experts those it is sent to."""
     parts = path.split(".")
     if "experts" not in parts:
@@ -139,12 +145,12 @@ def _active_share(path: str, parameter: torch.Tensor, config: Any) -> float:  # 
     return 1.0 if not num_active or not num_experts else min(1.0, num_active / num_experts)
 
 
-def _num_experts(config: Any) -> int | None:  # noqa: ANN401 - a configuration of transformers
+def _num_experts(config: Any) -> int | None:
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
-def _attention_width(config: Any) -> int:  # noqa: ANN401 - a configuration of transformers
+def _attention_width(config: Any) -> int:
     num_heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     query_width = getattr(config, "qk_head_dim", None) or head_width
@@ -152,7 +158,7 @@ def _attention_width(config: Any) -> int:  # noqa: ANN401 - a configuration of t
     return num_heads * (query_width + value_width)
 
 
-def _window(config: Any, index: int) -> int | None:  # noqa: ANN401 - a configuration of transformers
+def _window(config: Any, index: int) -> int | None:
     """The sliding window of one layer; None where the layer sees its whole document."""
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:

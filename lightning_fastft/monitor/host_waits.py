@@ -1,4 +1,6 @@
-"""HostWaitDetector: find every place in a training step where the host waits for the device, and say what to write instead."""
+"""HostWaitDetector: find every place in a training step where the host waits for the device, and say what to
+write instead.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +28,38 @@ class HostWaitError(FastFTError, RuntimeError):
 
 
 class HostWaitDetector(Callback):
-    """Watch some training steps and list what made the host wait for the device: how often per step, where, and what to write instead.
+    """Watch some training steps and list what made the host wait for the device: how often per step, where, and what to
+    write instead.
 
-    Works with any LightningModule, strategy and model. A step is watched from one ``on_train_batch_start`` to the next: forward, backward, optimizer,
-    other callbacks, logging, checkpoints that are written then, and moving the next batch to the device; validation and what lies between epochs are
-    left out. Each wait is named by the innermost line of the user's own code and by the line of the library that it called. On a GPU the waits are
-    real ones (the dispatcher, torch.cuda.set_sync_debug_mode and explicit synchronize calls); on a CPU they are those that the same code would have
-    on a GPU, where a read of a tensor that never leaves the host counts too (not in the data loader). Each rank watches itself; rank 0 prints.
+    Works with any LightningModule, strategy and model. A step is watched from one ``on_train_batch_start`` to the next:
+    forward, backward, optimizer, other callbacks, logging, checkpoints that are written then, and moving the next batch
+    to the device; validation and what lies between epochs are left out. Each wait is named by the innermost line of the
+    user's own code and by the line of the library that it called. On a GPU the waits are real ones (the dispatcher,
+    torch.cuda.set_sync_debug_mode and explicit synchronize calls); on a CPU they are those that the same code would
+    have on a GPU, where a read of a tensor that never leaves the host counts too (not in the data loader). Each rank
+    watches itself; rank 0 prints.
 
     Args:
         steps: Optimizer steps to watch, counted from 0 in this fit; all micro-batches of such a step are watched.
-        on_wait: "report" prints the table; "warn" prints it as a warning, and only where there are waits; "raise" ends the run at the first wait with
-            an error that comes out of the call that waits.
+        on_wait: "report" prints the table; "warn" prints it as a warning, and only where there are waits; "raise" ends
+            the run at the first wait with an error that comes out of the call that waits.
 
     Raises:
         HostWaitError: From the training loop, with on_wait="raise".
         OptionError: steps is empty or holds something else than whole numbers from 0 on.
 
     Cost:
-        Watched steps: some microseconds per operation, and regions that torch.compile would compile run eagerly. Other steps: nothing.
+        Watched steps: some microseconds per operation, and regions that torch.compile would compile run eagerly. Other
+        steps: nothing.
 
     Example:
         >>> HostWaitDetector(steps=[2], on_wait="raise").status().reason
         'steps 2 are still to come'
     """
 
-    def __init__(self, *, steps: Sequence[int] = DEFAULT_STEPS, on_wait: Literal["report", "warn", "raise"] = "report") -> None:
+    def __init__(
+        self, *, steps: Sequence[int] = DEFAULT_STEPS, on_wait: Literal["report", "warn", "raise"] = "report"
+    ) -> None:
         if isinstance(steps, (str, bytes, int)) or not steps:
             raise OptionError(f"steps must list at least one optimizer step, got {steps!r}; for example steps=[4, 5].")
         self.steps = sorted({check_int("steps", step, low=0) for step in steps})
@@ -88,7 +96,9 @@ class HostWaitDetector(Callback):
         on_wait = _refuse if self.on_wait == "raise" else None
         self._recorder = WaitRecorder(trainer.strategy.root_device, on_wait=on_wait, host_only=HOST_READERS)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """End watching the step before; begin to watch this one, if it is asked for."""
         if self._recorder is None:
             return
@@ -120,7 +130,10 @@ class HostWaitDetector(Callback):
             self._tell()
         else:
             num_steps = self._step + (trainer.global_step != self._last_global_step)
-            rank_zero_warn(f"HostWaitDetector watched nothing: the run had {num_steps} optimizer steps, and steps={self.steps} count from 0.")
+            rank_zero_warn(
+                f"HostWaitDetector watched nothing: the run had {num_steps} optimizer steps, and steps={self.steps} "
+                "count from 0."
+            )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Put everything back; print what was found so far."""
@@ -166,13 +179,16 @@ def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
     lines = [f"Host waits: {sum(waits.values()) / num_steps:g} a step, over {num_steps} watched steps."]
     for wait, count in order_waits(waits.items()):
         lines.append(f"{count / num_steps:>6g} a step  {wait.place} in {wait.place.function}: {wait.place.text}")
-        lines.append(f"{'':>14} {wait.call}" + (f", called in {wait.library} in {wait.library.function}" if wait.library else ""))
+        lines.append(
+            f"{'':>14} {wait.call}" + (f", called in {wait.library} in {wait.library.function}" if wait.library else "")
+        )
         lines.append(f"{'':>14} -> {wait.remedy}")
     return "\n".join(lines)
 
 
 def _refuse(wait: HostWait) -> None:
     raise HostWaitError(
-        f"The host waits for the device in {wait.place} in {wait.place.function}: {wait.place.text} ({wait.call}). What to do: {wait.remedy}. "
+        f"The host waits for the device in {wait.place} in {wait.place.function}: {wait.place.text} ({wait.call}). "
+        f"What to do: {wait.remedy}. "
         "To go on and list all waits, use HostWaitDetector(on_wait='report')."
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_bool, check_int
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
@@ -21,11 +21,13 @@ NUM_BATCHES_IN_RATE = 20
 
 
 class FastFTProgressBar(TQDMProgressBar):
-    """Show the loss of the last optimizer step that the device has finished, tokens per second, and what validation logs with ``prog_bar=True``.
+    """Show the loss of the last optimizer step that the device has finished, tokens per second, and what validation
+    logs with ``prog_bar=True``.
 
-    The loss of a step is the mean over the micro-batches of its window. It is made on the device from what training_step returned, copied into pinned
-    memory and shown once it is there, usually one step late. Values that the module logs with ``prog_bar=True`` in training are not shown: Lightning
-    reads those on every step, whichever bar is used, and each read waits for the device; log without it.
+    The loss of a step is the mean over the micro-batches of its window. It is made on the device from what
+    training_step returned, copied into pinned memory and shown once it is there, usually one step late. Values that the
+    module logs with ``prog_bar=True`` in training are not shown: Lightning reads those on every step, whichever bar is
+    used, and each read waits for the device; log without it.
 
     Args:
         refresh_rate: Micro-batches between two updates of the bar; 0 turns the bar off.
@@ -36,8 +38,8 @@ class FastFTProgressBar(TQDMProgressBar):
         OptionError: A value is not allowed.
 
     Cost:
-        One small copy per refresh, with accumulation one addition per micro-batch; no host synchronisation in training. Validation values are read
-        once, after a validation.
+        One small copy per refresh, with accumulation one addition per micro-batch; no host synchronisation in training.
+        Validation values are read once, after a validation.
 
     Example:
         >>> FastFTProgressBar(refresh_rate=0).is_enabled
@@ -49,25 +51,28 @@ class FastFTProgressBar(TQDMProgressBar):
         check_int("process_position", process_position, low=0)
         check_bool("leave", leave)
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
-        self._copies = LateCopies()
+        self._copies = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = self._num_summed = 0
         # Names that are on the bar before a validation, and those that validations put there.
         self._names_before: frozenset[str] = frozenset()
         self._validation_names: set[str] = set()
-        # On the device: the sum over the micro-batches of the window so far, and the loss of the last step until it is copied.
+        # On the device: the sum over the micro-batches of the window so far, and the loss of the last step until it is
+        # copied.
         self._sum: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
         self._finished: deque[tuple[float, int]] = deque(maxlen=NUM_BATCHES_IN_RATE + 1)
 
-    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Begin a fresh bar."""
         self._drop()
         self._shown, self._num_tokens, self._last_global_step = {}, 0, trainer.global_step
         self._finished.clear()
         super().on_train_start(trainer, *args)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Send the loss on its way, take in what has arrived, and update the bar."""
         self._num_tokens += sum(found.context.num_real_tokens for found in find_packed_batches(batch))
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
@@ -95,12 +100,14 @@ class FastFTProgressBar(TQDMProgressBar):
         self._finished.clear()
         super().on_validation_end(trainer, pl_module)
 
-    def on_train_end(self, *args: Any) -> None:  # noqa: ANN401 - Lightning's hook arguments
+    def on_train_end(self, *args: Any) -> None:
         """Close the bar."""
         self._drop()
         super().on_train_end(*args)
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, int | str | float | dict[str, float]]:
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
         """Return what stands behind the bar: values that are on the host already."""
         return {name: _short(value) for name, value in self._shown.items()}
 
@@ -115,7 +122,8 @@ class FastFTProgressBar(TQDMProgressBar):
         self._sum, self._num_summed = loss if self._sum is None else self._sum + loss, self._num_summed + 1
         if num_micro_batches > 1 and trainer.global_step == self._last_global_step:
             return
-        # Lightning hands losses over divided by the micro-batches of a window, of which the last one of an epoch may have fewer.
+        # Lightning hands losses over divided by the micro-batches of a window, of which the last one of an epoch may
+        # have fewer.
         is_whole = self._num_summed == num_micro_batches
         self._loss = self._sum if is_whole else self._sum * (num_micro_batches / self._num_summed)
         self._sum, self._num_summed, self._last_global_step = None, 0, trainer.global_step

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.activations.budgets import peak_memory_bytes
 from lightning_fastft.checkpoint.io import is_remote
 from lightning_fastft.checkpoint.stops import RunStopped
-from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_int, check_replaceable
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
@@ -31,7 +31,13 @@ from lightning_fastft.monitor.report.facts import (
     describe_versions,
     without_secrets,
 )
-from lightning_fastft.monitor.report.findings import describe_plan, describe_profile, describe_rows, describe_waits, find_max_tokens
+from lightning_fastft.monitor.report.findings import (
+    describe_plan,
+    describe_profile,
+    describe_rows,
+    describe_waits,
+    find_max_tokens,
+)
 from lightning_fastft.monitor.report.losses import NUM_ENDS, StepLosses
 from lightning_fastft.monitor.report.sums import PackSums
 from lightning_fastft.monitor.report.timing import EPOCH_START, Batch, BatchTimes, Clock
@@ -51,34 +57,39 @@ _NUM_WARMUP = 3
 
 
 class RunReport(Callback):
-    """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or a signal.
+    """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or
+    a signal.
 
-    On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, the last validation, a verdict in words;
-    what is active and why not; the memory plan; fill of packs and lengths of documents; curves of loss (by optimizer step: the mean over the
-    micro-batches of its window and over the ranks, which is that over the labelled tokens of the step, as it is trained on) and tokens per second (by
-    micro-batch, of rank 0), each of at most 512 points, the means of equally many values; the parts of a step; one profiled step with its lanes of
-    compute and copies; host waits by line of code; the slowest pack, not counting the first of each epoch, beside which the loader starts; options,
-    versions and command. Steps are those of the whole training: a resumed run goes on from its checkpoint's. Environment variables are not read;
-    options and texts that look like secrets are replaced. The page loads nothing and runs no script. Rank 0 writes, and prints a line of figures;
-    ranks are asked for their losses, memory and speed once, at the end of a run that ends well or that ExactResume saved and stopped. After any other
-    end the losses are rank 0's part, scaled by its share of the labels, and the page says so.
+    On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, the last
+    validation, a verdict in words; what is active and why not; the memory plan; fill of packs and lengths of documents;
+    curves of loss (by optimizer step: the mean over the micro-batches of its window and over the ranks, which is that
+    over the labelled tokens of the step, as it is trained on) and tokens per second (by micro-batch, of rank 0), each
+    of at most 512 points, the means of equally many values; the parts of a step; one profiled step with its lanes of
+    compute and copies; host waits by line of code; the slowest pack, not counting the first of each epoch, beside which
+    the loader starts; options, versions and command. Steps are those of the whole training: a resumed run goes on from
+    its checkpoint's. Environment variables are not read; options and texts that look like secrets are replaced. The
+    page loads nothing and runs no script. Rank 0 writes, and prints a line of figures; ranks are asked for their
+    losses, memory and speed once, at the end of a run that ends well or that ExactResume saved and stopped. After any
+    other end the losses are rank 0's part, scaled by its share of the labels, and the page says so.
 
     Args:
-        path: The HTML file, ending in ".html"; the JSON file is written next to it. None is "run_report.html" in the folder of the logger, or in the
-            Trainer's default_root_dir where there is no logger. An earlier report is replaced; another file is not.
-        profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler; the step after it is watched
-            for host waits (unless the Trainer has a HostWaitDetector, whose findings are shown then). None does neither; a run that ends before has
-            neither.
+        path: The HTML file, ending in ".html"; the JSON file is written next to it. None is "run_report.html" in the
+            folder of the logger, or in the Trainer's default_root_dir where there is no logger. An earlier report is
+            replaced; another file is not.
+        profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler;
+            the step after it is watched for host waits (unless the Trainer has a HostWaitDetector, whose findings are
+            shown then). None does neither; a run that ends before has neither.
 
     Raises:
-        OptionError: path is remote or does not end in ".html", or profile_step is below 0. When fit begins: path is None and the folder is remote,
-            or another file is there.
+        OptionError: path is remote or does not end in ".html", or profile_step is below 0. When fit begins: path is
+            None and the folder is remote, or another file is there.
         OSError: When fit begins: the folder cannot be made.
 
     Cost:
-        Every micro-batch: five CUDA events and one small copy, read late; no host wait. The profiled step waits for the device twice and its trace is
-        written and read, about a second for each 10,000 kernels; the watched step runs some microseconds per operation slower. Neither is in the
-        figures of time. At the end: one small gather over ranks, and the two files.
+        Every micro-batch: five CUDA events and one small copy, read late; no host wait. The profiled step waits for the
+        device twice and its trace is written and read, about a second for each 10,000 kernels; the watched step runs
+        some microseconds per operation slower. Neither is in the figures of time. At the end: one small gather over
+        ranks, and the two files.
 
     Example:
         >>> RunReport("reports/run.html", profile_step=None).json_path
@@ -100,7 +111,7 @@ class RunReport(Callback):
         self._device = torch.device("cpu")
         self._losses = StepLosses()
         self._why_alone = "the run ended before the other ranks could be asked"
-        self._copies = LateCopies()
+        self._copies = AsyncScalarReader()
         self._packs = PackSums()
         self._times = BatchTimes(num_warmup=_NUM_WARMUP)
         self._clock: Clock | None = None
@@ -108,7 +119,7 @@ class RunReport(Callback):
         self._step = self._num_batches = self._first_step = self._last_global_step = 0
         self._source: str | None = None
         self._is_epoch_start = False
-        self._validation_copies = LateCopies()
+        self._validation_copies = AsyncScalarReader()
         # The step after which the last validation was, and its values by name.
         self._validation: tuple[int, dict[str, float]] = (0, {})
         self._profile: StepProfile | None = None
@@ -141,12 +152,21 @@ class RunReport(Callback):
         # As Lightning says, all ranks have to ask for the folder.
         folder = trainer.log_dir or trainer.default_root_dir
         if self.path is None and is_remote(folder):
-            raise OptionError(f"RunReport writes to local or mounted folders, and this run's is {folder}: give RunReport(path='run_report.html').")
+            raise OptionError(
+                f"RunReport writes to local or mounted folders, and this run's is {folder}: give "
+                "RunReport(path='run_report.html')."
+            )
         self._html_path = Path(folder) / "run_report.html" if self.path is None else self.path
         if trainer.is_global_zero:
             self._html_path.parent.mkdir(parents=True, exist_ok=True)
-            check_replaceable("The run report (path)", self._html_path, is_ours=lambda head: b"<title>Run report: " in head)
-            check_replaceable("The run report's JSON (path)", self._html_path.with_suffix(".json"), is_ours=lambda head: SCHEMA.encode() in head)
+            check_replaceable(
+                "The run report (path)", self._html_path, is_ours=lambda head: b"<title>Run report: " in head
+            )
+            check_replaceable(
+                "The run report's JSON (path)",
+                self._html_path.with_suffix(".json"),
+                is_ours=lambda head: SCHEMA.encode() in head,
+            )
         self._is_open = True
         self._started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
@@ -166,7 +186,9 @@ class RunReport(Callback):
         """Have the next micro-batch counted apart: the loader begins beside it."""
         self._is_epoch_start = True
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Count the batch; begin to profile or to watch where this is the step for it."""
         if self._is_own_detector and self._detector is not None:
             self._detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -184,11 +206,13 @@ class RunReport(Callback):
         """Mark the end of the backward; with manual optimization another forward may follow."""
         self._begin_part("forward")
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:  # noqa: ANN401
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Mark the begin of clipping and the optimizer step."""
         self._begin_part("optimizer")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Close the micro-batch, and take in what has arrived."""
         clock, self._clock = self._clock, None
         if clock is None:
@@ -199,7 +223,9 @@ class RunReport(Callback):
         clock.is_counted &= not (self._detector is not None and self._detector.is_watching)
         set_ups = [found.context.set_up for found in find_packed_batches(batch) if found.context.set_up]
         is_epoch_start, self._is_epoch_start = self._is_epoch_start, False
-        clock.batch = clock.batch._replace(set_up=", ".join(dict.fromkeys(set_ups)) or (EPOCH_START if is_epoch_start else ""))
+        clock.batch = clock.batch._replace(
+            set_up=", ".join(dict.fromkeys(set_ups)) or (EPOCH_START if is_epoch_start else "")
+        )
         self._times.push(clock)
         # What follows a step that was profiled or watched is no waiting for data.
         self._last_end = end if clock.is_counted else None
@@ -247,11 +273,19 @@ class RunReport(Callback):
         self._write(trainer, pl_module, state="finished", error=None)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write what is known so far; this waits for the device and for other ranks, which may be gone, only where all of them saved and stopped."""
+        """Write what is known so far; this waits for the device and for other ranks, which may be gone, only
+        where all of them saved and stopped.
+        """
         self._close_detector()
         if self._profile is not None:
             self._profile.cancel()
-        state = "stopped" if isinstance(exception, RunStopped) else "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        state = (
+            "stopped"
+            if isinstance(exception, RunStopped)
+            else "interrupted"
+            if isinstance(exception, KeyboardInterrupt)
+            else "failed"
+        )
         try:
             if state == "stopped":
                 # A callback before this one has ended the run, at the end of a step that is still to be counted.
@@ -292,7 +326,13 @@ class RunReport(Callback):
 
     def _begin_profile(self, trainer: pl.Trainer, batch_idx: int) -> bool:
         is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if self.profile_step is None or self._step != self.profile_step or not is_last or self._trace is not None or not trainer.is_global_zero:
+        if (
+            self.profile_step is None
+            or self._step != self.profile_step
+            or not is_last
+            or self._trace is not None
+            or not trainer.is_global_zero
+        ):
             return False
         if torch.autograd._profiler_enabled():
             self._no_profile = "Another profiler was running, and there can be only one."
@@ -301,13 +341,19 @@ class RunReport(Callback):
         self._profile.start()
         return True
 
-    def _describe(self, batch: Any) -> Batch:  # noqa: ANN401 - any batch of any data module
+    def _describe(self, batch: Any) -> Batch:
         packed = find_packed_batches(batch)
         if packed:
             contexts = [found.context for found in packed]
             counted = [self._packs.add(context) for context in contexts]
             num_tokens = sum(context.num_real_tokens for context in contexts)
-            return Batch(self._num_batches, self._step, num_tokens, sum(number for number, _ in counted), max(longest for _, longest in counted))
+            return Batch(
+                self._num_batches,
+                self._step,
+                num_tokens,
+                sum(number for number, _ in counted),
+                max(longest for _, longest in counted),
+            )
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         return Batch(self._num_batches, self._step, ids.numel() if isinstance(ids, torch.Tensor) else None, None, None)
 
@@ -328,17 +374,29 @@ class RunReport(Callback):
 
     def _ask_ranks(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
         # As many numbers on every rank, however many steps it noted: nobody waits for more than comes.
-        own_V = np.concatenate([[peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0], self._losses.to_array()])
+        own_V = np.concatenate(
+            [[peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0], self._losses.to_array()]
+        )
         all_RV = own_V[None]
         if trainer.world_size > 1:
             # Waits for the device and the other ranks: the run is over.
-            all_RV = trainer.strategy.all_gather(torch.from_numpy(own_V).to(self._device)).reshape(-1, len(own_V)).cpu().numpy()
+            all_RV = (
+                trainer.strategy.all_gather(torch.from_numpy(own_V).to(self._device))
+                .reshape(-1, len(own_V))
+                .cpu()
+                .numpy()
+            )
             self._why_alone = "" if self._losses.take_mean(all_RV[:, 2:]) else "the ranks noted different steps"
-        return [{"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None} for rank, (peak, rate) in enumerate(all_RV[:, :2].tolist())]
+        return [
+            {"rank": rank, "peak_memory_gib": peak, "tokens_per_s": rate or None}
+            for rank, (peak, rate) in enumerate(all_RV[:, :2].tolist())
+        ]
 
     # What is written.
 
-    def _write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None) -> None:
+    def _write(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None
+    ) -> None:
         if not self._is_open or self._html_path is None or not trainer.is_global_zero:
             return
         self._is_open = False
@@ -358,11 +416,17 @@ class RunReport(Callback):
         told = f"Run report: {self._html_path}"
         rank_zero_info(f"{summarize(data)}\n{told}" if state in ("finished", "stopped") else told)
 
-    def _collect(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None) -> dict[str, Any]:
+    def _collect(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None
+    ) -> dict[str, Any]:
         is_cuda = self._device.type == "cuda"
         model = describe_model(pl_module)
         ranks = self._ranks or [
-            {"rank": trainer.global_rank, "peak_memory_gib": peak_memory_bytes(self._device) / GIB, "tokens_per_s": self._times.rate()}
+            {
+                "rank": trainer.global_rank,
+                "peak_memory_gib": peak_memory_bytes(self._device) / GIB,
+                "tokens_per_s": self._times.rate(),
+            }
         ]
         rates = [rank["tokens_per_s"] for rank in ranks]
         # Never more than a quarter of the run.
@@ -392,7 +456,9 @@ class RunReport(Callback):
                 "first_loss": self._losses.first(num_ends),
                 "final_loss": self._losses.final(num_ends),
             },
-            "validation": {"step": step, "metrics": [{"name": name, "value": value} for name, value in values.items()]} if values else None,
+            "validation": {"step": step, "metrics": [{"name": name, "value": value} for name, value in values.items()]}
+            if values
+            else None,
             "checkpoints": describe_checkpoints(trainer),
             "statuses": [status._asdict() for status in _statuses(trainer)],
             "plans": [describe_plan(cost, plan) for cost, plan in self._plans],
@@ -435,8 +501,19 @@ class _QuietDetector(HostWaitDetector):
 def _describe_error(error: BaseException | None) -> dict[str, Any]:
     """What ended the run: an error, or a signal after which it was saved."""
     if isinstance(error, RunStopped):
-        return {"error": None, "stop": {"signal": error.signal_name, "step": error.step, "checkpoint": str(error.path), "exit_code": error.code}}
-    return {"error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]}, "stop": None}
+        return {
+            "error": None,
+            "stop": {
+                "signal": error.signal_name,
+                "step": error.step,
+                "checkpoint": str(error.path),
+                "exit_code": error.code,
+            },
+        }
+    return {
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)[:4000]},
+        "stop": None,
+    }
 
 
 def _statuses(trainer: pl.Trainer) -> list[Status]:
@@ -447,7 +524,14 @@ def _statuses(trainer: pl.Trainer) -> list[Status]:
 def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
     """Plans that the strategy or PackedTraining follows now."""
     owners = (trainer.strategy, *_callbacks(trainer))
-    activations = next((found for owner in owners if (found := getattr(getattr(owner, "packed_steps", None), "activations", None)) is not None), None)
+    activations = next(
+        (
+            found
+            for owner in owners
+            if (found := getattr(getattr(owner, "packed_steps", None), "activations", None)) is not None
+        ),
+        None,
+    )
     stacks = getattr(activations, "stacks", ())
     return [(stack.cost, stack.plan) for stack in stacks if stack.cost is not None and stack.plan is not None]
 

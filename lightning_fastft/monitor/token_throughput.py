@@ -37,14 +37,17 @@ class _Interval:
 class TokenThroughput(Callback):
     """Log every few optimizer steps what this rank's device gets done.
 
-    Logged as ``throughput/...``: tokens_per_s (real tokens, padding left out), labelled_tokens_per_s, padding_share, mfu (model operations per second
-    over the device's dense bf16 peak; recomputation is not counted, the head only on labelled tokens), peak_memory_gib. Times lie between CUDA events
-    that are read when they have passed; on the CPU the clock of the host is read. Validation and what lies between epochs are left out. Of batches
-    that are not packed every element of ``input_ids`` counts as a real and labelled token. ``latest`` holds the values of the last interval.
+    Logged as ``throughput/...``: tokens_per_s (real tokens, padding left out), labelled_tokens_per_s, padding_share,
+    mfu (model operations per second over the device's dense bf16 peak; recomputation is not counted, the head only on
+    labelled tokens), peak_memory_gib. Times lie between CUDA events that are read when they have passed; on the CPU the
+    clock of the host is read. Validation and what lies between epochs are left out. Of batches that are not packed
+    every element of ``input_ids`` counts as a real and labelled token. ``latest`` holds the values of the last
+    interval.
 
     Args:
         log_every_n_steps: Optimizer steps per interval, at least 1.
-        peak_flops: Dense operations per second of the device, for devices that the table does not know; None looks the device up.
+        peak_flops: Dense operations per second of the device, for devices that the table does not know; None looks the
+            device up.
 
     Cost:
         Two events per interval; no host synchronisation.
@@ -92,7 +95,9 @@ class TokenThroughput(Callback):
         self._last_step = trainer.global_step
         self._open = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count the batch; close the interval where it ends, and log those whose end has passed."""
         device = trainer.strategy.root_device
         has_stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
@@ -130,7 +135,7 @@ class TokenThroughput(Callback):
         self._waiting.clear()
         self._open = None
 
-    def _count(self, batch: Any, interval: _Interval) -> None:  # noqa: ANN401 - any batch of any data module
+    def _count(self, batch: Any, interval: _Interval) -> None:
         packed = find_packed_batches(batch)
         for found in packed:
             context = found.context
@@ -149,7 +154,9 @@ class TokenThroughput(Callback):
     def _flops(self, num_tokens: int, num_labelled: int, sum_squared_lengths: int) -> float:
         if len(self._model_flops) != 1:
             return 0.0
-        return self._model_flops[0].step_flops(num_tokens=num_tokens, num_labelled=num_labelled, sum_squared_lengths=sum_squared_lengths)
+        return self._model_flops[0].step_flops(
+            num_tokens=num_tokens, num_labelled=num_labelled, sum_squared_lengths=sum_squared_lengths
+        )
 
     def _log(self, trainer: pl.Trainer, device: torch.device, interval: _Interval) -> None:
         seconds = _seconds_between(interval.begin, interval.end)

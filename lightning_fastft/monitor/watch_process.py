@@ -1,9 +1,10 @@
 """The process beside a rank that ends the job where a rank is dead, stopped or hung.
 
-It is a process and not a thread, because a thread stands still with its rank: under SIGSTOP, and where other code holds the interpreter's lock. It is
-run by its path and imports the standard library only, so that it starts in a moment and holds some ten MiB. A rank tells it where it stands in memory
-that both have mapped, which costs a step no system call; the processes of all ranks tell each other in files, one per rank and second, which works
-where the ranks no longer answer: a store of torch.distributed lives inside one of them.
+It is a process and not a thread, because a thread stands still with its rank: under SIGSTOP, and where other code holds
+the interpreter's lock. It is run by its path and imports the standard library only, so that it starts in a moment and
+holds some ten MiB. A rank tells it where it stands in memory that both have mapped, which costs a step no system call;
+the processes of all ranks tell each other in files, one per rank and second, which works where the ranks no longer
+answer: a store of torch.distributed lives inside one of them.
 """
 
 import contextlib
@@ -105,7 +106,9 @@ def write_beat(memory: mmap.mmap, beat: Beat) -> None:
     text = beat.text.encode()[:_MOST_TEXT]
     if text:
         memory[_LAYOUT.size : _LAYOUT.size + len(text)] = text
-    _LAYOUT.pack_into(memory, 0, beat.num_beats, beat.num_batches, beat.step, beat.phase, beat.is_first, beat.failed_at_s, len(text))
+    _LAYOUT.pack_into(
+        memory, 0, beat.num_beats, beat.num_batches, beat.step, beat.phase, beat.is_first, beat.failed_at_s, len(text)
+    )
 
 
 def read_beat(memory: mmap.mmap) -> Beat:
@@ -132,8 +135,8 @@ class RankWatch:
         # Time of day at which the rank was found gone.
         self.gone_at_s = 0.0
         self._since_publish_s = PUBLISH_S
-        # What says at once that the rank has ended: its end of the pipe closes, or the kernel tells it of the process. Workers of the rank, which
-        # have the pipe too, may live on for a while.
+        # What says at once that the rank has ended: its end of the pipe closes, or the kernel tells it of the process.
+        # Workers of the rank, which have the pipe too, may live on for a while.
         self._signs = [0, *_open_process(job.pid)]
         self._stacks = ""
 
@@ -210,7 +213,9 @@ class RankWatch:
         if self.idle_s < limit:
             return False
         # Who waits for a rank that saves or validates alone has longer.
-        is_other_paused = any(state["phase"] == Phase.PAUSED and state["condition"] == "runs" for state in self._read_others())
+        is_other_paused = any(
+            state["phase"] == Phase.PAUSED and state["condition"] == "runs" for state in self._read_others()
+        )
         return not is_other_paused or self.idle_s >= self.job.first_timeout_s
 
     # Telling each other.
@@ -244,7 +249,9 @@ class RankWatch:
             part.replace(path)
 
     def _read_others(self) -> list[dict[str, Any]]:
-        """Return what the processes of the other ranks said last; nothing of those that are done, or that see another folder."""
+        """Return what the processes of the other ranks said last; nothing of those that are done, or that see
+        another folder.
+        """
         found = []
         for rank in range(self.job.num_ranks):
             if rank != self.job.rank:
@@ -282,16 +289,23 @@ class RankWatch:
         self._end_rank(0.0 if is_blamed or self._is_due() else GRACE_S)
 
     def _end_rank(self, grace_s: float) -> None:
-        """Kill the rank with all processes below it; one that ends with an error of its own is given the time for it."""
+        """Kill the rank with all processes below it; one that ends with an error of its own is given the time for
+        it.
+        """
         waited_s = 0.0
-        while self._is_there() and waited_s < (self.job.timeout_s if self.beat.phase in (Phase.LEAVING, Phase.FAILED) else grace_s):
+        while self._is_there() and waited_s < (
+            self.job.timeout_s if self.beat.phase in (Phase.LEAVING, Phase.FAILED) else grace_s
+        ):
             self._wait(POLL_S)
             waited_s += POLL_S
         if self._is_there():
             self._read_stacks()
             _say(f"Watchdog: rank {self.job.rank} (process {self.job.pid}) is killed.\n{self._stacks}")
             with contextlib.suppress(OSError), open(self._verdict_path.read_text(), "a", encoding="utf-8") as report:
-                report.write(f"\nRank {self.job.rank} when it was killed:\n{self._stacks or '(no stack: the process does not answer)'}\n")
+                report.write(
+                    f"\nRank {self.job.rank} when it was "
+                    f"killed:\n{self._stacks or '(no stack: the process does not answer)'}\n"
+                )
             below = descendants(self.job.pid)
             for pid in (self.job.pid, *below):
                 with contextlib.suppress(ProcessLookupError):
@@ -302,7 +316,9 @@ class RankWatch:
         return self.condition != "gone" and self.beat.phase != Phase.DONE
 
     def _read_stacks(self) -> None:
-        """Ask the rank once what each of its threads is doing; the handler that answers needs no lock of the interpreter."""
+        """Ask the rank once what each of its threads is doing; the handler that answers needs no lock of the
+        interpreter.
+        """
         if self._stacks or not self.job.stacks_signal or self.condition != "runs":
             return
         written = os.fstat(self.job.stacks_fd).st_size
@@ -314,7 +330,9 @@ class RankWatch:
 
 
 def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks to blame: that died first without a word, else that are stopped, else that failed first, else that came least far."""
+    """Return the ranks to blame: that died first without a word, else that are stopped, else that failed first,
+    else that came least far.
+    """
     dead = [state for state in states if state["condition"] == "gone" and state["phase"] != Phase.FAILED]
     stopped = [state for state in states if state["condition"] == "stopped"]
     # An error often comes of another rank's end.
@@ -334,7 +352,8 @@ def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_frames(stacks: str) -> list[str]:
-    """Return the frames of the main thread in a dump of faulthandler, innermost first, each as "function (file:line)" with the whole path.
+    """Return the frames of the main thread in a dump of faulthandler, innermost first, each as "function (file:line)"
+    with the whole path.
 
     Example:
         >>> read_frames('(most recent call first):   File "/a/b.py", line 3 in work')
@@ -363,7 +382,8 @@ def describe(blamed: list[dict[str, Any]], states: list[dict[str, Any]], *, time
     names = ", ".join(str(state["rank"]) for state in blamed)
     what = f"{'ranks' if many else 'rank'} {names} {_describe_condition(first, is_plural=many)}"
     lines = [
-        f"Watchdog: {what}, at optimizer step {first['step']} (micro-batch {first['num_batches']} of this run), {_WORDS[Phase(first['phase'])]}. "
+        f"Watchdog: {what}, at optimizer step {first['step']} (micro-batch {first['num_batches']} of this run), "
+        f"{_WORDS[Phase(first['phase'])]}. "
         f"The job is ended (timeout_s={timeout_s:g}; this report: {report}).",
         *(_describe_state(state) for state in states),
     ]
@@ -385,7 +405,10 @@ def _describe_state(state: dict[str, Any]) -> str:
     idle = f", no progress for {state['idle_s']:.0f} s" if state["idle_s"] >= 1 else ""
     place = f"{_WORDS[Phase(state['phase'])]}, optimizer step {state['step']}, micro-batch {state['num_batches']}"
     frames = _describe_frames(state["frames"])
-    return f"  rank {state['rank']} (process {state['pid']} on {state['host']}): {state['condition']}, {place}{idle}{frames}"
+    return (
+        f"  rank {state['rank']} (process {state['pid']} on {state['host']}): {state['condition']}, "
+        f"{place}{idle}{frames}"
+    )
 
 
 def descendants(pid: int) -> list[int]:
@@ -405,7 +428,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def _open_process(pid: int) -> list[int]:
-    """Return a descriptor that becomes readable when a process ends; none where the system has no such thing, or it has ended."""
+    """Return a descriptor that becomes readable when a process ends; none where the system has no such thing, or
+    it has ended.
+    """
     if not hasattr(os, "pidfd_open"):
         return []
     with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
 """Rows of tables (Parquet files, data sets of the datasets package) as plain values.
 
-A column of objects has the keys of all rows, and holds null for those that a row did not have: such a null is taken as absent. A value that was
-stored as JSON text (the Json feature of datasets) is read as the value, with the nulls that the user wrote.
+A column of objects has the keys of all rows, and holds null for those that a row did not have: such a null is taken as
+absent. A value that was stored as JSON text (the Json feature of datasets) is read as the value, with the nulls that
+the user wrote.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def read_arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[Raw, int]]:
             yield reader.convert(row, schema=batch.schema)
 
 
-def _take_row(batch: Any) -> Raw:  # noqa: ANN401 - pyarrow.RecordBatch
+def _take_row(batch: Any) -> Raw:
     try:
         row: dict[str, Any] = batch.to_pylist()[0]
     except UnicodeDecodeError as error:
@@ -45,10 +46,12 @@ class _RowReader:
         self._converts: dict[str, _Convert] | None = None
         self._num_absent = 0
 
-    def convert(self, row: Raw, *, schema: Any) -> tuple[Raw, int]:  # noqa: ANN401 - pyarrow.Schema
+    def convert(self, row: Raw, *, schema: Any) -> tuple[Raw, int]:
         """Return the row without absent keys, and their number."""
         if self._converts is None:
-            self._converts = {field.name: convert for field in schema if (convert := self._make_convert(field.type)) is not None}
+            self._converts = {
+                field.name: convert for field in schema if (convert := self._make_convert(field.type)) is not None
+            }
         self._num_absent = 0
         if isinstance(row, dict):
             try:
@@ -58,7 +61,7 @@ class _RowReader:
                 return UnreadableRow(error.reason, error.detail, repr(row)[:80].encode("utf-8", "backslashreplace")), 0
         return row, self._num_absent
 
-    def _make_convert(self, kind: Any) -> _Convert | None:  # noqa: ANN401 - pyarrow.DataType
+    def _make_convert(self, kind: Any) -> _Convert | None:
         """Return what converts values of a type; None where they stay as they are."""
         from pyarrow import types
 
@@ -72,7 +75,7 @@ class _RowReader:
             return None
         return lambda values: None if values is None else [convert(value) for value in values]
 
-    def _make_struct_convert(self, kind: Any) -> _Convert:  # noqa: ANN401 - pyarrow.StructType
+    def _make_struct_convert(self, kind: Any) -> _Convert:
         fields = [kind.field(index) for index in range(kind.num_fields)]
         converts = {field.name: self._make_convert(field.type) for field in fields}
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOGGER = logging.getLogger(__name__)
-# Goes up with a change that makes other tokens out of most rows. Checkpoints know their data by the fingerprint, so that a new form of the files
-# alone must not change it.
+# Goes up with a change that makes other tokens out of most rows. Checkpoints know their data by the fingerprint, so
+# that a new form of the files alone must not change it.
 _FINGERPRINT_VERSION = 1
 
 
@@ -62,7 +62,8 @@ def tokenize_sources(
 ) -> TokenizedDataset:
     """Return the examples of all sources as tokens, from the cache where it has them.
 
-    Rows are judged one by one; a bad one is written to rejected.jsonl with file, line, reason and first bytes, and its neighbours are kept.
+    Rows are judged one by one; a bad one is written to rejected.jsonl with file, line, reason and first bytes, and its
+    neighbours are kept.
 
     Args:
         sources: Files, folders, hub ids, data sets or lists of rows; see open_sources.
@@ -80,12 +81,13 @@ def tokenize_sources(
         At least one example.
 
     Raises:
-        DataError: A source is missing or empty, too many rows are rejected, a token id is impossible, rows are too long under too_long="refuse", or
-            no example is left.
+        DataError: A source is missing or empty, too many rows are rejected, a token id is impossible, rows are too long
+            under too_long="refuse", or no example is left.
         OptionError: A number is outside of its range.
 
     Cost:
-        One pass over the rows; from the cache, one pass over its files and those of the data, and the tokenizer's vocabulary.
+        One pass over the rows; from the cache, one pass over its files and those of the data, and the tokenizer's
+        vocabulary.
 
     Example:
         >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
@@ -106,12 +108,16 @@ def tokenize_sources(
         fallback = None if cache_dir is None else Path(cache_dir) / REJECTED
         on_stop = named or fallback if stopped_path is None else Path(stopped_path)
         ingest = _Ingest(Setup(tokenizer, options, vocab_size), max_reject_share=max_reject_share, on_stop=on_stop)
-        dataset = ingest.run(opened, num_proc=num_proc, target=target, fingerprint=fingerprint, show_progress=show_progress)
+        dataset = ingest.run(
+            opened, num_proc=num_proc, target=target, fingerprint=fingerprint, show_progress=show_progress
+        )
         if named is not None:
             _write_rejects(named, ingest.rejects)
     elif target is not None and named is not None and (dataset.report.rejects or named.exists()):
         replace_file(named, (target / REJECTED).read_bytes())
-    _check_share_of_rejects(dataset.report, most=max_reject_share, written=named or (None if target is None else target / REJECTED))
+    _check_share_of_rejects(
+        dataset.report, most=max_reject_share, written=named or (None if target is None else target / REJECTED)
+    )
     _check_highest_id(dataset.report, tokenizer=tokenizer, vocab_size=vocab_size)
     return dataset
 
@@ -148,7 +154,9 @@ def _fingerprint(sources: list[Source], *, tokenizer: PreTrainedTokenizerBase | 
 
 
 def _name_entry(sources: list[Source], *, fingerprint: str) -> str:
-    """Return the name of a cache entry: by content, and by the names of the sources, which its report and its rejects hold."""
+    """Return the name of a cache entry: by content, and by the names of the sources, which its report and its
+    rejects hold.
+    """
     named = [fingerprint, *([source.name, source.stamp] for source in sources)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
@@ -170,7 +178,9 @@ class _Ingest:
         self._digest: list[np.ndarray] = []
         self._pending_bits = np.zeros(0, dtype=bool)
 
-    def run(self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool) -> TokenizedDataset:
+    def run(
+        self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool
+    ) -> TokenizedDataset:
         """Tokenise, and return the data set: from target if there is one, else from memory."""
         if target is None:
             id_file, bit_file = BytesIO(), BytesIO()
@@ -192,17 +202,27 @@ class _Ingest:
             write_file(part / "num_labelled.bin", _join(self._num_labelled).tobytes())
             write_file(part / REJECTED, _render_rejects(self.rejects))
             digests = {name: digest_file(part / name) for name in (*(f"{name}.bin" for name in DTYPES), REJECTED)}
-            meta = {"version": FORMAT_VERSION, "fingerprint": fingerprint, "sha256": digests, "report": self._report.to_dict()}
+            meta = {
+                "version": FORMAT_VERSION,
+                "fingerprint": fingerprint,
+                "sha256": digests,
+                "report": self._report.to_dict(),
+            }
             write_file(part / META, json.dumps(meta | {"own_sha256": digest_meta(meta)}, indent=1).encode())
         return TokenizedDataset.open(target)
 
-    def _fill(self, sources: list[Source], id_file: IO[bytes], bit_file: IO[bytes], *, num_proc: int, show_progress: bool) -> np.ndarray:
+    def _fill(
+        self, sources: list[Source], id_file: IO[bytes], bit_file: IO[bytes], *, num_proc: int, show_progress: bool
+    ) -> np.ndarray:
         """Write ids and trained bits; return the offsets."""
         # Made here too, so that a tokenizer or template that cannot serve is refused before any process starts.
         formatter = Formatter(self._setup.tokenizer, options=self._setup.options, vocab_size=self._setup.vocab_size)
         chunks = make_chunks(sources, formatter=formatter, options=self._setup.options)
         try:
-            with _progress(sources, is_shown=show_progress) as advance, closing(run_chunks(chunks, setup=self._setup, num_proc=num_proc)) as results:
+            with (
+                _progress(sources, is_shown=show_progress) as advance,
+                closing(run_chunks(chunks, setup=self._setup, num_proc=num_proc)) as results,
+            ):
                 for result in results:
                     self._judge(result)
                     self._append(result, id_file, bit_file)
@@ -242,7 +262,9 @@ class _Ingest:
             report.highest_id, report.highest_id_place = result.highest_id[0], result.place(result.highest_id[1])
         if result.impossible is not None:
             line, error = result.impossible
-            raise DataError(f"{result.place(line)}: {error}.{_say_larger(self._setup.tokenizer, self._setup.vocab_size)}")
+            raise DataError(
+                f"{result.place(line)}: {error}.{_say_larger(self._setup.tokenizer, self._setup.vocab_size)}"
+            )
         uniform = describe_uniform_reject(result)
         if uniform is not None:
             raise DataError(f"{uniform}. Check format and columns.{_say_where(self._on_stop)}")
@@ -281,8 +303,10 @@ class _Ingest:
         _check_share_of_rejects(report, most=self._max_reject_share, written=self._on_stop, first=self._first_reject)
         if report.num_too_long and options.too_long == "refuse":
             raise DataError(
-                f"{report.num_too_long} of {report.num_rows} rows are longer than max_tokens={options.max_tokens}; the longest has {report.longest} "
-                f"tokens ({report.longest_place}). Raise max_tokens to {report.longest}, or choose too_long='truncate' (keeps the beginning) or "
+                f"{report.num_too_long} of {report.num_rows} rows are longer than max_tokens={options.max_tokens}; the "
+                f"longest has {report.longest} "
+                f"tokens ({report.longest_place}). Raise max_tokens to {report.longest}, or choose too_long='truncate' "
+                "(keeps the beginning) or "
                 "too_long='split' (makes several examples of a row)."
             )
         if report.num_documents == 0:
@@ -307,24 +331,31 @@ def _check_share_of_rejects(report: IngestReport, *, most: float, written: Path 
     shown = f" The first is {first}." if first else ""
     hint = " extra_columns='ignore' takes rows with unexpected columns." if EXTRA_COLUMN in report.rejects else ""
     raise DataError(
-        f"{report.num_rejected} of {report.num_rows} rows ({100 * report.reject_share:.2f} %) are rejected, max_reject_share={most} allows "
-        f"{100 * most:g} %: {render_counts(report.rejects)}.{shown}{_say_where(written)} Repair the rows or raise max_reject_share.{hint}"
+        f"{report.num_rejected} of {report.num_rows} rows ({100 * report.reject_share:.2f} %) are rejected, "
+        f"max_reject_share={most} allows "
+        f"{100 * most:g} %: {render_counts(report.rejects)}.{shown}{_say_where(written)} Repair the rows or raise "
+        f"max_reject_share.{hint}"
     )
 
 
-def _check_highest_id(report: IngestReport, *, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> None:
+def _check_highest_id(
+    report: IngestReport, *, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
+) -> None:
     if vocab_size is None or report.highest_id < vocab_size:
         return
     raise DataError(
-        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, the embedding has {vocab_size} rows."
-        + _say_larger(tokenizer, vocab_size)
+        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, the "
+        f"embedding has {vocab_size} rows." + _say_larger(tokenizer, vocab_size)
     )
 
 
 def _say_larger(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> str:
     if tokenizer is None or vocab_size is None or len(tokenizer) <= vocab_size:
         return ""
-    return f" The tokenizer has {len(tokenizer)} tokens: it does not belong to this model, or the embedding must be resized."
+    return (
+        f" The tokenizer has {len(tokenizer)} tokens: it does not belong to this model, or the embedding must be "
+        "resized."
+    )
 
 
 def _open_if_whole(target: Path | None) -> TokenizedDataset | None:
@@ -357,7 +388,13 @@ def _progress(sources: list[Source], *, is_shown: bool) -> Iterator[Callable[[in
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("tokenise", total=sum(source.count_rows() for source in sources))
         yield lambda num_rows: progress.advance(task, num_rows)

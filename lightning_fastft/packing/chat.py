@@ -1,6 +1,7 @@
 """Conversations become text: the chat template renders them, and the assistant's characters are found exactly.
 
-Characters and not tokens, because an assistant mask in tokens is lost where a tokenizer leaves white space out of its offsets.
+Characters and not tokens, because an assistant mask in tokens is lost where a tokenizer leaves white space out of its
+offsets.
 """
 
 from __future__ import annotations
@@ -27,8 +28,18 @@ if TYPE_CHECKING:
 
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What a template can raise on messages that it was not written for.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-# Stands at the end of a content to be found again in the rendered text: private-use characters, refused where the text has them already.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+# Stands at the end of a content to be found again in the rendered text: private-use characters, refused where the text
+# has them already.
 _SENTINEL = "\ue0f1\ue0f2\ue0f1"
 
 
@@ -43,7 +54,10 @@ _PRIVATE = frozenset((_QUOTE, _END_QUOTE, _MARK, _END_MARK))
 _PROBES = {"user": "40917263", "assistant": "58126934"}
 
 QUOTED_CONTROL = "rows whose questions hold control tokens of the tokenizer, which are read as plain text"
-USED_CONTROL = "rows whose questions hold control tokens, which this tokenizer cannot read as plain text: they act as control tokens"
+USED_CONTROL = (
+    "rows whose questions hold control tokens, which this tokenizer cannot read as plain text: they act as "
+    "control tokens"
+)
 ANSWERED_CONTROL = "rows whose answers hold control tokens of the tokenizer; they are trained as such"
 TRAINED_ANYWAY = "rows with turns of weight 0, which loss_on='all' trains"
 
@@ -51,8 +65,8 @@ TRAINED_ANYWAY = "rows with turns of weight 0, which loss_on='all' trains"
 class Rendered(NamedTuple):
     """A text and its trained characters: spans (begin, end), ascending.
 
-    is_chat says that a template wrote first and last tokens too, is_quoted that the text holds numbers in place of control tokens of a user, and
-    notes what a person should know about the row.
+    is_chat says that a template wrote first and last tokens too, is_quoted that the text holds numbers in place of
+    control tokens of a user, and notes what a person should know about the row.
     """
 
     text: str
@@ -67,7 +81,8 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
 
     Args:
         tokenizer: Has the template unless one is chosen.
-        chosen: Jinja text, a file that ends in .jinja, the name of one of the tokenizer's templates, or None for the tokenizer's own.
+        chosen: Jinja text, a file that ends in .jinja, the name of one of the tokenizer's templates, or None for the
+            tokenizer's own.
 
     Raises:
         DataError: The file cannot be read.
@@ -86,12 +101,14 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
 class ChatRenderer:
     """Render conversations and say which characters are the assistant's.
 
-    With generation marks in the template they decide. Without them a turn is what the template adds between "asked for an answer" and "answer given":
-    both are rendered and must be beginnings of the whole. Where a template renders earlier turns differently once later ones follow, the content is
-    marked instead and searched; where that fails too, the row is rejected.
+    With generation marks in the template they decide. Without them a turn is what the template adds between "asked for
+    an answer" and "answer given":
+    both are rendered and must be beginnings of the whole. Where a template renders earlier turns differently once later
+    ones follow, the content is marked instead and searched; where that fails too, the row is rejected.
 
-    Templates run in the sandbox of transformers: nothing of Python is reached, and no range is longer than 100,000. A template that takes more than
-    two seconds of processor time for one conversation stops the run with a DataError; its memory is not bounded.
+    Templates run in the sandbox of transformers: nothing of Python is reached, and no range is longer than 100,000. A
+    template that takes more than two seconds of processor time for one conversation stops the run with a DataError; its
+    memory is not bounded.
 
     Args:
         tokenizer: Applies the template.
@@ -106,20 +123,26 @@ class ChatRenderer:
         self._loss_on = loss_on
         self._notes = notes
         self._has_marks = _GENERATION_MARK.search(template) is not None
-        # Ends of turns are not always among the special tokens proper (<end_of_turn>, <|im_end|> as plain added tokens).
-        added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        # Ends of turns are not always among the special tokens proper (<end_of_turn>, <|im_end|> as plain added
+        # tokens).
+        added = {
+            number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
+        }
         self.special_ids = frozenset({*tokenizer.all_special_ids, *added})
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
         self.controls = ControlTokens(tokenizer)
         self._needs_parts: bool | None = None
         self._drops_answers = False
 
-    def render(self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None) -> Rendered:
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
+    ) -> Rendered:
         """Return the conversation's text and the trained characters.
 
         Args:
             messages: Checked turns.
-            num_context_turns: Turns at the beginning that are never trained: the prompt of a conversational prompt and completion.
+            num_context_turns: Turns at the beginning that are never trained: the prompt of a conversational prompt and
+                completion.
             tools: A list of tool descriptions, or JSON text of one.
 
         Raises:
@@ -141,7 +164,9 @@ class ChatRenderer:
             return self.controls.unquote(rendered)._replace(notes=tuple(notes))
         return rendered._replace(is_quoted=QUOTED_CONTROL in found, notes=tuple(notes))
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None) -> Rendered:
+    def _render(
+        self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
+    ) -> Rendered:
         """Render; is_wanted says for each turn of the assistant whether it is trained."""
         if self._loss_on == "all":
             text = self._apply(messages, tools=tools)
@@ -155,17 +180,26 @@ class ChatRenderer:
         return self._render_unmarked(messages, is_wanted=is_wanted, tools=tools)
 
     def _shape(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the turns as the template takes them: without weights, and with content in parts where it drops strings."""
+        """Return the turns as the template takes them: without weights, and with content in parts where it drops
+        strings.
+        """
         if self._needs_parts is None:
             as_text, as_parts = self._find_kept(lambda text: text), self._find_kept(_as_parts)
             self._needs_parts = as_text != _PROBES.keys() and as_parts == _PROBES.keys()
             # A template that refuses the probe says what it wants when it is given a row.
-            self._drops_answers = as_text is not None and "assistant" not in as_text and "assistant" not in (as_parts or ())
-        if self._drops_answers and any(message["role"] == "assistant" and message.get("content") for message in messages):
+            self._drops_answers = (
+                as_text is not None and "assistant" not in as_text and "assistant" not in (as_parts or ())
+            )
+        if self._drops_answers and any(
+            message["role"] == "assistant" and message.get("content") for message in messages
+        ):
             raise RowRejectedError(TEMPLATE_UNCLEAR, "the template leaves the content of the assistant's turns out")
         turns = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
         if self._needs_parts:
-            turns = [turn | {"content": _as_parts(turn["content"])} if isinstance(turn.get("content"), str) else turn for turn in turns]
+            turns = [
+                turn | {"content": _as_parts(turn["content"])} if isinstance(turn.get("content"), str) else turn
+                for turn in turns
+            ]
         return turns
 
     def _find_kept(self, shape: Callable[[str], Any]) -> set[str] | None:
@@ -192,7 +226,9 @@ class ChatRenderer:
         turn = np.flatnonzero(np.diff(mask))
         return Rendered(result["input_ids"], tuple(zip(turn[::2].tolist(), turn[1::2].tolist())), is_chat=True)
 
-    def _render_unmarked(self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None) -> Rendered:
+    def _render_unmarked(
+        self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
+    ) -> Rendered:
         text = self._apply(messages, tools=tools)
         spans: list[tuple[int, int]] = []
         answers = (number for number, message in enumerate(messages) if message["role"] == "assistant")
@@ -201,24 +237,34 @@ class ChatRenderer:
             end = self._find_end(messages, number, text=text, tools=tools)
             if begin is None or end is None or begin >= end or (spans and begin < spans[-1][1]):
                 raise RowRejectedError(
-                    TEMPLATE_UNCLEAR, f"turn {number}: the template has no generation marks and renders it differently within the whole"
+                    TEMPLATE_UNCLEAR,
+                    f"turn {number}: the template has no generation marks and renders it differently within the whole",
                 )
             spans.append((begin, end))
         return Rendered(text, tuple(spans), is_chat=True)
 
-    def _find_begin(self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None) -> int | None:
+    def _find_begin(
+        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None
+    ) -> int | None:
         """Return where the answer of a turn begins: behind the text that asks for it, else at its content."""
         if number:
             asked = self._apply(messages[:number], tools=tools, add_generation_prompt=True)
             if text.startswith(asked) and asked != self._apply(messages[:number], tools=tools):
-                self._notes["assistant turns found by rendering what asks for them (the chat template has no generation marks)"] += 1
+                self._notes[
+                    "assistant turns found by rendering what asks for them (the chat template has no generation marks)"
+                ] += 1
                 return len(asked)
         place = self._find_mark(messages, number, text=text, tools=tools, before=True)
         if place is not None:
-            self._notes["assistant turns found by marking their content (the chat template renders them differently within the whole)"] += 1
+            self._notes[
+                "assistant turns found by marking their content (the chat template renders them differently within the "
+                "whole)"
+            ] += 1
         return place
 
-    def _find_end(self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None) -> int | None:
+    def _find_end(
+        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None
+    ) -> int | None:
         """Return where a turn ends: with its end-of-turn token where one follows, without white space behind that."""
         answered = self._apply(messages[: number + 1], tools=tools)
         if text.startswith(answered):
@@ -229,8 +275,12 @@ class ChatRenderer:
             return None
         return place + next((len(mark) for mark in self._end_marks if text.startswith(mark, place)), 0)
 
-    def _find_mark(self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None, before: bool) -> int | None:
-        """Return where a mark put before or behind a content comes out; None where the mark changes more than itself."""
+    def _find_mark(
+        self, messages: Sequence[dict[str, Any]], number: int, *, text: str, tools: list[Any] | None, before: bool
+    ) -> int | None:
+        """Return where a mark put before or behind a content comes out; None where the mark changes more than
+        itself.
+        """
         content = messages[number].get("content")
         words = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
         if content is None or _SENTINEL in text:
@@ -242,11 +292,17 @@ class ChatRenderer:
         place = place_text.find(_SENTINEL)
         return place if place >= 0 and place_text[:place] + place_text[place + len(_SENTINEL) :] == text else None
 
-    def _apply(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+    def _apply(
+        self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None, add_generation_prompt: bool = False
+    ) -> str:
         with template_deadline(), _template_errors():
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt
+                    list(messages),
+                    tools=tools,
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
                 )
             )
 
@@ -261,12 +317,14 @@ def _template_errors() -> Iterator[None]:
 
 
 class _CharacterTokenizer:
-    """Stand in for a tokenizer within apply_chat_template: its tokens are characters, so that the assistant mask comes back per character."""
+    """Stand in for a tokenizer within apply_chat_template: its tokens are characters, so that the assistant mask
+    comes back per character.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the tokenizer has
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: str, **_: object) -> _Characters:
@@ -285,11 +343,12 @@ def _as_parts(text: str) -> list[dict[str, str]]:
 
 
 class ControlTokens:
-    """Find the control tokens of a tokenizer in what users wrote, and tokenise them there as the plain text that they are.
+    """Find the control tokens of a tokenizer in what users wrote, and tokenise them there as the plain text that they
+    are.
 
-    A tokenizer takes ``<|im_end|>`` inside a question for the end of the turn. Each one in a question is replaced by a number before the template
-    renders it. Then the template's own control tokens are marked, the numbers become text again, and a copy of the tokenizer reads that: it knows
-    control tokens by their marks alone.
+    A tokenizer takes ``<|im_end|>`` inside a question for the end of the turn. Each one in a question is replaced by a
+    number before the template renders it. Then the template's own control tokens are marked, the numbers become text
+    again, and a copy of the tokenizer reads that: it knows control tokens by their marks alone.
 
     Args:
         tokenizer: A slow one has no copy: control tokens stay what they are, and rows are noted.
@@ -297,14 +356,20 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
-        self._words = sorted({*special, *(word for word in tokenizer.all_special_tokens if word)}, key=lambda word: (-len(word), word))
+        special = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content
+        }
+        self._words = sorted(
+            {*special, *(word for word in tokenizer.all_special_tokens if word)}, key=lambda word: (-len(word), word)
+        )
         self._pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
         self._number = {word: number for number, word in enumerate(self._words)}
         self._copy: PreTrainedTokenizerBase | None = None
         self._own_ids: dict[int, int] = {}
 
-    def quote(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> tuple[Sequence[dict[str, Any]], list[Any] | None, list[str]]:
+    def quote(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None
+    ) -> tuple[Sequence[dict[str, Any]], list[Any] | None, list[str]]:
         """Return messages and tools with numbers in place of control tokens that users wrote, and what to note."""
         notes = []
         answers = [message for message in messages if message["role"] == "assistant"]
@@ -319,19 +384,25 @@ class ControlTokens:
         return messages, tools, notes
 
     def encode(self, rendered: Rendered) -> tuple[Any, Rendered]:
-        """Return the tokens of a quoted text, as a tokenizer returns those of a batch of one, and the text they stand for, with its spans."""
+        """Return the tokens of a quoted text, as a tokenizer returns those of a batch of one, and the text they
+        stand for, with its spans.
+        """
         text, places = self._mark(rendered.text)
         spans = tuple((places[begin], places[end]) for begin, end in rendered.spans)
         return self._tokenize_copy(text), rendered._replace(text=text, spans=spans)
 
     def can_read_as_text(self, rendered: Rendered) -> bool:
-        """Say whether the copy reads this text as the tokenizer does, but for the quoted control tokens, which it reads as text.
+        """Say whether the copy reads this text as the tokenizer does, but for the quoted control tokens, which it reads
+        as text.
 
-        A tokenizer whose model makes a control token of plain characters, or a copy that differs elsewhere, cannot serve.
+        A tokenizer whose model makes a control token of plain characters, or a copy that differs elsewhere, cannot
+        serve.
         """
         plain = self.unquote(rendered)
         alike, _ = self._mark(plain.text)
-        own = self._tokenizer([plain.text], add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"][0]
+        own = self._tokenizer([plain.text], add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ][0]
         if self.own_ids(self._tokenize_copy(alike)["input_ids"][0]) != list(own):
             return False
         text, _ = self._mark(rendered.text)
@@ -355,7 +426,7 @@ class ControlTokens:
         spans = tuple((places[first], places[last]) for first, last in rendered.spans)
         return rendered._replace(text="".join(parts), spans=spans, is_quoted=False)
 
-    def _tokenize_copy(self, text: str) -> Any:  # noqa: ANN401 - BatchEncoding
+    def _tokenize_copy(self, text: str) -> Any:
         if self._copy is None:
             self._copy = self._make_copy()
         return self._copy([text], add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -376,15 +447,20 @@ class ControlTokens:
     def _holds(self, value: object, characters: frozenset[str]) -> bool:
         return any(character in text for text in _walk_strings(value) for character in characters)
 
-    def _quote_all(self, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    def _quote_all(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._pattern.sub(lambda found: f"{_QUOTE}{self._number[found.group()]}{_END_QUOTE}", value)
         if isinstance(value, dict):
-            return {self._quote_all(name): entry if name == "role" else self._quote_all(entry) for name, entry in value.items()}
+            return {
+                self._quote_all(name): entry if name == "role" else self._quote_all(entry)
+                for name, entry in value.items()
+            }
         return [self._quote_all(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
     def _mark(self, text: str) -> tuple[str, list[int]]:
-        """Return the text with marked control tokens and plain quoted ones, and the place there of each character here."""
+        """Return the text with marked control tokens and plain quoted ones, and the place there of each character
+        here.
+        """
         parts: list[str] = []
         places: list[int] = []
         length = 0
@@ -393,7 +469,9 @@ class ControlTokens:
             nonlocal length
             # A span may begin or end at a piece, never inside one.
             places.extend(
-                [length] + [length + len(piece)] * (num_characters - 1) if num_characters != len(piece) else range(length, length + len(piece))
+                [length] + [length + len(piece)] * (num_characters - 1)
+                if num_characters != len(piece)
+                else range(length, length + len(piece))
             )
             parts.append(piece)
             length += len(piece)
@@ -416,8 +494,13 @@ class ControlTokens:
                 token["content"] = f"{_MARK}{token['content']}{_END_MARK}"
             own_ids[token["content"]] = token["id"]
         backend = type(self._tokenizer.backend_tokenizer).from_str(json.dumps(state))
-        # A control token of the model's own vocabulary is a new one in the copy, which shifts the ids of all added tokens behind it.
-        self._own_ids = {number: own_id for content, own_id in own_ids.items() if (number := backend.token_to_id(content)) is not None}
+        # A control token of the model's own vocabulary is a new one in the copy, which shifts the ids of all added
+        # tokens behind it.
+        self._own_ids = {
+            number: own_id
+            for content, own_id in own_ids.items()
+            if (number := backend.token_to_id(content)) is not None
+        }
         copied = copy.copy(self._tokenizer)
         copied._tokenizer = backend
         return copied

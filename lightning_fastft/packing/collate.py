@@ -15,9 +15,10 @@ from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Docume
 class PackedBatch:
     """One packed micro-batch that any Hugging Face causal language model takes as ``model(**batch)``.
 
-    A plain class with ``keys`` and ``__getitem__`` (so that ``**batch`` and ``batch["input_ids"]`` work) and with ``__iter__`` yielding one tensor
-    whose first size is the number of labelled tokens (so that ``self.log`` weighs epoch means by tokens). Keys: input_ids, position_ids, labels and
-    attention_mask of shape (1, T), int64; use_cache False; num_items_in_batch; context.
+    A plain class with ``keys`` and ``__getitem__`` (so that ``**batch`` and ``batch["input_ids"]`` work) and with
+    ``__iter__`` yielding one tensor whose first size is the number of labelled tokens (so that ``self.log`` weighs
+    epoch means by tokens). Keys: input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache
+    False; num_items_in_batch; context.
 
     Args:
         input_id_T: Token ids, shape (T,), int64, on the device of the context.
@@ -37,7 +38,9 @@ class PackedBatch:
 
     def __init__(self, *, input_id_T: torch.Tensor, context: BatchContext, index: int = -1) -> None:
         if input_id_T.shape != (context.num_tokens,):
-            raise ShapeError(f"input_id_T has shape {tuple(input_id_T.shape)}, the context describes ({context.num_tokens},).")
+            raise ShapeError(
+                f"input_id_T has shape {tuple(input_id_T.shape)}, the context describes ({context.num_tokens},)."
+            )
         self.context = context
         self.index = index
         self._items: dict[str, Any] = {
@@ -54,7 +57,7 @@ class PackedBatch:
         """Return the keyword arguments that a model is called with."""
         return self._KEYS
 
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - tensors, a flag, a number and the context, as a dict of model inputs has them
+    def __getitem__(self, key: str) -> Any:
         return self._items[key]
 
     def __len__(self) -> int:
@@ -68,7 +71,10 @@ class PackedBatch:
         """Return the batch on that device; copies from pinned memory do not wait."""
         if torch.device(device) == self.context.device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self.context.to(device, non_blocking=non_blocking))
+        return self._map(
+            lambda tensor: tensor.to(device, non_blocking=non_blocking),
+            self.context.to(device, non_blocking=non_blocking),
+        )
 
     def pin_memory(self) -> PackedBatch:
         """Return the batch in pinned host memory."""
@@ -82,7 +88,8 @@ class PackedBatch:
             **self._items,
             "input_ids": move(self._items["input_ids"]),
             "attention_mask": move(self._items["attention_mask"]),
-            # Views of what the context has moved already: one copy each, and ``labels`` stays recognisable as the context's own.
+            # Views of what the context has moved already: one copy each, and ``labels`` stays recognisable as the
+            # context's own.
             "position_ids": context.position_T[None],
             "labels": context.label_T[None],
             "context": context,
@@ -91,18 +98,24 @@ class PackedBatch:
 
 
 def collate(
-    documents: Sequence[Document], *, pad_to: int | None = None, pad_token_id: int = 0, num_items: float | None = None, index: int = -1
+    documents: Sequence[Document],
+    *,
+    pad_to: int | None = None,
+    pad_token_id: int = 0,
+    num_items: float | None = None,
+    index: int = -1,
 ) -> PackedBatch:
     """Lay documents one behind the other and build their context.
 
-    The first label of every document becomes -100, so that nothing is predicted across a border; the pad tail becomes documents of its own, none
-    longer than the longest real one, so that no kernel meets a token past the last offset.
+    The first label of every document becomes -100, so that nothing is predicted across a border; the pad tail becomes
+    documents of its own, none longer than the longest real one, so that no kernel meets a token past the last offset.
 
     Args:
         documents: What shares the pack, at least one unless pad_to is given.
         pad_to: Length of the pack in tokens; None for no padding.
         pad_token_id: Token id of the pad tail.
-        num_items: What the summed loss is divided by; None for the pack's own labelled tokens (validation, or one pack per step).
+        num_items: What the summed loss is divided by; None for the pack's own labelled tokens (validation, or one pack
+            per step).
         index: Global number of the micro-batch in the plan.
 
     Returns:

@@ -1,6 +1,7 @@
 """BatchContext: what every layer needs to know about a packed batch, built once and read by all of them.
 
-Axes: T tokens of the pack, S documents (S1 = S + 1 offsets), R labelled rows padded to a bucket, Q blocks of a block mask.
+Axes: T tokens of the pack, S documents (S1 = S + 1 offsets), R labelled rows padded to a bucket, Q blocks of a block
+    mask.
 """
 
 from __future__ import annotations
@@ -39,24 +40,29 @@ class VarlenArguments(NamedTuple):
 class BatchContext:
     """Hold the metadata of one packed batch, on the host and on one device.
 
-    A plain class on purpose: Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses, and leave this object alone. Masks are
-    built on first request, once per (kind, device, dtype, window), kept in the object and dropped with it.
+    A plain class on purpose: Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses, and leave
+    this object alone. Masks are built on first request, once per (kind, device, dtype, window), kept in the object and
+    dropped with it.
 
     Args:
         lengths: Length of each document in tokens, in the order of the pack, pad documents last; each at least 1.
-        label_T: Unshifted labels, shape (T,), int64, on the CPU; -100 where nothing is trained. The first token of every document must be -100.
+        label_T: Unshifted labels, shape (T,), int64, on the CPU; -100 where nothing is trained. The first token of
+            every document must be -100.
         num_pad_tokens: Tokens at the end of the pack that belong to pad documents.
-        num_items: What the summed loss is divided by: labelled tokens of the accumulation window / (micro-batches x ranks).
+        num_items: What the summed loss is divided by: labelled tokens of the accumulation window / (micro-batches x
+            ranks).
 
     Raises:
-        ShapeError: A document is empty, lengths do not add up to T, a label is trained across a document border, or the pad tail does not end on one.
+        ShapeError: A document is empty, lengths do not add up to T, a label is trained across a document border, or the
+            pad tail does not end on one.
         OptionError: num_items is not above 0.
 
     Cost:
         O(T) on the host, no device work; masks cost what they cost on first request and nothing after.
 
     Source:
-        Metadata once per batch: the published packed-sequence optimisation of Unsloth and NVIDIA (2026); the form is our own.
+        Metadata once per batch: the published packed-sequence optimisation of Unsloth and NVIDIA (2026); the form is
+        our own.
 
     Example:
         >>> context = BatchContext(lengths=[2, 3], label_T=torch.tensor([-100, 7, -100, 8, 9]), num_items=3)
@@ -64,7 +70,9 @@ class BatchContext:
         ([0, 2, 5], 3, 3)
     """
 
-    def __init__(self, *, lengths: Sequence[int], label_T: torch.Tensor, num_pad_tokens: int = 0, num_items: float) -> None:
+    def __init__(
+        self, *, lengths: Sequence[int], label_T: torch.Tensor, num_pad_tokens: int = 0, num_items: float
+    ) -> None:
         length_S = torch.as_tensor(lengths, dtype=torch.int64)
         _check_content(length_S=length_S, label_T=label_T, num_pad_tokens=num_pad_tokens, num_items=num_items)
         offset_S1 = torch.nn.functional.pad(length_S.cumsum(0), (1, 0))
@@ -91,7 +99,8 @@ class BatchContext:
         self.labelled_row_R = torch.nn.functional.pad(row_L, (0, num_padding_rows))
         self.labelled_target_R = torch.nn.functional.pad(target_L, (0, num_padding_rows), value=IGNORED_LABEL)
 
-        # Set by the strategy or by a caller that forces a backend; "auto" picks by device, head shape and longest document.
+        # Set by the strategy or by a caller that forces a backend; "auto" picks by device, head shape and longest
+        # document.
         self.attention_backend = "auto"
         # Loss heads return full logits when a user asks for them.
         self.output_logits = False
@@ -125,9 +134,11 @@ class BatchContext:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def recordable(self, *, num_documents: int, max_length: int) -> BatchContext:
-        """Return a context with tensors of its own, at addresses that stay, for work that is recorded once and runs for many packs (CUDA graphs).
+        """Return a context with tensors of its own, at addresses that stay, for work that is recorded once and runs for
+        many packs (CUDA graphs).
 
-        It describes this pack until ``load`` gives it another one. Behind the last offset come those of empty documents; it has no labelled rows.
+        It describes this pack until ``load`` gives it another one. Behind the last offset come those of empty
+        documents; it has no labelled rows.
 
         Args:
             num_documents: Most documents of a pack that will be loaded.
@@ -144,7 +155,8 @@ class BatchContext:
         return other
 
     def load(self, other: BatchContext) -> None:
-        """Describe another pack of as many tokens, which lies on the same device; of a context that ``recordable`` made.
+        """Describe another pack of as many tokens, which lies on the same device; of a context that ``recordable``
+        made.
 
         Raises:
             ShapeError: The pack does not fit.
@@ -152,9 +164,14 @@ class BatchContext:
         Cost:
             Three small copies on the device; no host synchronisation.
         """
-        if other.num_tokens != self.num_tokens or other.num_documents > self.num_documents or other.max_length > self.max_length:
+        if (
+            other.num_tokens != self.num_tokens
+            or other.num_documents > self.num_documents
+            or other.max_length > self.max_length
+        ):
             raise ShapeError(
-                f"A pack of {other.num_tokens} tokens, {other.num_documents} documents and at most {other.max_length} tokens in one does not fit a "
+                f"A pack of {other.num_tokens} tokens, {other.num_documents} documents and at most {other.max_length} "
+                "tokens in one does not fit a "
                 f"context made for {self.num_tokens}, {self.num_documents} and {self.max_length}."
             )
         # Through ``.data``: what autograd saved of these tensors when work was recorded is meant to change.
@@ -165,7 +182,9 @@ class BatchContext:
         self._built.clear()
 
     def note_read(self, backend: str) -> None:
-        """Record that one attention layer used this context with that backend; a packed step without a read is refused."""
+        """Record that one attention layer used this context with that backend; a packed step without a read is
+        refused.
+        """
         self.num_reads += 1
         self.backends_used[backend] = self.backends_used.get(backend, 0) + 1
 
@@ -190,7 +209,8 @@ class BatchContext:
         return self.once("varlen", self.device, lambda: VarlenArguments(self.start_S1, self.max_length))
 
     def dense_mask(self, *, window: int | None = None, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-        """Return who may see whom, shape (1, 1, T, T): bool, or additive (0 and the lowest finite value) in a float dtype.
+        """Return who may see whom, shape (1, 1, T, T): bool, or additive (0 and the lowest finite value) in a float
+        dtype.
 
         Args:
             window: Keys a query sees, itself included; None for all keys of its document.
@@ -200,9 +220,11 @@ class BatchContext:
             T x T elements, two or three element-wise launches, no loop over documents, no host synchronisation.
         """
         window = self._effective_window(window)
-        return self.once("dense_mask", (self.device, dtype, window), lambda: self._build_dense_mask(window=window, dtype=dtype))
+        return self.once(
+            "dense_mask", (self.device, dtype, window), lambda: self._build_dense_mask(window=window, dtype=dtype)
+        )
 
-    def block_mask(self, *, window: int | None = None) -> Any:  # noqa: ANN401 - torch's BlockMask has no public type path on every supported version
+    def block_mask(self, *, window: int | None = None) -> Any:
         """Return a FlexAttention BlockMask of this pack, built from block borders without a T x T tensor.
 
         Args:
@@ -232,7 +254,7 @@ class BatchContext:
             return torch.where(seen_TT, lowest.new_zeros(()), lowest)[None, None]
         return seen_TT[None, None]
 
-    def _build_block_mask(self, *, window: int | None) -> Any:  # noqa: ANN401 - see block_mask
+    def _build_block_mask(self, *, window: int | None) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
 
         num_blocks = -(-self.num_tokens // BLOCK_SIZE)
@@ -290,18 +312,29 @@ def _ordered_blocks(chosen_QQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def _check_content(*, length_S: torch.Tensor, label_T: torch.Tensor, num_pad_tokens: int, num_items: float) -> None:
     """Refuse metadata that a kernel would turn into NaN, a leak between documents or an illegal access."""
     if label_T.ndim != 1 or label_T.dtype != torch.int64 or label_T.device.type != "cpu":
-        raise ShapeError(f"label_T must be a 1-D int64 tensor on the CPU, got shape {tuple(label_T.shape)}, {label_T.dtype}, {label_T.device}.")
+        raise ShapeError(
+            f"label_T must be a 1-D int64 tensor on the CPU, got shape {tuple(label_T.shape)}, {label_T.dtype}, "
+            f"{label_T.device}."
+        )
     if length_S.ndim != 1 or length_S.numel() == 0:
         raise ShapeError(f"lengths must name at least one document, got shape {tuple(length_S.shape)}.")
     if int(length_S.min()) < 1:
-        raise ShapeError(f"Every document needs at least one token; document {int(length_S.argmin())} has {int(length_S.min())}.")
+        raise ShapeError(
+            f"Every document needs at least one token; document {int(length_S.argmin())} has {int(length_S.min())}."
+        )
     if int(length_S.sum()) != label_T.numel():
-        raise ShapeError(f"Documents hold {int(length_S.sum())} tokens, the pack holds {label_T.numel()}; the last offset must be the token count.")
+        raise ShapeError(
+            f"Documents hold {int(length_S.sum())} tokens, the pack holds {label_T.numel()}; the last offset must be "
+            "the token count."
+        )
     end_S = length_S.cumsum(0)
     start_S = end_S - length_S
     crossing = torch.nonzero(label_T[start_S] != IGNORED_LABEL).flatten()
     if crossing.numel():
-        raise ShapeError(f"The first token of document {int(crossing[0])} is labelled: it would be predicted from another document. Set it to -100.")
+        raise ShapeError(
+            f"The first token of document {int(crossing[0])} is labelled: it would be predicted from another document. "
+            "Set it to -100."
+        )
     num_real_tokens = label_T.numel() - num_pad_tokens
     if num_pad_tokens and not (num_pad_tokens > 0 and bool((start_S == num_real_tokens).any())):
         raise ShapeError(f"The pad tail of {num_pad_tokens} tokens must begin with a document of its own.")

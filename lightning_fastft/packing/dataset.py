@@ -89,7 +89,9 @@ class TokenizedDataset:
         try:
             return cls._open(path, is_checked=is_checked)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"The cache entry {path} is not whole: {error}. Delete the folder; the data is tokenised again.") from error
+            raise DataError(
+                f"The cache entry {path} is not whole: {error}. Delete the folder; the data is tokenised again."
+            ) from error
 
     @classmethod
     def _open(cls, path: Path, *, is_checked: bool) -> TokenizedDataset:
@@ -126,16 +128,27 @@ class TokenizedDataset:
             Nothing for a cache entry; one pass over the tokens, once, where they are in memory.
         """
         if self._content_digest is None:
-            arrays = {"ids": self._id_T, "trained": self._trained_bits, "start": self._start_N1, "num_labelled": self.num_labelled_N}
-            self._content_digest = combine_digests({f"{name}.bin": hashlib.sha256(array.data).hexdigest() for name, array in arrays.items()})
+            arrays = {
+                "ids": self._id_T,
+                "trained": self._trained_bits,
+                "start": self._start_N1,
+                "num_labelled": self.num_labelled_N,
+            }
+            self._content_digest = combine_digests(
+                {f"{name}.bin": hashlib.sha256(array.data).hexdigest() for name, array in arrays.items()}
+            )
         return self._content_digest
 
     def check_bounds(self) -> None:
-        """Raise DataError where offsets, counts and ids do not fit one another: reading would end outside of the arrays or of the embedding."""
+        """Raise DataError where offsets, counts and ids do not fit one another: reading would end outside of the
+        arrays or of the embedding.
+        """
         num_tokens, num_examples = len(self._id_T), len(self)
         if len(self._trained_bits) != -(-num_tokens // 8) or len(self.num_labelled_N) != num_examples:
             raise DataError("its files are of different lengths")
-        if num_examples and (self._start_N1[0] != 0 or self._start_N1[-1] != num_tokens or int(self.length_N.min()) < 1):
+        if num_examples and (
+            self._start_N1[0] != 0 or self._start_N1[-1] != num_tokens or int(self.length_N.min()) < 1
+        ):
             raise DataError("its offsets do not follow one another")
         if self.report.num_documents != num_examples or self.report.num_tokens != num_tokens:
             raise DataError("its counts are those of other examples")
@@ -195,7 +208,9 @@ def combine_digests(digests: Mapping[str, str]) -> str:
 
 def digest_meta(meta: Mapping[str, Any]) -> str:
     """Return the digest of an entry's metadata, without the digest itself."""
-    return hashlib.sha256(json.dumps({name: value for name, value in meta.items() if name != "own_sha256"}, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps({name: value for name, value in meta.items() if name != "own_sha256"}, sort_keys=True).encode()
+    ).hexdigest()
 
 
 def digest_file(path: Path) -> str:
@@ -228,7 +243,8 @@ def write_beside(target: Path) -> Iterator[Path]:
                 raise
     except OSError as error:
         raise OptionError(
-            f"The cache folder {target.parent} cannot be written: {error.strerror or error}. Name another one, --data.cache_dir FOLDER, "
+            f"The cache folder {target.parent} cannot be written: {error.strerror or error}. Name another one, "
+            "--data.cache_dir FOLDER, "
             "or keep the tokens in memory, --data.cache_dir null."
         ) from error
     finally:
@@ -261,7 +277,9 @@ def replace_file(path: Path, content: bytes) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise OptionError(f"{path} cannot be written: {error.strerror or error}. Name another file or free the disk.") from error
+        raise OptionError(
+            f"{path} cannot be written: {error.strerror or error}. Name another file or free the disk."
+        ) from error
 
 
 def write_file(path: Path, content: bytes) -> None:

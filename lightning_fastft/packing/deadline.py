@@ -22,8 +22,8 @@ class _OutOfTimeError(BaseException):
 def template_deadline() -> Iterator[None]:
     """End the block after ``TEMPLATE_SECONDS`` of processor time, so that a busy machine changes nothing.
 
-    The timer is a signal, which Python hands to the main thread alone; other threads, and Windows, have no bound. A handler and a timer of the user's
-    are put back.
+    The timer is a signal, which Python hands to the main thread alone; other threads, and Windows, have no bound. A
+    handler and a timer of the user's are put back.
 
     Raises:
         DataError: The time is over.
@@ -40,7 +40,8 @@ def template_deadline() -> Iterator[None]:
         yield
     except _OutOfTimeError:
         raise DataError(
-            f"The chat template ran for more than {TEMPLATE_SECONDS:.0f} s on one conversation: it loops or calls itself without end. Give another "
+            f"The chat template ran for more than {TEMPLATE_SECONDS:.0f} s on one conversation: it loops or calls "
+            "itself without end. Give another "
             "one with --data.chat_template FILE.jinja, or look for nested loops in this one."
         ) from None
     finally:

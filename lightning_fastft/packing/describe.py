@@ -1,4 +1,6 @@
-"""What a data module would train, as text and as a picture: rows, rejects, lengths, packs, and an example with its trained tokens marked."""
+"""What a data module would train, as text and as a picture: rows, rejects, lengths, packs, and an example with
+its trained tokens marked.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class DescribableData(Protocol):
     """What is described: a PackedDataModule after its set-up."""
 
     @property
-    def tokenizer(self) -> Any:  # noqa: ANN401 - any tokenizer of transformers
+    def tokenizer(self) -> Any:
         """What turns ids into text; None shows ids."""
 
     def subset(self, split: str) -> DescribableDocuments | None:
@@ -49,8 +51,11 @@ class DescribableData(Protocol):
         """What became of the rows of "train", "val" or "test"."""
 
 
-def describe_data(datamodule: DescribableData, *, world_size: int = 1, accumulate: int = 1, is_terminal: bool = False) -> str:
-    """Return what training would see: rows per format, rejects, lengths, packs and fill for each split, and one example.
+def describe_data(
+    datamodule: DescribableData, *, world_size: int = 1, accumulate: int = 1, is_terminal: bool = False
+) -> str:
+    """Return what training would see: rows per format, rejects, lengths, packs and fill for each split, and one
+    example.
 
     Args:
         datamodule: A PackedDataModule after ``setup("fit")`` (and "test", if that is wanted too).
@@ -70,7 +75,9 @@ def describe_data(datamodule: DescribableData, *, world_size: int = 1, accumulat
             # Only training steps in windows; evaluation needs equal ranks alone.
             num_per_step = accumulate if split == "train" else None
             report = datamodule.report(split)
-            sections.append(_describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step))
+            sections.append(
+                _describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step)
+            )
     if not sections:
         raise DataError('The data module has no data yet; call setup("fit") first.')
     shown = datamodule.subset("train") or datamodule.subset("val") or datamodule.subset("test")
@@ -93,12 +100,16 @@ def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, acc
 
     Example:
         >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4)
-        'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs (1 rank x accumulate_grad_batches=4)'
+        'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs (1 rank x
+        accumulate_grad_batches=4)'
     """
     split = f" ({num_packs - num_extra_packs} packed, {num_extra_packs} more by splitting)" if num_extra_packs else ""
     num_per_step = world_size * accumulate
     steps = f"{count(num_packs // num_per_step, 'optimizer step')} of {count(num_per_step, 'pack')}"
-    return f"an epoch trains {count(num_packs, 'pack')}{split} in {steps} ({count(world_size, 'rank')} x accumulate_grad_batches={accumulate})"
+    return (
+        f"an epoch trains {count(num_packs, 'pack')}{split} in {steps} ({count(world_size, 'rank')} x "
+        f"accumulate_grad_batches={accumulate})"
+    )
 
 
 def count(number: int, noun: str) -> str:
@@ -106,7 +117,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:  # noqa: ANN401 - any tokenizer
+def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:
     """Return the text of an example with its trained tokens between marks; ids where there is no tokenizer.
 
     Args:
@@ -125,7 +136,11 @@ def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str]
     for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
         part = [ids[number] for number in run]
         # Text of the data must not steer the terminal that it is shown on.
-        text = " ".join(map(str, part)) if tokenizer is None else printable(tokenizer.decode(part, skip_special_tokens=False), keeps_lines=True)
+        text = (
+            " ".join(map(str, part))
+            if tokenizer is None
+            else printable(tokenizer.decode(part, skip_special_tokens=False), keeps_lines=True)
+        )
         pieces.append(f"{marks[0]}{text}{marks[1]}" if trained else text)
     num_left = len(document.input_ids) - len(ids)
     return (" " if tokenizer is None else "").join(pieces) + (f" ... {num_left} more tokens" if num_left else "")
@@ -167,7 +182,9 @@ def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError("The histogram needs matplotlib: pip install matplotlib. The same numbers are in the text.") from error
+        raise MissingDependencyError(
+            "The histogram needs matplotlib: pip install matplotlib. The same numbers are in the text."
+        ) from error
     path = Path(path)
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
@@ -179,12 +196,20 @@ def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         FigureCanvasAgg(figure).print_png(str(path))
     except OSError as error:
-        raise OptionError(f"{path} cannot be written: {error.strerror or error}. Name another folder, --out FOLDER.") from error
+        raise OptionError(
+            f"{path} cannot be written: {error.strerror or error}. Name another folder, --out FOLDER."
+        ) from error
     return path
 
 
 def _describe_split(
-    split: str, subset: DescribableDocuments, packs: Packs, *, report: IngestReport | None, world_size: int, accumulate: int | None
+    split: str,
+    subset: DescribableDocuments,
+    packs: Packs,
+    *,
+    report: IngestReport | None,
+    world_size: int,
+    accumulate: int | None,
 ) -> str:
     length_N = subset.length_N
     num_tokens = int(length_N.sum())
@@ -197,15 +222,22 @@ def _describe_split(
         lines.append(report.render())
     share = 100 * int(subset.num_labelled_N.sum()) / num_tokens
     lines += [
-        f"{len(subset)} examples, {num_tokens} tokens, {share:.1f} % trained; per example: shortest {int(length_N.min())}, median {middle:.0f}, "
+        f"{len(subset)} examples, {num_tokens} tokens, {share:.1f} % trained; per example: shortest "
+        f"{int(length_N.min())}, median {middle:.0f}, "
         f"mean {length_N.mean():.0f}, 99th percentile {high:.0f}, longest {int(length_N.max())}",
         render_length_histogram(length_N),
-        f"{count(len(packs), 'pack')} of {packs.max_tokens} tokens ({num_needed} would hold the tokens), fill {100 * packs.fill(length_N):.2f} %",
+        f"{count(len(packs), 'pack')} of {packs.max_tokens} tokens ({num_needed} would hold the tokens), fill "
+        f"{100 * packs.fill(length_N):.2f} %",
     ]
     if accumulate is not None:
-        lines.append(describe_epoch(num_packs=num_all, num_extra_packs=num_extra, world_size=world_size, accumulate=accumulate))
+        lines.append(
+            describe_epoch(num_packs=num_all, num_extra_packs=num_extra, world_size=world_size, accumulate=accumulate)
+        )
     elif num_extra:
-        lines.append(f"{count(num_all, 'pack')} ({num_extra} more by splitting), so that {count(world_size, 'rank')} get equal numbers")
+        lines.append(
+            f"{count(num_all, 'pack')} ({num_extra} more by splitting), so that {count(world_size, 'rank')} get equal "
+            "numbers"
+        )
     return "\n".join(lines)
 
 

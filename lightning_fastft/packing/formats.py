@@ -1,6 +1,7 @@
 """Formats of examples: which columns a row has, the text they become, and which of its tokens are trained.
 
-Every format but input_ids becomes one text with trained spans of characters; tokens follow from the text once, at the end.
+Every format but input_ids becomes one text with trained spans of characters; tokens follow from the text once, at the
+end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from lightning_fastft.core.checks import check_bool, check_choice, check_int, ch
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing import chat
 from lightning_fastft.packing.context import IGNORED_LABEL
-from lightning_fastft.packing.rows import LABELS_DIFFER, WRONG_TYPE, RowRejectedError, check_messages, check_text, read_conversation
+from lightning_fastft.packing.rows import (
+    LABELS_DIFFER,
+    WRONG_TYPE,
+    RowRejectedError,
+    check_messages,
+    check_text,
+    read_conversation,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,15 +49,19 @@ class FormatOptions:
 
     Args:
         max_tokens: Longest example in tokens: the length of a pack.
-        format: "messages", "conversations", "prompt_completion", "instruction", "text", "input_ids", or "auto" to go by the columns of each file.
+        format: "messages", "conversations", "prompt_completion", "instruction", "text", "input_ids", or "auto" to go by
+            the columns of each file.
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own template.
-        add_eos: Whether the end-of-sequence token is appended, and trained, in every format but messages, conversations and input_ids.
-        too_long: What happens to an example of more than max_tokens: "refuse" stops before training, "truncate" keeps its beginning if a trained
-            token is left there and rejects it otherwise, "split" makes several examples of it. Always counted.
+        add_eos: Whether the end-of-sequence token is appended, and trained, in every format but messages, conversations
+            and input_ids.
+        too_long: What happens to an example of more than max_tokens: "refuse" stops before training, "truncate" keeps
+            its beginning if a trained token is left there and rejects it otherwise, "split" makes several examples of
+            it. Always counted.
         separator: Put between a prompt and a completion that are strings.
-        extra_columns: "refuse" rejects a row with a column that the rows of its file do not have (the file's first 100 rows tell), "ignore" takes it.
+        extra_columns: "refuse" rejects a row with a column that the rows of its file do not have (the file's first 100
+            rows tell), "ignore" takes it.
 
     Raises:
         OptionError: An option is outside of what is allowed.
@@ -73,7 +85,10 @@ class FormatOptions:
         if self.chat_template is not None:
             check_string("chat_template", self.chat_template)
         if self.columns is not None and not isinstance(self.columns, Mapping):
-            raise OptionError(f"columns must map our column names to those of the data, got {self.columns!r} ({type(self.columns).__name__}).")
+            raise OptionError(
+                f"columns must map our column names to those of the data, got {self.columns!r} "
+                f"({type(self.columns).__name__})."
+            )
         check_choice("format", self.format, ("auto", *COLUMNS))
         check_choice("loss_on", self.loss_on, ("completion", "all"))
         check_choice("too_long", self.too_long, ("refuse", "truncate", "split"))
@@ -81,12 +96,16 @@ class FormatOptions:
         known = {name for required, optional in COLUMNS.values() for name in required + optional}
         for name in self.columns or {}:
             if name not in known:
-                raise OptionError(f"columns maps {name!r}, which no format has; our names are {', '.join(sorted(known))}.")
+                raise OptionError(
+                    f"columns maps {name!r}, which no format has; our names are {', '.join(sorted(known))}."
+                )
             check_string(f"columns[{name!r}]", (self.columns or {})[name])
 
 
 class Encoded(NamedTuple):
-    """One example as tokens: ids (int64) and which of them are trained (bool), both of shape (length,), and what to note about its row."""
+    """One example as tokens: ids (int64) and which of them are trained (bool), both of shape (length,), and what
+    to note about its row.
+    """
 
     input_ids: np.ndarray
     is_trained: np.ndarray
@@ -135,11 +154,13 @@ def detect_format(columns: Sequence[str] | frozenset[str], *, options: FormatOpt
 def find_wrong_mapping(columns: Sequence[str] | frozenset[str], *, options: FormatOptions) -> str:
     """Return which mapped columns the rows do not have, and what was probably meant; "" where the mapping fits.
 
-    A mapping may serve sources of several formats, so a format is judged where the rows have some of its mapped columns, or are of no format.
+    A mapping may serve sources of several formats, so a format is judged where the rows have some of its mapped
+    columns, or are of no format.
 
     Args:
         columns: Column names of the rows, under the user's names.
-        options: The column mapping; with ``extra_columns="ignore"`` optional columns may come later than the first rows.
+        options: The column mapping; with ``extra_columns="ignore"`` optional columns may come later than the first
+            rows.
     """
     mapping = options.columns or {}
     is_unknown = detect_format(columns, options=options) is None
@@ -151,7 +172,10 @@ def find_wrong_mapping(columns: Sequence[str] | frozenset[str], *, options: Form
             near = difflib.get_close_matches(mapping[absent[0]], columns, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else "."
             wrong = ", ".join(f"{name} to {mapping[name]!r}" for name in absent)
-            return f"columns maps {wrong}, which the rows do not have{meant} Their columns are {', '.join(sorted(columns))}."
+            return (
+                f"columns maps {wrong}, which the rows do not have{meant} Their columns are "
+                f"{', '.join(sorted(columns))}."
+            )
     return ""
 
 
@@ -172,7 +196,9 @@ class Formatter:
         array([False,  True])
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, options: FormatOptions, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, *, options: FormatOptions, vocab_size: int | None = None
+    ) -> None:
         self.notes: Counter[str] = Counter()
         self._tokenizer = tokenizer
         self._options = options
@@ -192,9 +218,14 @@ class Formatter:
         if format != "input_ids" and self._tokenizer is None:
             raise DataError(f"{file}: rows of format {format!r} need a tokenizer, none was given.")
         if format in ("messages", "conversations") and self._chat is None:
-            raise DataError(f"{file}: rows of format {format!r} need a chat template and the tokenizer has none; give chat_template.")
+            raise DataError(
+                f"{file}: rows of format {format!r} need a chat template and the tokenizer has none; give "
+                "chat_template."
+            )
 
-    def encode(self, rows: Sequence[Mapping[str, Any]], *, format: str) -> list[Encoded | RowRejectedError | TokenIdError]:
+    def encode(
+        self, rows: Sequence[Mapping[str, Any]], *, format: str
+    ) -> list[Encoded | RowRejectedError | TokenIdError]:
         """Return for each row its tokens, or why it has none.
 
         Args:
@@ -202,7 +233,8 @@ class Formatter:
             format: Format of all of them.
 
         Cost:
-            One call of the tokenizer for all rows; rendering a chat template is a Python call per row (one more per turn without generation marks).
+            One call of the tokenizer for all rows; rendering a chat template is a Python call per row (one more per
+            turn without generation marks).
         """
         outcomes: list[Encoded | RowRejectedError | TokenIdError | chat.Rendered] = []
         for row in rows:
@@ -218,7 +250,9 @@ class Formatter:
         if format == "messages":
             return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"))
         if format == "conversations":
-            return self._render_chat(read_conversation(row["conversations"], system=row.get("system")), tools=row.get("tools"))
+            return self._render_chat(
+                read_conversation(row["conversations"], system=row.get("system")), tools=row.get("tools")
+            )
         if format == "prompt_completion":
             return self._render_prompt(row["prompt"], row["completion"])
         if format == "instruction":
@@ -231,19 +265,26 @@ class Formatter:
 
     def _render_prompt(self, prompt: object, completion: object) -> chat.Rendered:
         if isinstance(prompt, str) and isinstance(completion, str):
-            return self._render_pair(check_text(prompt, column="prompt") + self._options.separator, check_text(completion, column="completion"))
+            return self._render_pair(
+                check_text(prompt, column="prompt") + self._options.separator,
+                check_text(completion, column="completion"),
+            )
         if isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple)):
             turns = check_messages(prompt, column="prompt", needs_assistant=False)
             answers = check_messages(completion, column="completion")
             return self._render_chat(turns + answers, num_context_turns=len(turns))
         found = f"{type(prompt).__name__} and {type(completion).__name__}"
-        raise RowRejectedError(WRONG_TYPE, f"prompt and completion must both be strings or both lists of messages, they are {found}")
+        raise RowRejectedError(
+            WRONG_TYPE, f"prompt and completion must both be strings or both lists of messages, they are {found}"
+        )
 
     def _render_pair(self, prompt: str, completion: str) -> chat.Rendered:
         begin = 0 if self._options.loss_on == "all" else len(prompt)
         return chat.Rendered(prompt + completion, ((begin, len(prompt) + len(completion)),))
 
-    def _render_chat(self, messages: list[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None) -> chat.Rendered:
+    def _render_chat(
+        self, messages: list[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
+    ) -> chat.Rendered:
         if self._chat is None:
             raise DataError("Messages need a chat template and the tokenizer has none; give chat_template.")
         return self._chat.render(messages, num_context_turns=num_context_turns, tools=tools)
@@ -252,7 +293,9 @@ class Formatter:
         if not rendered:
             return []
         assert self._tokenizer is not None, "check_can_serve comes first"
-        batch = self._tokenizer([example.text for example in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        batch = self._tokenizer(
+            [example.text for example in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
         encoded: list[Encoded | TokenIdError] = []
         for number, example in enumerate(rendered):
             if example.is_quoted:
@@ -262,7 +305,9 @@ class Formatter:
             # A chat template writes its own first and last tokens.
             finished = self._finish(ids, spans, add_ends=not example.is_chat)._replace(notes=example.notes)
             highest = int(finished.input_ids.max(initial=-1))
-            encoded.append(finished if highest <= self._highest_id else TokenIdError(highest, "token id", self._allowed_ids))
+            encoded.append(
+                finished if highest <= self._highest_id else TokenIdError(highest, "token id", self._allowed_ids)
+            )
         return encoded
 
     def _encode_quoted(self, example: chat.Rendered) -> tuple[list[int], list[tuple[int, int]]]:
@@ -274,7 +319,9 @@ class Formatter:
         return controls.own_ids(ids), spans
 
     def _finish(self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool) -> Encoded:
-        """Mark trained tokens; put the tokenizer's first token in front and the end of the sequence, trained, behind."""
+        """Mark trained tokens; put the tokenizer's first token in front and the end of the sequence, trained,
+        behind.
+        """
         if not ids:
             return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
         prefix = self._prefix_ids if add_ends and ids[: len(self._prefix_ids)] != self._prefix_ids else []
@@ -288,7 +335,9 @@ class Formatter:
         if suffix:
             is_trained[-1] = True
         if not add_ends and spans and int(input_ids[len(prefix) + spans[-1][1] - 1]) not in self._special_ids():
-            self.notes["conversations whose last trained token is no special token: the model may not learn to stop there"] += 1
+            self.notes[
+                "conversations whose last trained token is no special token: the model may not learn to stop there"
+            ] += 1
         return Encoded(input_ids, is_trained)
 
     def _special_ids(self) -> frozenset[int]:
@@ -296,15 +345,17 @@ class Formatter:
 
     def _place_spans(
         self,
-        batch: Any,  # noqa: ANN401 - BatchEncoding
+        batch: Any,
         number: int,
         example: chat.Rendered,
         *,
         tokenizer: PreTrainedTokenizerBase,
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return ids and trained spans of tokens; where a token crosses the border of a span, the sides are tokenised apart.
+        """Return ids and trained spans of tokens; where a token crosses the border of a span, the sides are tokenised
+        apart.
 
-        A model is asked with a prompt that was tokenised alone, so a token across the border would be one it never meets.
+        A model is asked with a prompt that was tokenised alone, so a token across the border would be one it never
+        meets.
         """
         ids = list(batch["input_ids"][number])
         borders = sorted({border for span in example.spans for border in span})
@@ -314,18 +365,24 @@ class Formatter:
             return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
         cuts = [0, *(border for border in borders if 0 < border < len(example.text)), len(example.text)]
         pieces = tokenizer(
-            [example.text[begin:end] for begin, end in pairwise(cuts)], add_special_tokens=False, return_attention_mask=False, verbose=False
+            [example.text[begin:end] for begin, end in pairwise(cuts)],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
         )["input_ids"]
         joined = [token for piece in pieces for token in piece]
         if _decode(tokenizer, joined) == _decode(tokenizer, ids):
-            self.notes["examples tokenised in parts, because a token would have crossed from context into trained text"] += 1
+            self.notes[
+                "examples tokenised in parts, because a token would have crossed from context into trained text"
+            ] += 1
             place = dict(zip(cuts, np.cumsum([0, *map(len, pieces)]).tolist()))
             return joined, [(place[begin], place[end]) for begin, end in example.spans]
-        # Parts of this tokenizer do not add up to the whole (it puts a mark in front of each text): the crossing token stays context.
+        # Parts of this tokenizer do not add up to the whole (it puts a mark in front of each text): the crossing token
+        # stays context.
         self.notes["examples with a token across the border of trained text, which is left untrained"] += 1
         return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
 
-    def _find_border_fast(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:  # noqa: ANN401 - BatchEncoding
+    def _find_border_fast(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:
         """Return the first token that begins at or behind a border, and whether no token crosses it."""
         if border == 0:
             return 0, True
@@ -342,12 +399,14 @@ class Formatter:
         # White space that a tokenizer leaves out of its offsets shows as a gap in front of the border.
         return token, token == 0 or batch.token_to_chars(number, token - 1).end == border
 
-    def _find_border_slow(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:  # noqa: ANN401 - BatchEncoding
+    def _find_border_slow(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:
         """Find the border by tokenising what stands before it: clean if that is how the whole begins."""
         assert self._tokenizer is not None
         if border >= len(text):
             return len(ids), True
-        before = self._tokenizer(text[:border], add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        before = self._tokenizer(text[:border], add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
         return len(before), ids[: len(before)] == list(before)
 
     def _take_ids(self, row: Mapping[str, Any]) -> Encoded:
@@ -360,13 +419,17 @@ class Formatter:
         is_trained = labels != IGNORED_LABEL
         named = labels[is_trained]
         if named.size and (named.min() < 0 or named.max() > self._highest_id):
-            raise TokenIdError(int(named.min() if named.min() < 0 else named.max()), "label", f"{self._allowed_ids} or {IGNORED_LABEL}")
+            raise TokenIdError(
+                int(named.min() if named.min() < 0 else named.max()), "label", f"{self._allowed_ids} or {IGNORED_LABEL}"
+            )
         if len(labels) != len(ids):
             raise RowRejectedError(LABELS_DIFFER, f"{len(ids)} input_ids and {len(labels)} labels")
         if (named != ids[is_trained]).any():
             place = int(np.flatnonzero(is_trained & (labels != ids))[0])
             raise RowRejectedError(
-                LABELS_DIFFER, f"label {int(labels[place])} stands at id {int(ids[place])}, position {place}; labels are unshifted ids or -100"
+                LABELS_DIFFER,
+                f"label {int(labels[place])} stands at id {int(ids[place])}, position {place}; labels are unshifted "
+                "ids or -100",
             )
         return Encoded(ids, is_trained if self._options.loss_on == "completion" else np.ones(len(ids), dtype=bool))
 
@@ -376,7 +439,9 @@ class Formatter:
 
     @property
     def _allowed_ids(self) -> str:
-        return f"ids are 0 to {self._highest_id}" + ("" if self._vocab_size is None else f", the embedding has {self._vocab_size} rows")
+        return f"ids are 0 to {self._highest_id}" + (
+            "" if self._vocab_size is None else f", the embedding has {self._vocab_size} rows"
+        )
 
     def _to_array(self, value: object, *, column: str) -> np.ndarray:
         if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":

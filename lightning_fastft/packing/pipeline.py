@@ -1,8 +1,8 @@
 """Rows become tokens in chunks: in this process or in several, with results in the order of the rows.
 
-Worker processes hold a tokenizer of their own and are handed one chunk at a time over a pipe, so nothing is shared and nothing can block. They are
-fresh interpreters: a fork of a process with threads (of torch, of the tokenizers) can hang, and would hold the pipes of the other workers open. A
-worker ends when its pipe does, in whatever way this process ends.
+Worker processes hold a tokenizer of their own and are handed one chunk at a time over a pipe, so nothing is shared and
+nothing can block. They are fresh interpreters: a fork of a process with threads (of torch, of the tokenizers) can hang,
+and would hold the pipes of the other workers open. A worker ends when its pipe does, in whatever way this process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.formats import COLUMNS, Encoded, FormatOptions, Formatter, TokenIdError, detect_format, find_wrong_mapping
+from lightning_fastft.packing.formats import (
+    COLUMNS,
+    Encoded,
+    FormatOptions,
+    Formatter,
+    TokenIdError,
+    detect_format,
+    find_wrong_mapping,
+)
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.rows import (
     Raw,
@@ -38,11 +46,16 @@ from lightning_fastft.packing.sources import RawRow, Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The rows of a file that tell its format and its columns, and that stop the run when all of them are rejected for one reason.
+# The rows of a file that tell its format and its columns, and that stop the run when all of them are rejected for one
+# reason.
 PEEK_ROWS = 100
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 2**22
-ABSENT_FIELDS = "rows with nulls inside messages or tools, as columns of a table fill fields that a row does not have; they are dropped"
+ABSENT_FIELDS = (
+    "rows with nulls inside messages or tools, as columns of a table fill fields that a row does not "
+    "have; "
+    "they are dropped"
+)
 # Below this, some 4,000 rows, workers take longer to start (they import torch) than this process takes for the rows.
 CHUNKS_ENOUGH = 16
 # A column in fewer of the first rows than this does not belong to the file, where there are rows enough to tell.
@@ -72,8 +85,9 @@ class Chunk(NamedTuple):
 class ChunkResult(NamedTuple):
     """What became of a chunk: tokens one behind the other, rejects in row order, and counts by name.
 
-    num_seen counts rows; blank lines are in counts. digest_N has one number per accepted row, before any cut. An impossible token id ends the chunk.
-    first_lines has the first line of a note that concerns single rows; counted says whether such a number counts lines or rows.
+    num_seen counts rows; blank lines are in counts. digest_N has one number per accepted row, before any cut. An
+    impossible token id ends the chunk. first_lines has the first line of a note that concerns single rows; counted says
+    whether such a number counts lines or rows.
     """
 
     source: str
@@ -99,7 +113,8 @@ class ChunkResult(NamedTuple):
 
 
 def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: FormatOptions) -> Iterator[Chunk]:
-    """Yield the rows of all sources in chunks; the first chunk of a source is its first 100 rows, which tell format and columns.
+    """Yield the rows of all sources in chunks; the first chunk of a source is its first 100 rows, which tell format and
+    columns.
 
     Args:
         sources: What to read.
@@ -147,8 +162,12 @@ def _split_rows(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def _learn_format(source: Source, first: list[RawRow], *, options: FormatOptions) -> tuple[str | None, frozenset[str] | None]:
-    """Return the format of most of the first rows, and the columns that rows of this source have (None for no check)."""
+def _learn_format(
+    source: Source, first: list[RawRow], *, options: FormatOptions
+) -> tuple[str | None, frozenset[str] | None]:
+    """Return the format of most of the first rows, and the columns that rows of this source have (None for no
+    check).
+    """
     raws = [row.raw for row in first if row.raw is not None]
     if not raws:
         raise DataError(f"{source.name} is empty: no row in {len(first)} {source.counts}s.")
@@ -219,7 +238,11 @@ def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions
         notes[ABSENT_FIELDS] += num_absent > 0
         try:
             row = parse_row(raw or b"")
-            rows.append(take_columns(row, required=required, optional=optional, mapping=options.columns or {}, expected=chunk.expected))
+            rows.append(
+                take_columns(
+                    row, required=required, optional=optional, mapping=options.columns or {}, expected=chunk.expected
+                )
+            )
             taken.append(place)
         except RowRejectedError as error:
             reject(place, error)
@@ -292,7 +315,9 @@ def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> l
         return [head]
     counts["num_split"] += 1
     cuts = range(0, len(example.input_ids), most)
-    pieces = [Encoded(example.input_ids[begin : begin + most], example.is_trained[begin : begin + most]) for begin in cuts]
+    pieces = [
+        Encoded(example.input_ids[begin : begin + most], example.is_trained[begin : begin + most]) for begin in cuts
+    ]
     trained = [piece for piece in pieces if piece.is_trained[1:].any()]
     counts["num_dropped_pieces"] += len(pieces) - len(trained)
     return trained
@@ -304,7 +329,8 @@ def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Gener
     Args:
         chunks: Made as they are needed.
         setup: Goes to each worker once.
-        num_proc: Worker processes; 0 and 1 work in this process, and so does a tokenizer that cannot be pickled into another one, with a warning.
+        num_proc: Worker processes; 0 and 1 work in this process, and so does a tokenizer that cannot be pickled into
+            another one, with a warning.
 
     Raises:
         DataError: A worker ended before its work was done.
@@ -328,7 +354,9 @@ def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Gener
 
 
 def _share_out(chunks: Iterator[Chunk], workers: list[_Worker]) -> Iterator[ChunkResult]:
-    """Hand chunks round; the next one is made before a result is waited for, so that a worker does not wait for the reader."""
+    """Hand chunks round; the next one is made before a result is waited for, so that a worker does not wait for
+    the reader.
+    """
     busy: deque[_Worker] = deque()
     idle = deque(workers)
     for chunk in chunks:
@@ -356,7 +384,10 @@ def _pickle_setup(setup: Setup) -> bytes | None:
             return pickle.dumps(setup)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             reason = str(error)
-    warnings.warn(f"{name} cannot be sent to worker processes ({reason}): rows are tokenised in this one, as with num_proc=1.", stacklevel=2)
+    warnings.warn(
+        f"{name} cannot be sent to worker processes ({reason}): rows are tokenised in this one, as with num_proc=1.",
+        stacklevel=2,
+    )
     return None
 
 
@@ -364,7 +395,8 @@ class _Worker:
     """A process that tokenises one chunk at a time."""
 
     def __init__(self, setup: bytes) -> None:
-        # The path of this process, so that the same modules are found and none in the folder that happens to be the current one.
+        # The path of this process, so that the same modules are found and none in the folder that happens to be the
+        # current one.
         program = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve_chunks; serve_chunks()"
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a function of this package
             [sys.executable, "-c", program, *sys.path],
@@ -403,7 +435,8 @@ class _Worker:
 
     def _death(self) -> DataError:
         return DataError(
-            f"A process that tokenises ended with exit code {self._process.wait()} (-9 is mostly want of memory; a traceback stands above if there "
+            f"A process that tokenises ended with exit code {self._process.wait()} (-9 is mostly want of memory; a "
+            "traceback stands above if there "
             "was one). Use num_proc=1 to see the error in this process, or fewer processes."
         )
 
@@ -432,7 +465,9 @@ def serve_chunks() -> None:
 
 
 def describe_uniform_reject(result: ChunkResult) -> str | None:
-    """Return the text that stops a run whose first 100 rows of a file were all rejected for one reason; None where they were not."""
+    """Return the text that stops a run whose first 100 rows of a file were all rejected for one reason; None
+    where they were not.
+    """
     if not result.is_first or result.num_seen < PEEK_ROWS or len(result.rejects) < result.num_seen:
         return None
     reasons = Counter(entry.reason for entry in result.rejects)

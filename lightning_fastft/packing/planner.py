@@ -1,4 +1,5 @@
-"""The plan of a run: which documents share a pack, and which packs each rank trains in which micro-batch. Integers only.
+"""The plan of a run: which documents share a pack, and which packs each rank trains in which micro-batch. Integers
+only.
 
 Axes: N documents, P packs (P1 = P + 1 offsets), M micro-batches of one rank in one epoch, R ranks.
 """
@@ -14,10 +15,12 @@ import numpy as np
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import DataError
 
-# Ranks of one micro-batch get packs of like cost, out of this many micro-batches of the shuffled order. On log-normal lengths and 8 ranks the dearest
-# rank costs 1.05 of the mean with 32, 1.25 with 8 and 2.3 without (tests/packing/test_planner.py has the check).
+# Ranks of one micro-batch get packs of like cost, out of this many micro-batches of the shuffled order. On log-normal
+# lengths and 8 ranks the dearest rank costs 1.05 of the mean with 32, 1.25 with 8 and 2.3 without
+# (tests/packing/test_planner.py has the check).
 BALANCE_POOL_MICRO_BATCHES = 32
-# Packs refilled at most while packs are saved: bounds the time (0.3 s at 4,096 tokens) where lengths leave no better packing.
+# Packs refilled at most while packs are saved: bounds the time (0.3 s at 4,096 tokens) where lengths leave no better
+# packing.
 MAX_REFILLS = 10_000
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -62,8 +65,9 @@ class Packs:
 def pack_best_fit_decreasing(length_N: np.ndarray, *, max_tokens: int) -> Packs:
     """Return packs that hold every document once, none above max_tokens.
 
-    Longest document first, each into the fullest pack that still takes it. Where that needs more packs than ceil(tokens / max_tokens), two packs are
-    melted into one: packs with room are refilled exactly, by subset sum, from their own documents and the surplus of the two.
+    Longest document first, each into the fullest pack that still takes it. Where that needs more packs than ceil(tokens
+    / max_tokens), two packs are melted into one: packs with room are refilled exactly, by subset sum, from their own
+    documents and the surplus of the two.
 
     Args:
         length_N: Tokens of each document, shape (N,), each between 1 and max_tokens.
@@ -76,7 +80,8 @@ def pack_best_fit_decreasing(length_N: np.ndarray, *, max_tokens: int) -> Packs:
         DataError: There is no document, one is empty, or one is longer than max_tokens.
 
     Cost:
-        O(N log max_tokens) on the host: 0.1 s for 60,000 documents (benchmarks/packing.py), a few times that where packs are saved by exchange.
+        O(N log max_tokens) on the host: 0.1 s for 60,000 documents (benchmarks/packing.py), a few times that where
+        packs are saved by exchange.
 
     Source:
         Best-fit decreasing: Johnson, 1973; for language models arXiv 2404.10830. The saving of packs is our own.
@@ -90,9 +95,14 @@ def pack_best_fit_decreasing(length_N: np.ndarray, *, max_tokens: int) -> Packs:
     if length_N.size == 0:
         raise DataError("There are no documents to pack.")
     if int(length_N.min()) < 1:
-        raise DataError(f"Document {int(length_N.argmin())} has {int(length_N.min())} tokens; every document needs at least one.")
+        raise DataError(
+            f"Document {int(length_N.argmin())} has {int(length_N.min())} tokens; every document needs at least one."
+        )
     if int(length_N.max()) > max_tokens:
-        raise DataError(f"Document {int(length_N.argmax())} has {int(length_N.max())} tokens and does not fit a pack of {max_tokens} tokens.")
+        raise DataError(
+            f"Document {int(length_N.argmax())} has {int(length_N.max())} tokens and does not fit a pack of "
+            f"{max_tokens} tokens."
+        )
     packs = _best_fit(length_N, max_tokens=max_tokens)
     _save_packs(packs, length_N, max_tokens=max_tokens)
     return _as_packs(packs, max_tokens=max_tokens)
@@ -101,8 +111,8 @@ def pack_best_fit_decreasing(length_N: np.ndarray, *, max_tokens: int) -> Packs:
 def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> Packs:
     """Return packs whose number is a multiple: packs with the most documents are split in two until it is.
 
-    Every document stays in exactly one pack. Where no pack holds two documents any more, empty packs fill up the rest: they are all padding and
-    train nothing, but keep ranks and windows whole.
+    Every document stays in exactly one pack. Where no pack holds two documents any more, empty packs fill up the rest:
+    they are all padding and train nothing, but keep ranks and windows whole.
 
     Args:
         packs: The packs to begin with, left unchanged.
@@ -132,8 +142,9 @@ def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> P
 class StepPlan:
     """Who trains what and when: a pure function of its arguments, so that one integer is the whole position of a run.
 
-    Packs are shuffled by seed and epoch; the ranks of one micro-batch get packs of like attention cost (sum of squared document lengths), and within
-    an accumulation window the rank with the least cost so far gets the dearest pack. Every document is trained once per epoch.
+    Packs are shuffled by seed and epoch; the ranks of one micro-batch get packs of like attention cost (sum of squared
+    document lengths), and within an accumulation window the rank with the least cost so far gets the dearest pack.
+    Every document is trained once per epoch.
 
     Args:
         packs: All packs; split here to whole windows (see ``num_extra_packs``).
@@ -142,7 +153,8 @@ class StepPlan:
         seed: Seed of the shuffle.
         world_size: Ranks that train different data.
         accumulate: Micro-batches per optimizer step on each rank.
-        limit: Cut of the epoch as ``Trainer(limit_train_batches=...)`` makes it: a whole number of micro-batches, or a share; None for all.
+        limit: Cut of the epoch as ``Trainer(limit_train_batches=...)`` makes it: a whole number of micro-batches, or a
+            share; None for all.
         shuffle: False keeps the order of the packs (validation).
 
     Example:
@@ -183,14 +195,18 @@ class StepPlan:
         """Return the plan of one epoch; the same arguments give the same plan on every rank and in every process."""
         check_int("epoch", epoch, low=0)
         pack_MR = self._rank_balanced_packs(epoch)[: self.num_micro_batches]
-        num_items_M = _window_items(self.num_labelled_P[pack_MR].sum(axis=1), accumulate=self.accumulate, world_size=self.world_size)
+        num_items_M = _window_items(
+            self.num_labelled_P[pack_MR].sum(axis=1), accumulate=self.accumulate, world_size=self.world_size
+        )
         return EpochPlan(packs=self.packs, pack_MR=pack_MR, num_items_M=num_items_M)
 
     def _rank_balanced_packs(self, epoch: int) -> np.ndarray:
         num_packs = len(self.packs)
         if not self.shuffle:
             return np.arange(num_packs).reshape(-1, self.world_size)
-        order_P = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=self.seed, stream=epoch), kind="stable")
+        order_P = np.argsort(
+            mix_bits(np.arange(num_packs, dtype=np.uint64), seed=self.seed, stream=epoch), kind="stable"
+        )
         if self.world_size == 1:
             return order_P[:, None]
         pool = self.world_size * self.accumulate * -(-BALANCE_POOL_MICRO_BATCHES // self.accumulate)
@@ -201,12 +217,18 @@ class StepPlan:
         return pack_MR
 
     def _alike_groups(self, pack_P: np.ndarray, *, salt: int) -> np.ndarray:
-        """Cut the pool, sorted by cost, into groups of one pack per rank, and put the groups into a random order again."""
+        """Cut the pool, sorted by cost, into groups of one pack per rank, and put the groups into a random order
+        again.
+        """
         group_GR = pack_P[np.argsort(-self.cost_P[pack_P], kind="stable")].reshape(-1, self.world_size)
-        return group_GR[np.argsort(mix_bits(group_GR[:, 0].astype(np.uint64), seed=self.seed, stream=salt), kind="stable")]
+        return group_GR[
+            np.argsort(mix_bits(group_GR[:, 0].astype(np.uint64), seed=self.seed, stream=salt), kind="stable")
+        ]
 
     def _level_window(self, pack_AR: np.ndarray) -> None:
-        """Hand the packs of each micro-batch to the ranks, in place: the dearest to the rank that has the least so far in this window."""
+        """Hand the packs of each micro-batch to the ranks, in place: the dearest to the rank that has the least
+        so far in this window.
+        """
         load_R = np.zeros(self.world_size, dtype=np.int64)
         for pack_R in pack_AR:
             dearest_first_R = pack_R[np.argsort(-self.cost_P[pack_R], kind="stable")]
@@ -220,7 +242,8 @@ class EpochPlan:
     Args:
         packs: The packs that pack_MR counts.
         pack_MR: Pack of each micro-batch and rank, int64.
-        num_items_M: What the summed loss of a micro-batch is divided by: labelled tokens of its window / (accumulate x ranks), above 0.
+        num_items_M: What the summed loss of a micro-batch is divided by: labelled tokens of its window / (accumulate x
+            ranks), above 0.
     """
 
     def __init__(self, *, packs: Packs, pack_MR: np.ndarray, num_items_M: np.ndarray) -> None:
@@ -237,7 +260,8 @@ class EpochPlan:
 
 
 def mix_bits(number_N: np.ndarray, *, seed: int, stream: int) -> np.ndarray:
-    """Return one well-mixed 64-bit number per entry: the same on every platform and NumPy version, which no generator of NumPy promises.
+    """Return one well-mixed 64-bit number per entry: the same on every platform and NumPy version, which no generator
+    of NumPy promises.
 
     Source:
         The finaliser of SplitMix64, DOI 10.1145/2714064.2660195.
@@ -255,14 +279,18 @@ def _finalise(value: np.ndarray) -> np.ndarray:
 
 
 def _cut(num_micro_batches: int, *, limit: float | None) -> int:
-    """Cut as Lightning cuts; at least one micro-batch is left, a limit that leaves none is refused by the trainer itself."""
+    """Cut as Lightning cuts; at least one micro-batch is left, a limit that leaves none is refused by the trainer
+    itself.
+    """
     if limit is None:
         return num_micro_batches
     return max(1, min(num_micro_batches, limit) if isinstance(limit, int) else int(num_micro_batches * limit))
 
 
 def _window_items(num_labelled_M: np.ndarray, *, accumulate: int, world_size: int) -> np.ndarray:
-    """Labelled tokens of each micro-batch's window over (accumulate x ranks); 1 for a window without any: its loss is 0 whatever divides it."""
+    """Labelled tokens of each micro-batch's window over (accumulate x ranks); 1 for a window without any: its
+    loss is 0 whatever divides it.
+    """
     window_M = np.arange(len(num_labelled_M)) // accumulate
     total_M = np.bincount(window_M, weights=num_labelled_M)[window_M]
     return np.where(total_M > 0, total_M / (accumulate * world_size), 1.0)
@@ -304,7 +332,8 @@ def _save_packs(packs: list[list[int]], length_N: np.ndarray, *, max_tokens: int
         rooms = [max_tokens - int(length_N[documents].sum()) for documents in packs]
         roomiest_first = sorted(range(len(packs)), key=rooms.__getitem__, reverse=True)
         emptiest = roomiest_first[0]
-        # Best fit leaves packs of equal lengths, whose sums have gaps; the pack with most different lengths closes them.
+        # Best fit leaves packs of equal lengths, whose sums have gaps; the pack with most different lengths closes
+        # them.
         varied = max(roomiest_first[1:], key=lambda number: len(set(length_N[packs[number]].tolist())))
         surplus = packs[emptiest] + packs[varied]
         num_surplus = int(length_N[surplus].sum())
@@ -328,7 +357,9 @@ def _save_packs(packs: list[list[int]], length_N: np.ndarray, *, max_tokens: int
 
 
 def _fullest_subset(pool: list[int], lengths: list[int], *, max_tokens: int) -> tuple[list[int], list[int]]:
-    """Split the pool into the documents that fill a pack best and the rest: a subset sum over the bits of one whole number."""
+    """Split the pool into the documents that fill a pack best and the rest: a subset sum over the bits of one
+    whole number.
+    """
     inside = (1 << (max_tokens + 1)) - 1
     reachable = [1]
     for length in lengths:
@@ -359,7 +390,9 @@ def _halves(documents: Sequence[int], length_N: np.ndarray) -> tuple[list[int], 
 def _as_packs(members: list[list[int]], *, max_tokens: int, num_split: int = 0) -> Packs:
     sizes = [len(documents) for documents in members]
     return Packs(
-        document_N=np.fromiter((document for documents in members for document in documents), dtype=np.int64, count=sum(sizes)),
+        document_N=np.fromiter(
+            (document for documents in members for document in documents), dtype=np.int64, count=sum(sizes)
+        ),
         start_P1=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         max_tokens=max_tokens,
         num_split=num_split,

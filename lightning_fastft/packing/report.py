@@ -81,13 +81,18 @@ class IngestReport:
             rejected: 1 (33.33 %): empty text 1
         """
         share = 100 * self.num_labelled / max(1, self.num_tokens)
-        lines = [f"{self.num_rows} rows, {self.num_documents} examples, {self.num_tokens} tokens, {self.num_labelled} trained ({share:.1f} %)"]
+        lines = [
+            f"{self.num_rows} rows, {self.num_documents} examples, {self.num_tokens} tokens, {self.num_labelled} "
+            f"trained ({share:.1f} %)"
+        ]
         if self.rows_per_format:
             lines.append("formats: " + render_counts(self.rows_per_format))
         if len(self.rows_per_source) > 1:
             lines.append("sources: " + render_counts(self.rows_per_source, most=8))
         if self.rejects:
-            lines.append(f"rejected: {self.num_rejected} ({100 * self.reject_share:.2f} %): {render_counts(self.rejects)}")
+            lines.append(
+                f"rejected: {self.num_rejected} ({100 * self.reject_share:.2f} %): {render_counts(self.rejects)}"
+            )
         if self.num_blank_lines:
             lines.append(f"blank lines: {self.num_blank_lines}")
         if self.num_too_long:

@@ -122,7 +122,10 @@ def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> R
         first = repr(raw)[:FIRST_BYTES].encode("utf-8", "backslashreplace")
     else:
         # Huge values would be rendered in full only to be cut again.
-        shown = {str(key): value[:FIRST_BYTES] if isinstance(value, str) else value for key, value in list(raw.items())[:FIRST_BYTES]}
+        shown = {
+            str(key): value[:FIRST_BYTES] if isinstance(value, str) else value
+            for key, value in list(raw.items())[:FIRST_BYTES]
+        }
         first = json.dumps(shown, ensure_ascii=False, default=repr).encode("utf-8", "backslashreplace")[:FIRST_BYTES]
     return Reject(file, line, error.reason, error.detail[:200], first.decode("utf-8", "backslashreplace"))
 
@@ -130,8 +133,8 @@ def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> R
 def parse_row(raw: Raw) -> dict[str, Any]:
     """Return the row as a dict.
 
-    A line must be one strict JSON object: no duplicate keys, no NaN or Infinity, no NUL, no half characters. A byte order mark in front of it and a
-    carriage return behind it are taken away.
+    A line must be one strict JSON object: no duplicate keys, no NaN or Infinity, no NUL, no half characters. A byte
+    order mark in front of it and a carriage return behind it are taken away.
 
     Args:
         raw: A line as bytes without its line feed, or a row that a reader has parsed.
@@ -160,7 +163,7 @@ def parse_row(raw: Raw) -> dict[str, Any]:
     return dict(row)
 
 
-def parse_json(raw: bytes) -> Any:  # noqa: ANN401 - any JSON value
+def parse_json(raw: bytes) -> Any:
     """Return the value of strict JSON text; the rules are those of parse_row."""
     while raw.startswith(BOM):
         raw = raw[len(BOM) :]
@@ -216,11 +219,18 @@ def _finite_float(digits: str) -> float:
     return value
 
 
-_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant, parse_float=_finite_float)
+_STRICT_JSON = json.JSONDecoder(
+    object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant, parse_float=_finite_float
+)
 
 
 def take_columns(
-    row: Mapping[str, Any], *, required: Sequence[str], optional: Sequence[str], mapping: Mapping[str, str], expected: frozenset[str] | None
+    row: Mapping[str, Any],
+    *,
+    required: Sequence[str],
+    optional: Sequence[str],
+    mapping: Mapping[str, str],
+    expected: frozenset[str] | None,
 ) -> dict[str, Any]:
     """Return the columns of a format under our names; a column that holds null counts as missing.
 
@@ -315,7 +325,11 @@ def read_conversation(value: object, *, system: object = None) -> list[dict[str,
         >>> read_conversation([{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}])
         [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
     """
-    turns = [_read_turn(turn, where=f"conversations[{number}]") for number, turn in enumerate(value)] if isinstance(value, (list, tuple)) else value
+    turns = (
+        [_read_turn(turn, where=f"conversations[{number}]") for number, turn in enumerate(value)]
+        if isinstance(value, (list, tuple))
+        else value
+    )
     messages = check_messages(turns, column="conversations")
     if system is None or system == "":
         return messages
@@ -331,12 +345,16 @@ def _read_turn(turn: object, *, where: str) -> object:
     speaker = turn["from"]
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise RowRejectedError(UNKNOWN_ROLE, f"{speaker!r} in {where}, known are {', '.join(sorted(SPEAKERS))}")
-    return {"role": SPEAKERS[speaker], "content": turn.get("value")} | {name: turn[name] for name in TRAINED_FLAGS if name in turn}
+    return {"role": SPEAKERS[speaker], "content": turn.get("value")} | {
+        name: turn[name] for name in TRAINED_FLAGS if name in turn
+    }
 
 
 def _check_message(value: object, *, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise RowRejectedError(WRONG_TYPE, f"{where} must be an object with role and content, it is a {type(value).__name__}")
+        raise RowRejectedError(
+            WRONG_TYPE, f"{where} must be an object with role and content, it is a {type(value).__name__}"
+        )
     message = {key: entry for key, entry in value.items() if entry is not None}
     role = message.get("role")
     if not isinstance(role, str):
@@ -347,12 +365,20 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
     calls_a_tool = role == "assistant" and bool(message.get("tool_calls"))
     may_be_empty = calls_a_tool or role not in ("user", "assistant")
     if isinstance(content, (list, tuple)):
-        parts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in content]
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+            for part in content
+        ]
         if any(not isinstance(part, str) for part in parts):
-            kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content} - {"text"})
+            kinds = sorted(
+                {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content}
+                - {"text"}
+            )
             raise RowRejectedError(WRONG_TYPE, f"{where} holds a part that is not text: {', '.join(kinds)}")
         # Templates take strings in every role, and parts only where they were written for images.
-        message["content"] = check_text("".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty)
+        message["content"] = check_text(
+            "".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty
+        )
     elif content is not None or not calls_a_tool:
         if content is None:
             raise RowRejectedError(WRONG_TYPE, f"{where} has no content")

@@ -1,6 +1,8 @@
-"""Where rows come from: JSON lines, JSON, CSV and Parquet files, folders of them, saved data sets, data sets of the hub, lists of rows.
+"""Where rows come from: JSON lines, JSON, CSV and Parquet files, folders of them, saved data sets, data sets of the
+hub, lists of rows.
 
-Lines are split here and not by a data-frame reader, so that the neighbours of a bad row survive and every row keeps its line number.
+Lines are split here and not by a data-frame reader, so that the neighbours of a bad row survive and every row keeps its
+line number.
 """
 
 from __future__ import annotations
@@ -31,12 +33,33 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _PACKED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _ALLOWED = f"{', '.join(SUFFIXES)}, text files also with {', '.join(_PACKED)} behind that"
 # Files of a folder that are likely to be data in a form that is not read: they are named, not skipped.
-_OTHER_DATA = (".zst", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather", ".orc", ".tsv", ".xls", ".xlsx", ".pkl", ".pickle", ".db", ".sqlite")
+_OTHER_DATA = (
+    ".zst",
+    ".zip",
+    ".tar",
+    ".tgz",
+    ".7z",
+    ".arrow",
+    ".feather",
+    ".orc",
+    ".tsv",
+    ".xls",
+    ".xlsx",
+    ".pkl",
+    ".pickle",
+    ".db",
+    ".sqlite",
+)
 # How files begin that have the ending of another kind.
 _BEGINNINGS = (
-    (b"\x1f\x8b", "compressed with gzip"), (b"BZh", "compressed with bzip2"), (b"\xfd7zXZ", "compressed with xz"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd"), (b"PK\x03\x04", "a zip archive"), (b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"),
-)  # fmt: skip
+    (b"\x1f\x8b", "compressed with gzip"),
+    (b"BZh", "compressed with bzip2"),
+    (b"\xfd7zXZ", "compressed with xz"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+    (b"PK\x03\x04", "a zip archive"),
+    (b"PAR1", "a Parquet file"),
+    (b"ARROW1", "an Arrow file"),
+)
 # A longer line is no example of any pack; one line of a small compressed file could fill the memory.
 MAX_LINE_BYTES = 2**28
 MAX_ARRAY_BYTES = 2**34
@@ -45,14 +68,16 @@ _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 # A file of up to this size is hashed whole, about 1.2 GB/s; of a larger one, blocks that are spread over it.
 WHOLE_FINGERPRINT_BYTES = 2**30
 _FINGERPRINT_BLOCKS, _BLOCK_BYTES = 64, 2**20
-# Name of the file that rejected rows are written to (data modules write rejected_val.jsonl too); never read from a folder.
+# Name of the file that rejected rows are written to (data modules write rejected_val.jsonl too); never read from a
+# folder.
 REJECTED = "rejected.jsonl"
 _BLANK = b" \t\r\n\x0b\x0c"
 _BATCH_ROWS = 1000
 
 
 class RawRow(NamedTuple):
-    """A row as it was read, with its line (JSON lines, CSV) or its number (JSON arrays, tables, lists), from 1; None for a blank line.
+    """A row as it was read, with its line (JSON lines, CSV) or its number (JSON arrays, tables, lists), from 1; None
+    for a blank line.
 
     num_absent counts the nulls inside nested values of a table that were dropped: keys that the row does not have.
     """
@@ -88,8 +113,9 @@ def open_sources(sources: object) -> list[Source]:
     """Return what there is to read, files of a folder in sorted order.
 
     Args:
-        sources: A path of a file or folder, an id of a hub data set ("owner/name", "owner/name:config" or "owner/name:config:split"; split "train"
-            unless named), a datasets.Dataset, a list of rows (dicts), or a list of these.
+        sources: A path of a file or folder, an id of a hub data set ("owner/name", "owner/name:config" or
+            "owner/name:config:split"; split "train" unless named), a datasets.Dataset, a list of rows (dicts), or a
+            list of these.
 
     Returns:
         At least one source.
@@ -112,14 +138,18 @@ def open_sources(sources: object) -> list[Source]:
         elif _is_rows(source):
             opened.append(_open_rows(source)._replace(name=f"list {len(opened) + 1}"))
         else:
-            raise OptionError(f"A source is a path, a hub id, a datasets.Dataset or a list of dicts; got {type(source).__name__}.")
+            raise OptionError(
+                f"A source is a path, a hub id, a datasets.Dataset or a list of dicts; got {type(source).__name__}."
+            )
     if not opened:
         raise DataError("No data: the list of sources is empty.")
     return opened
 
 
 def _is_rows(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(entry, Mapping) and not hasattr(entry, "column_names") for entry in value)
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(entry, Mapping) and not hasattr(entry, "column_names") for entry in value
+    )
 
 
 def fingerprint_file(path: Path) -> str:
@@ -143,7 +173,9 @@ def fingerprint_file(path: Path) -> str:
 
 
 def stamp_file(path: Path) -> str:
-    """Return the time at which the inode of a file too large to be hashed whole last changed, which no program sets back; "" for other files."""
+    """Return the time at which the inode of a file too large to be hashed whole last changed, which no program
+    sets back; "" for other files.
+    """
     stat = path.stat()
     return str(stat.st_ctime_ns) if stat.st_size > WHOLE_FINGERPRINT_BYTES else ""
 
@@ -162,7 +194,10 @@ def _open_path(given: str) -> list[Source]:
 def _open_folder(path: Path, *, given: str) -> list[Source]:
     if (path / _SAVED_SPLITS).is_file():
         splits = sorted(entry.name for entry in path.iterdir() if (entry / _SAVED).is_file()) or ["none"]
-        raise DataError(f"{given} is a saved data set with the splits {', '.join(splits)}; give one of them, for example {path / splits[0]}.")
+        raise DataError(
+            f"{given} is a saved data set with the splits {', '.join(splits)}; give one of them, for example "
+            f"{path / splits[0]}."
+        )
     if (path / _SAVED).is_file():
         return [_open_saved(path)]
     files = sorted(file for file in _walk_files(path) if not _is_no_data(file, root=path))
@@ -171,13 +206,19 @@ def _open_folder(path: Path, *, given: str) -> list[Source]:
     unread = [str(file) for file in others if file.suffix.lower() in (*_OTHER_DATA, *_PACKED)]
     if unread:
         raise DataError(
-            f"The folder {given} holds {len(unread)} files in a form that is not read, the first is {unread[0]}. Files end in {_ALLOWED}: "
+            f"The folder {given} holds {len(unread)} files in a form that is not read, the first is {unread[0]}. Files "
+            f"end in {_ALLOWED}: "
             "convert or remove the others, or list the files to train on."
         )
     if not chosen:
         raise DataError(f"The folder {given} holds no file that ends in {_ALLOWED}.")
     if others:
-        _LOGGER.info("%s: %d files are no data and are skipped, the first is %s.", printable(given), len(others), printable(str(others[0])))
+        _LOGGER.info(
+            "%s: %d files are no data and are skipped, the first is %s.",
+            printable(given),
+            len(others),
+            printable(str(others[0])),
+        )
     return [_open_file(file) for file in chosen]
 
 
@@ -215,7 +256,9 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         failed = "read" if unpack is None else "unpacked"
-        raise DataError(f"{path} cannot be {failed}: {error}. The file is damaged, cut short or on a failing disk.") from error
+        raise DataError(
+            f"{path} cannot be {failed}: {error}. The file is damaged, cut short or on a failing disk."
+        ) from error
 
 
 def _is_no_data(file: Path, *, root: Path) -> bool:
@@ -240,7 +283,9 @@ def _open_file(path: Path) -> Source:
         raise DataError(f"{path} cannot be read: {error}") from error
     _check_beginning(path, beginning, is_json=kind != ".csv")
     # Two bytes a character: a byte order mark, or every other byte of the first ones is zero.
-    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]):
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]
+    ):
         raise DataError(f"{path} is UTF-16; files are read as UTF-8. Convert it: iconv -f UTF-16 -t UTF-8.")
     reader, counts = _read_lines, "line"
     if kind == ".csv":
@@ -258,9 +303,16 @@ def _check_beginning(path: Path, beginning: bytes, *, is_json: bool) -> None:
         raise DataError(f"{path} is {found}, its name says text. Give it the right ending, or unpack it.")
     lines = [line.strip() for line in beginning.removeprefix(BOM).split(b"\n") if line.strip()]
     # A row that is cut short is followed by rows; an object that goes over lines is followed by its keys.
-    if is_json and len(lines) > 1 and lines[0].startswith(b"{") and not lines[0].endswith(b"}") and lines[1][:1] in (b'"', b"}"):
+    if (
+        is_json
+        and len(lines) > 1
+        and lines[0].startswith(b"{")
+        and not lines[0].endswith(b"}")
+        and lines[1][:1] in (b'"', b"}")
+    ):
         raise DataError(
-            f"{path}: a JSON object goes over several lines. Write one row a line, or all rows as one array ([...]) in a file that ends in .json; "
+            f"{path}: a JSON object goes over several lines. Write one row a line, or all rows as one array ([...]) in "
+            "a file that ends in .json; "
             "of an object around all rows, write its array alone."
         )
 
@@ -278,7 +330,9 @@ def _read_lines(path: Path) -> Iterator[RawRow]:
     with _open_bytes(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
             if len(line) == MAX_LINE_BYTES:
-                raise DataError(f"{path}, line {number} has {MAX_LINE_BYTES} bytes or more, which is no row. Write one row a line.")
+                raise DataError(
+                    f"{path}, line {number} has {MAX_LINE_BYTES} bytes or more, which is no row. Write one row a line."
+                )
             bare = line.removesuffix(b"\n").removesuffix(b"\r").removeprefix(BOM)
             yield RawRow(number, bare if bare.strip(_BLANK) else None)
 
@@ -288,7 +342,10 @@ def _read_json_array(path: Path) -> Iterator[RawRow]:
     with _open_bytes(path) as file:
         content = file.read(MAX_ARRAY_BYTES)
     if len(content) == MAX_ARRAY_BYTES:
-        raise DataError(f"{path} is an array of {MAX_ARRAY_BYTES} bytes or more, which has to be read at once. Write one row a line (.jsonl).")
+        raise DataError(
+            f"{path} is an array of {MAX_ARRAY_BYTES} bytes or more, which has to be read at once. Write one row a "
+            "line (.jsonl)."
+        )
     text = content.removeprefix(BOM).decode("utf-8", "surrogateescape")
     decoder = json.JSONDecoder(strict=False)
     place, line, counted, number = text.index("[") + 1, 1, 0, 0
@@ -300,14 +357,18 @@ def _read_json_array(path: Path) -> Iterator[RawRow]:
         if number:
             if text[place : place + 1] != ",":
                 raise DataError(
-                    f"{path}, line {line}: no comma and no end of the array here, so that no row behind it can be found. Repair the file."
+                    f"{path}, line {line}: no comma and no end of the array here, so that no row behind it can be "
+                    "found. Repair the file."
                 )
             place = _skip_space(text, place + 1)
             line, counted = line + text.count("\n", counted, place), place
         try:
             _, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {line}: the array is broken, so that no row behind it can be found: {error}. Repair the file.") from None
+            raise DataError(
+                f"{path}, line {line}: the array is broken, so that no row behind it can be found: {error}. Repair the "
+                "file."
+            ) from None
         number += 1
         yield RawRow(number, text[place:end].encode("utf-8", "surrogateescape"))
         place = end
@@ -325,7 +386,10 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
     """Yield the records of a CSV file with a header line; a record has the number of its first line."""
     previous_limit = csv.field_size_limit(2**31 - 1)
     try:
-        with _open_bytes(path) as binary, TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        with (
+            _open_bytes(path) as binary,
+            TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+        ):
             reader = csv.reader(file, strict=True)
             header: list[str] | None = None
             while True:
@@ -336,7 +400,9 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
                     return
                 except csv.Error as error:
                     if "unexpected end of data" in str(error):
-                        raise DataError(f"{path}, line {line}: a quote that opens there is never closed. Repair the file.") from None
+                        raise DataError(
+                            f"{path}, line {line}: a quote that opens there is never closed. Repair the file."
+                        ) from None
                     yield RawRow(line, UnreadableRow(MALFORMED, str(error), b""))
                     continue
                 if header is None and fields:
@@ -374,7 +440,14 @@ def _open_parquet(path: Path, fingerprint: str) -> Source:
         raise DataError(f"{path} is no readable Parquet file: {error}") from error
     if len(set(columns)) != len(columns):
         raise DataError(f"{path} names a column twice: {', '.join(columns)}.")
-    return Source(printable(str(path)), fingerprint, lambda wanted: _read_parquet(path, wanted), columns, lambda: num_rows, stamp=stamp_file(path))
+    return Source(
+        printable(str(path)),
+        fingerprint,
+        lambda wanted: _read_parquet(path, wanted),
+        columns,
+        lambda: num_rows,
+        stamp=stamp_file(path),
+    )
 
 
 def _read_parquet(path: Path, wanted: frozenset[str] | None) -> Iterator[RawRow]:
@@ -398,7 +471,9 @@ def _open_saved(path: Path) -> Source:
     try:
         return _open_dataset(datasets.load_from_disk(str(path)), name=printable(str(path)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is a saved data set that cannot be read: {error}. Save it again with save_to_disk.") from error
+        raise DataError(
+            f"{path} is a saved data set that cannot be read: {error}. Save it again with save_to_disk."
+        ) from error
 
 
 def _open_hub(given: str) -> Source:
@@ -408,20 +483,27 @@ def _open_hub(given: str) -> Source:
     name, _, rest = given.partition(":")
     if name in _PACKAGED_DATASETS_MODULES or name.endswith(".py"):
         # These read local files, "pandas" by unpickling them, where load_dataset is asked for them by name.
-        raise DataError(f"{given} names a reader of the datasets library, not a data set. Give files, a folder or a hub id, for example owner/name.")
+        raise DataError(
+            f"{given} names a reader of the datasets library, not a data set. Give files, a folder or a hub id, for "
+            "example owner/name."
+        )
     config, _, split = rest.partition(":")
     try:
         dataset = datasets.load_dataset(name, config or None, split=split or "train")
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{given} is neither a file or folder here nor a data set of the hub that can be had: {error}") from error
+        raise DataError(
+            f"{given} is neither a file or folder here nor a data set of the hub that can be had: {error}"
+        ) from error
     return _open_dataset(dataset, name=printable(given))
 
 
-def _open_dataset(dataset: Any, *, name: str) -> Source:  # noqa: ANN401 - datasets.Dataset
+def _open_dataset(dataset: Any, *, name: str) -> Source:
     if isinstance(dataset, Mapping):
         raise DataError(f"{name} holds the splits {', '.join(dataset)}; give one of them.")
     if not hasattr(dataset, "num_rows"):
-        raise DataError(f"{name} is a streaming data set; packs are planned over all examples, load it without streaming.")
+        raise DataError(
+            f"{name} is a streaming data set; packs are planned over all examples, load it without streaming."
+        )
     if dataset.num_rows == 0:
         raise DataError(f"{name} is empty: 0 rows.")
 
@@ -429,7 +511,9 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:  # noqa: ANN401 - datas
         plain = dataset.with_format(None)
         if wanted is not None:
             plain = plain.select_columns([column for column in plain.column_names if column in wanted])
-        batches = (batch for table in plain.with_format("arrow").iter(batch_size=_BATCH_ROWS) for batch in table.to_batches())
+        batches = (
+            batch for table in plain.with_format("arrow").iter(batch_size=_BATCH_ROWS) for batch in table.to_batches()
+        )
         number = 0
         try:
             for raw, num_absent in read_arrow_rows(batches):
@@ -442,10 +526,12 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:  # noqa: ANN401 - datas
     # An Arrow file that was replaced keeps the fingerprint of the data set.
     files = [Path(entry["filename"]) for entry in getattr(dataset, "cache_files", ())]
     stamp = " ".join(fingerprint_file(file) + stamp_file(file) for file in files if file.is_file())
-    return Source(name, f"{name}:{fingerprint}", read, tuple(dataset.column_names), lambda: dataset.num_rows, stamp=stamp)
+    return Source(
+        name, f"{name}:{fingerprint}", read, tuple(dataset.column_names), lambda: dataset.num_rows, stamp=stamp
+    )
 
 
-def _open_rows(rows: Any) -> Source:  # noqa: ANN401 - rows are judged one by one, later
+def _open_rows(rows: Any) -> Source:
     def read(wanted: frozenset[str] | None) -> Iterator[RawRow]:
         for number, row in enumerate(rows, start=1):
             yield RawRow(number, row)
@@ -460,6 +546,6 @@ def _fingerprint_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _to_json(value: Any) -> Any:  # noqa: ANN401 - any value that a row holds
+def _to_json(value: Any) -> Any:
     # The repr of a long array leaves its middle out.
     return value.tolist() if hasattr(value, "tolist") else repr(value)

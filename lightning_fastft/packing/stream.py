@@ -1,4 +1,6 @@
-"""Planned micro-batches as a stream: read and collated one thread ahead of the training, in the order of the plan, from any position on."""
+"""Planned micro-batches as a stream: read and collated one thread ahead of the training, in the order of the
+plan, from any position on.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,12 @@ class DocumentSubset:
     def __init__(self, documents: TokenizedDocuments, *, index_N: np.ndarray | None = None) -> None:
         self.documents = documents
         self.index_N = index_N
-        self.length_N = np.asarray(documents.length_N if index_N is None else documents.length_N[index_N], dtype=np.int64)
-        self.num_labelled_N = np.asarray(documents.num_labelled_N if index_N is None else documents.num_labelled_N[index_N], dtype=np.int64)
+        self.length_N = np.asarray(
+            documents.length_N if index_N is None else documents.length_N[index_N], dtype=np.int64
+        )
+        self.num_labelled_N = np.asarray(
+            documents.num_labelled_N if index_N is None else documents.num_labelled_N[index_N], dtype=np.int64
+        )
 
     def __len__(self) -> int:
         return len(self.length_N)
@@ -68,7 +74,8 @@ class PlannedStream:
         start: Global position: micro-batches trained in all epochs so far.
         pad_to: Length of every pack in tokens; None for no padding.
         pad_token_id: Token id of the padding.
-        weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False by the pack's own.
+        weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False by
+            the pack's own.
         repeat_first_epoch: True trains the order of epoch 0 in every epoch (``overfit_batches``).
     """
 
@@ -118,15 +125,18 @@ def _do_nothing() -> None:
 
 
 class PackedLoader:
-    """Iterate over packed micro-batches; every iteration asks for a fresh stream, and only when its first batch is wanted.
+    """Iterate over packed micro-batches; every iteration asks for a fresh stream, and only when its first batch is
+    wanted.
 
-    Trainers create iterators long before they use them, in part before the position of a checkpoint is known; a loader that starts late cannot
-    start at the wrong place. No process is started: to fork one that has threads, as a rank has, can hang it.
+    Trainers create iterators long before they use them, in part before the position of a checkpoint is known; a loader
+    that starts late cannot start at the wrong place. No process is started: to fork one that has threads, as a rank
+    has, can hang it.
 
     Args:
         open_stream: Returns the stream of the next iteration.
         num_batches: Micro-batches per epoch, the same on all ranks.
-        num_workers: 0 reads and collates when a batch is asked for; any other number does so in one thread, up to four batches ahead.
+        num_workers: 0 reads and collates when a batch is asked for; any other number does so in one thread, up to four
+            batches ahead.
         pin_memory: Put batches into pinned host memory.
         before_batch: Called before a batch is handed out, by the thread that asked for it.
         after_batch: Called when the batch behind it is asked for, by the thread that asks.
@@ -167,8 +177,8 @@ class PackedLoader:
 def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]:
     """Yield what an iterator yields, made by one thread that is at most num_ahead items in front.
 
-    An error of the iterator is raised in its place, with its traceback. The thread ends when this generator is used up, closed or dropped, and at the
-    latest before the interpreter is finalised.
+    An error of the iterator is raised in its place, with its traceback. The thread ends when this generator is used up,
+    closed or dropped, and at the latest before the interpreter is finalised.
 
     Args:
         batches: Used by the thread alone; none of its items is None.
@@ -181,7 +191,8 @@ def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]
         >>> list(prefetch(iter("abc")))
         ['a', 'b', 'c']
     """
-    # Nothing else holds the executor: its thread ends when this generator is closed or dropped, after the items that were asked for.
+    # Nothing else holds the executor: its thread ends when this generator is closed or dropped, after the items that
+    # were asked for.
     executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME, initializer=_same_device())
     waiting = deque(executor.submit(next, batches, None) for _ in range(num_ahead))
     while (batch := waiting.popleft().result()) is not None:
@@ -200,7 +211,8 @@ def _same_device() -> Callable[[], None]:
 class ResumedLoader(PackedLoader):
     """A PackedLoader whose stream opens where a checkpoint left the run, which Lightning tells by these two methods.
 
-    Without them it warns on every resume inside an epoch. The state is empty: the position is the data module's, and is applied once.
+    Without them it warns on every resume inside an epoch. The state is empty: the position is the data module's, and is
+    applied once.
     """
 
     def state_dict(self) -> dict[str, Any]:

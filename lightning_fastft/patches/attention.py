@@ -1,4 +1,5 @@
-"""The attention function that transformers models call: packed attention where a batch context travels along, else what eager attention gives.
+"""The attention function that transformers models call: packed attention where a batch context travels along, else what
+eager attention gives.
 
 Axes: B rows, Q queries, T keys, H query heads, G key/value heads, W width of a head.
 """
@@ -15,7 +16,7 @@ from transformers.masking_utils import eager_mask
 
 from lightning_fastft.activations.values import ATTENTION_VALUE, find_session
 from lightning_fastft.core.errors import BackendError, ShapeError, SwapError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import FAMILIES, check_servable, decoder_layers, text_config_key
 from lightning_fastft.kernels.attention.flash import Collect
@@ -23,10 +24,12 @@ from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.packing.context import BatchContext
 
-# transformers finds its own backends by substrings of the name: it must hold none of sdpa, flex, flash, eager, nor a slash.
+# transformers finds its own backends by substrings of the name: it must hold none of sdpa, flex, flash, eager, nor a
+# slash.
 NAME = "fastft"
 
-# Keywords with which a model changes scores or keys in a way that no backend here knows: ignoring them would train silently wrong.
+# Keywords with which a model changes scores or keys in a way that no backend here knows: ignoring them would train
+# silently wrong.
 _FOREIGN_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "attention_bias")
 
 
@@ -49,21 +52,24 @@ class DeferredMask:
     def __init__(self, arguments: dict[str, Any]) -> None:
         # A static cache counts in place between here and the first layer that asks.
         self._arguments: dict[str, Any] = {
-            name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value for name, value in arguments.items()
+            name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value
+            for name, value in arguments.items()
         }
         self._built: dict[torch.dtype, torch.Tensor | None] = {}
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         # Only reached for names that this class does not have. Protocols probe for dunders.
         if name.startswith("_"):
             raise AttributeError(name)
         raise _MaskReadError(
-            f"This model reads the attention mask itself (its {name}), so its attention is more than a causal mask and cannot be packed. "
+            f"This model reads the attention mask itself (its {name}), so its attention is more than a causal mask and "
+            "cannot be packed. "
             "Train it with one document per row and its own attention."
         )
 
     def find_obstacle(self, window: int | None, *, max_length: int) -> str:
-        """Return why a layer with this window would not see what the mask shows; empty when causal attention within documents is the same.
+        """Return why a layer with this window would not see what the mask shows; empty when causal attention within
+        documents is the same.
 
         Args:
             window: What the layer passes as ``sliding_window``.
@@ -101,14 +107,14 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, defer_mask)
 
 
-def install_attention(model: PreTrainedModel, ledger: SwapLedger) -> Status:
-    """Set the attention of a model to "fastft" and write the way back into the ledger.
+def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
+    """Set the attention of a model to "fastft" and write the way back into the patcher.
 
     Of a composite model the text part is changed, towers for images and sound keep what they have.
 
     Args:
         model: A causal language model, before or after adapters.
-        ledger: Takes the change back on ``undo``.
+        patcher: Takes the change back on ``undo``.
 
     Returns:
         Status "packed attention".
@@ -128,21 +134,26 @@ def install_attention(model: PreTrainedModel, ledger: SwapLedger) -> Status:
     before = [config._attn_implementation for config in configs]
     model.set_attn_implementation(requested)
     for config, old in zip(configs, before):
-        # The part around the text may have no attention of its own on the interface (got_ocr2); a mask it made otherwise is refused in the forward.
+        # The part around the text may have no attention of its own on the interface (got_ocr2); a mask it made
+        # otherwise is refused in the forward.
         if config is configs[-1] and config._attn_implementation != NAME:
-            raise SwapError(f"{type(model).__name__} kept attention {config._attn_implementation!r}; load it with attn_implementation={NAME!r}.")
+            raise SwapError(
+                f"{type(model).__name__} kept attention {config._attn_implementation!r}; load it with "
+                f"attn_implementation={NAME!r}."
+            )
         # The setter would check once more what the model already ran with.
-        ledger.add_undo(functools.partial(setattr, config, "_attn_implementation_internal", old))
+        patcher.add_undo(functools.partial(setattr, config, "_attn_implementation_internal", old))
     model_type = configs[-1].model_type
     note = (
         ""
         if model_type in FAMILIES
-        else "; not in the list of tested families: compare a packed batch with its documents one by one before you rely on it"
+        else "; not in the list of tested families: compare a packed batch with its documents one by one before you "
+        "rely on it"
     )
     return Status("packed attention", "active", f"{model_type}, {len(decoder_layers(model))} layers{note}")
 
 
-def defer_mask(attention_mask: Any = None, **arguments: Any) -> DeferredMask:  # noqa: ANN401 - whatever transformers hands to mask functions
+def defer_mask(attention_mask: Any = None, **arguments: Any) -> DeferredMask:
     """Return an object that can build the mask; registered as the mask function of "fastft"."""
     if isinstance(attention_mask, DeferredMask):
         return attention_mask
@@ -162,7 +173,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     context: BatchContext | None = None,
     collect: Collect | None = None,
-    **keywords: Any,  # noqa: ANN401 - everything else that the model was called with
+    **keywords: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute one layer's attention; registered as the attention function of "fastft".
 
@@ -182,7 +193,8 @@ def attend(
         keywords: Ignored, but for those that change attention, which are refused under a context.
 
     Returns:
-        The output, shape (B, Q, H, width of a value), and the weights where they were asked for and no context is given, else None.
+        The output, shape (B, Q, H, width of a value), and the weights where they were asked for and no context is
+        given, else None.
 
     Raises:
         BackendError: Under a context, something that packed attention cannot do exactly.
@@ -194,27 +206,48 @@ def attend(
         wants_weights = bool(keywords.get("output_attentions"))
         rate = dropout if module.training else 0.0
         if softcap is None and s_aux is None and rate == 0.0 and not wants_weights:
-            return dense_attention(query, key, value, mask_B1QT=_additive(mask, query.dtype), scale=scale).transpose(1, 2).contiguous(), None
-        return _eager_attention(query, key, value, mask=_additive(mask, query.dtype), scale=scale, softcap=softcap, sink_H=s_aux, dropout=rate)
+            return dense_attention(query, key, value, mask_B1QT=_additive(mask, query.dtype), scale=scale).transpose(
+                1, 2
+            ).contiguous(), None
+        return _eager_attention(
+            query,
+            key,
+            value,
+            mask=_additive(mask, query.dtype),
+            scale=scale,
+            softcap=softcap,
+            sink_H=s_aux,
+            dropout=rate,
+        )
 
-    _check_packable(module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context)
+    _check_packable(
+        module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context
+    )
     if torch.is_autocast_enabled(query.device.type):
-        # As autocast does for scaled_dot_product_attention: normalised queries and keys arrive in float32, values do not.
+        # As autocast does for scaled_dot_product_attention: normalised queries and keys arrive in float32, values do
+        # not.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
         collect = None
     session = find_session(module)
     out_THW = packed_attention(
         *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
-        context=context, scale=scale, window=sliding_window, softcap=softcap, sink_H=s_aux, backend=context.attention_backend,
+        context=context,
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+        sink_H=s_aux,
+        backend=context.attention_backend,
         remember=None if session is None else functools.partial(session.value, ATTENTION_VALUE),
         collect=collect,
-    )  # fmt: skip
+    )
     # Models may take views of it, as of the result of transformers' own attention.
     return out_THW[None].contiguous(), None
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask as eager attention would add it, in the dtype of the scores and finite, so that a row that sees nothing is no NaN."""
+    """A mask as eager attention would add it, in the dtype of the scores and finite, so that a row that sees
+    nothing is no NaN.
+    """
     if mask is None or mask.dtype is dtype:
         return mask
     lowest = torch.finfo(dtype).min
@@ -267,14 +300,25 @@ def _check_packable(
     layer = type(module).__name__
     if query.shape[0] != 1 or query.shape[2] != context.num_tokens or key.shape[2] != context.num_tokens:
         raise ShapeError(
-            f"{layer} got queries {tuple(query.shape)} and keys {tuple(key.shape)} for a pack of {context.num_tokens} tokens: "
+            f"{layer} got queries {tuple(query.shape)} and keys {tuple(key.shape)} for a pack of {context.num_tokens} "
+            "tokens: "
             f"a packed batch is one row without a cache or a prefix (use_cache=False)."
         )
     if dropout > 0.0 and module.training:
-        raise BackendError(f"{layer} asks for attention dropout {dropout}, which packed attention has not; set config.attention_dropout = 0.0.")
+        raise BackendError(
+            f"{layer} asks for attention dropout {dropout}, which packed attention has not; set "
+            "config.attention_dropout = 0.0."
+        )
     if isinstance(attention_mask, torch.Tensor):
-        raise BackendError(f"{layer} brings a mask of its own beside the batch context; packed attention would ignore it. Leave one of them out.")
-    obstacle = attention_mask.find_obstacle(window, max_length=context.max_length) if isinstance(attention_mask, DeferredMask) else ""
+        raise BackendError(
+            f"{layer} brings a mask of its own beside the batch context; packed attention would ignore it. Leave one "
+            "of them out."
+        )
+    obstacle = (
+        attention_mask.find_obstacle(window, max_length=context.max_length)
+        if isinstance(attention_mask, DeferredMask)
+        else ""
+    )
     if obstacle:
         raise BackendError(f"The mask of {layer} {obstacle}; packed attention would compute something else.")
     is_causal = keywords.get("is_causal")

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.packing.context import BatchContext
 
@@ -17,24 +17,25 @@ _LAYERS_WITHOUT_ATTENTION = frozenset({"moe", "mlp"})
 _MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
 
 
-def install_guards(model: PreTrainedModel, ledger: SwapLedger) -> None:
-    """Watch a served model: every attention layer reads the context, and no image comes with positions that belong to text.
+def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> None:
+    """Watch a served model: every attention layer reads the context, and no image comes with positions that belong to
+    text.
 
     Args:
         model: A causal language model.
-        ledger: Takes the hooks back on ``undo``.
+        patcher: Takes the hooks back on ``undo``.
 
     Cost:
         Two integers on the host in each forward.
     """
     decoder = model.get_decoder()
     guard = _ReadGuard(model)
-    _hook(decoder, ledger, before=guard.begin, after=guard.end)
+    _hook(decoder, patcher, before=guard.begin, after=guard.end)
     if _has_media_positions(model):
-        _hook(model.base_model, ledger, before=_refuse_media)
+        _hook(model.base_model, patcher, before=_refuse_media)
 
 
-def refuse_packed_batches(model: PreTrainedModel, ledger: SwapLedger) -> None:
+def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None:
     """Make a model that is no causal language model (a classifier, an encoder-decoder) refuse packed batches.
 
     A decoder without a head that was loaded with packed attention reads the context itself, and is left alone.
@@ -45,7 +46,7 @@ def refuse_packed_batches(model: PreTrainedModel, ledger: SwapLedger) -> None:
         return
     # PEFT calls the forward of a model past its hooks; that of the base model inside it is called with them.
     for module in dict.fromkeys((model, model.base_model)):
-        _hook(module, ledger, before=_Refusal(type(model).__name__))
+        _hook(module, patcher, before=_Refusal(type(model).__name__))
 
 
 class _ReadGuard:
@@ -65,14 +66,16 @@ class _ReadGuard:
         context = kwargs.get("context")
         self._num_before = context.num_reads if isinstance(context, BatchContext) else 0
 
-    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401 - whatever models return
+    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         context = kwargs.get("context")
         # No read at all is judged after the step, with the advice for a model that nobody prepared.
         if not isinstance(context, BatchContext) or not 0 < context.num_reads - self._num_before < self._num_expected:
             return
         raise UnsupportedModelError(
-            f"{self._name} read where documents begin in {context.num_reads - self._num_before} of {self._num_expected} decoder layers, so in the "
-            f"others documents of a pack would see each other. Train it with one document per row and its own attention."
+            f"{self._name} read where documents begin in {context.num_reads - self._num_before} of "
+            f"{self._num_expected} decoder layers, so in the "
+            "others documents of a pack would see each other. Train it with one document per row and its own "
+            "attention."
         )
 
 
@@ -85,7 +88,8 @@ class _Refusal:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(kwargs.get("context"), BatchContext):
             raise UnsupportedModelError(
-                f"{self._name} was given a packed batch, and packing serves causal language models with a loss on next tokens. Give it padded "
+                f"{self._name} was given a packed batch, and packing serves causal language models with a loss on next "
+                "tokens. Give it padded "
                 f"rows from a data module of your own, or load the model with AutoModelForCausalLM."
             )
 
@@ -101,12 +105,14 @@ def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     media = [name for name, value in kwargs.items() if value is not None and name.startswith(_MEDIA_KEYWORDS)]
     if media and isinstance(kwargs.get("context"), BatchContext):
         raise UnsupportedModelError(
-            f"{type(module).__name__} was given {', '.join(media)} with a packed batch, whose positions are those of text; images would get wrong "
-            f"ones under its M-RoPE. Pack text only, or train images with one document per row and the model's own positions."
+            f"{type(module).__name__} was given {', '.join(media)} with a packed batch, whose positions are those of "
+            "text; images would get wrong "
+            "ones under its M-RoPE. Pack text only, or train images with one document per row and the model's own "
+            "positions."
         )
 
 
-def _hook(module: nn.Module, ledger: SwapLedger, *, before: Any, after: Any = None) -> None:  # noqa: ANN401 - hooks of torch
-    ledger.add_undo(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+def _hook(module: nn.Module, patcher: ModelPatcher, *, before: Any, after: Any = None) -> None:
+    patcher.add_undo(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     if after is not None:
-        ledger.add_undo(module.register_forward_hook(after, with_kwargs=True).remove)
+        patcher.add_undo(module.register_forward_hook(after, with_kwargs=True).remove)

@@ -1,4 +1,6 @@
-"""The lazy head: on a packed batch, logits are formed only for labelled rows, only in chunks, and only if nobody asks for them as a tensor."""
+"""The lazy head: on a packed batch, logits are formed only for labelled rows, only in chunks, and only if nobody
+asks for them as a tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext
@@ -21,7 +23,9 @@ _LINK_ATTRIBUTE = "fastft_head_link"
 
 
 class TokenStatistics(NamedTuple):
-    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; the count is on the host where a context gave it."""
+    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; the count is on the host where a
+    context gave it.
+    """
 
     nll_sum: torch.Tensor
     num_correct: torch.Tensor
@@ -40,8 +44,9 @@ class _Targets(NamedTuple):
 class LazyLogits:
     """Stand in for logits that were not computed: remembers states, weight and what was done to the logits since.
 
-    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an attribute, a torch function)
-    computes the logits once, exactly as the model would have, and goes on with that tensor.
+    Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an
+    attribute, a torch function) computes the logits once, exactly as the model would have, and goes on with that
+    tensor.
 
     Args:
         hidden: Last hidden states, shape (..., D).
@@ -79,7 +84,11 @@ class LazyLogits:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the logits would have."""
-        return torch.float32 if any(function is torch.Tensor.float for function, _ in self._operations) else self.hidden.dtype
+        return (
+            torch.float32
+            if any(function is torch.Tensor.float for function, _ in self._operations)
+            else self.hidden.dtype
+        )
 
     @property
     def device(self) -> torch.device:
@@ -99,33 +108,33 @@ class LazyLogits:
             self._tensor = logits
         return self._tensor
 
-    def _record(self, function: Callable[..., torch.Tensor], *arguments: Any) -> LazyLogits:  # noqa: ANN401 - numbers
+    def _record(self, function: Callable[..., torch.Tensor], *arguments: Any) -> LazyLogits:
         other = object.__new__(LazyLogits)
         other.__dict__.update(self.__dict__)
         other._operations = (*self._operations, (function, arguments))
         other._tensor = None
         return other
 
-    def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> LazyLogits:  # noqa: ANN401 - a number
+    def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> LazyLogits:
         other = self._record(function, number)
         other._scale = self._scale * factor
         if self._softcap is not None:
             other._softcap = self._softcap * factor
         return other
 
-    def __mul__(self, other: Any) -> Any:  # noqa: ANN401 - whatever tensors take
+    def __mul__(self, other: Any) -> Any:
         if _is_plain_factor(other):
             return self._scaled(torch.mul, other, float(other))
         return self.tensor() * other
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> Any:  # noqa: ANN401
+    def __truediv__(self, other: Any) -> Any:
         if _is_plain_factor(other):
             return self._scaled(torch.div, other, 1.0 / float(other))
         return self.tensor() / other
 
-    def _tanh(self) -> Any:  # noqa: ANN401
+    def _tanh(self) -> Any:
         if self._softcap is not None:
             return torch.tanh(self.tensor())
         other = self._record(torch.tanh)
@@ -141,7 +150,9 @@ class LazyLogits:
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Record tanh and scalar products; give every other function the tensor."""
         kwargs = kwargs or {}
         if func is torch.tanh and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
@@ -151,64 +162,69 @@ class LazyLogits:
         args, kwargs = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.tensor, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        # Only reached for names that this class does not have. Protocols probe for dunders: they must not cost the logits.
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for names that this class does not have. Protocols probe for dunders: they must not cost the
+        # logits.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
     def __repr__(self) -> str:
-        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, scale={self._scale}, softcap={self._softcap})"
+        return (
+            f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, scale={self._scale}, softcap={self._softcap})"
+        )
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: Any) -> torch.Tensor:  # noqa: ANN401
+    def __getitem__(self, index: Any) -> torch.Tensor:
         return self.tensor()[index]
 
-    def __iter__(self) -> Any:  # noqa: ANN401
+    def __iter__(self) -> Any:
         return iter(self.tensor())
 
-    def __add__(self, other: Any) -> Any:  # noqa: ANN401
+    def __add__(self, other: Any) -> Any:
         return self.tensor() + other
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> Any:  # noqa: ANN401
+    def __sub__(self, other: Any) -> Any:
         return self.tensor() - other
 
-    def __rsub__(self, other: Any) -> Any:  # noqa: ANN401
+    def __rsub__(self, other: Any) -> Any:
         return other - self.tensor()
 
-    def __rtruediv__(self, other: Any) -> Any:  # noqa: ANN401
+    def __rtruediv__(self, other: Any) -> Any:
         return other / self.tensor()
 
-    def __pow__(self, other: Any) -> Any:  # noqa: ANN401
+    def __pow__(self, other: Any) -> Any:
         return self.tensor() ** other
 
     def __neg__(self) -> torch.Tensor:
         return -self.tensor()
 
-    def __matmul__(self, other: Any) -> Any:  # noqa: ANN401
+    def __matmul__(self, other: Any) -> Any:
         return self.tensor() @ other
 
-    def __gt__(self, other: Any) -> Any:  # noqa: ANN401
+    def __gt__(self, other: Any) -> Any:
         return self.tensor() > other
 
-    def __lt__(self, other: Any) -> Any:  # noqa: ANN401
+    def __lt__(self, other: Any) -> Any:
         return self.tensor() < other
 
-    def __ge__(self, other: Any) -> Any:  # noqa: ANN401
+    def __ge__(self, other: Any) -> Any:
         return self.tensor() >= other
 
-    def __le__(self, other: Any) -> Any:  # noqa: ANN401
+    def __le__(self, other: Any) -> Any:
         return self.tensor() <= other
 
 
 class LazyHead(nn.Linear):
-    """An output layer that returns ``LazyLogits`` for the one call that a packed batch armed, and a tensor otherwise."""
+    """An output layer that returns ``LazyLogits`` for the one call that a packed batch armed, and a tensor
+    otherwise.
+    """
 
-    def forward(self, input: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor or LazyLogits
+    def forward(self, input: torch.Tensor) -> Any:
         """Return the logits, or their stand-in."""
         link: HeadLink = vars(self)[_LINK_ATTRIBUTE]
         context = link.disarm()
@@ -235,7 +251,9 @@ class HeadLink:
         """Forward pre-hook of the decoder: arm the head for this call if it is given a context, disarm it if not."""
         context = kwargs.get("context")
         self._armed = None
-        if isinstance(context, BatchContext) and not (self.output_logits or context.output_logits or kwargs.get("output_logits", False)):
+        if isinstance(context, BatchContext) and not (
+            self.output_logits or context.output_logits or kwargs.get("output_logits", False)
+        ):
             self._armed = context
 
     def disarm(self) -> BatchContext | None:
@@ -245,16 +263,23 @@ class HeadLink:
 
     def loss(
         self,
-        logits: Any,  # noqa: ANN401 - a tensor or LazyLogits
+        logits: Any,
         labels: torch.Tensor,
         vocab_size: int,
         num_items_in_batch: float | torch.Tensor | None = None,
         ignore_index: int = IGNORED_LABEL,
         shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,  # noqa: ANN401 - the model's own keywords
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the loss of the model, from labelled rows where the logits are lazy; same signature as transformers' own."""
-        rest = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels, **kwargs}
+        """Return the loss of the model, from labelled rows where the logits are lazy; same signature as
+        transformers' own.
+        """
+        rest = {
+            "num_items_in_batch": num_items_in_batch,
+            "ignore_index": ignore_index,
+            "shift_labels": shift_labels,
+            **kwargs,
+        }
         if not isinstance(logits, LazyLogits):
             return self.original_loss(logits, labels, vocab_size, **rest)
         if ignore_index != IGNORED_LABEL or vocab_size != logits.weight.shape[0] or logits.scale == 0:
@@ -276,16 +301,18 @@ class HeadLink:
         return nll_sum / num_items
 
 
-def install_head(model: PreTrainedModel, ledger: SwapLedger, *, output_logits: bool = False) -> Status:
+def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits: bool = False) -> Status:
     """Let a model compute its loss on labelled rows only, whenever it is called with a packed batch.
 
-    The output layer becomes a ``LazyHead`` that shares the state of the old one, the decoder gets a forward pre-hook that sees the context, and the
-    model's loss function is replaced. Without a context (generation, padded evaluation) the model behaves as before.
+    The output layer becomes a ``LazyHead`` that shares the state of the old one, the decoder gets a forward pre-hook
+    that sees the context, and the model's loss function is replaced. Without a context (generation, padded evaluation)
+    the model behaves as before.
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model.
-        ledger: Where the changes are written down.
-        output_logits: Always return tensor logits; ``context.output_logits`` and the keyword ``output_logits=True`` ask for one call's.
+        patcher: Where the changes are written down.
+        output_logits: Always return tensor logits; ``context.output_logits`` and the keyword ``output_logits=True`` ask
+            for one call's.
 
     Returns:
         Active; or inactive with the reason, and then nothing was changed.
@@ -301,30 +328,42 @@ def install_head(model: PreTrainedModel, ledger: SwapLedger, *, output_logits: b
         return Status(STATUS_NAME, "active", "installed already")
     link = HeadLink(original_loss=model.loss_function, output_logits=output_logits)
     new = share_state(head, LazyHead)
-    ledger.replace_module(model, name, new)
-    ledger.set_attribute(new, _LINK_ATTRIBUTE, link)
-    ledger.set_attribute(model, "_loss_function", link.loss)
+    patcher.replace_module(model, name, new)
+    patcher.set_attribute(new, _LINK_ATTRIBUTE, link)
+    patcher.set_attribute(model, "_loss_function", link.loss)
     # Some models call the decoder inside their base model without the base model itself (opt).
     for announcer in dict.fromkeys((decoder, model.get_decoder())):
         handle = announcer.register_forward_pre_hook(link.arm, with_kwargs=True)
-        ledger.add_undo(handle.remove)
+        patcher.add_undo(handle.remove)
     return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {head.out_features}")
 
 
 def _find_head(model: PreTrainedModel) -> tuple[str, nn.Linear, nn.Module] | Status:
-    """Return the output layer with its name and the decoder whose call announces it, or why this model cannot be served."""
+    """Return the output layer with its name and the decoder whose call announces it, or why this model cannot be
+    served.
+    """
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None:
         return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no output layer")
     if type(head) not in (nn.Linear, LazyHead):
-        remedy = "Leave lm_head out of the adapter (target_modules, modules_to_save) to get it." if "peft" in type(head).__module__ else ""
-        return Status(STATUS_NAME, "inactive", f"the output layer is a {type(head).__name__}, not a plain linear layer", remedy)
+        remedy = (
+            "Leave lm_head out of the adapter (target_modules, modules_to_save) to get it."
+            if "peft" in type(head).__module__
+            else ""
+        )
+        return Status(
+            STATUS_NAME, "inactive", f"the output layer is a {type(head).__name__}, not a plain linear layer", remedy
+        )
     if "forward" in vars(head):
         return Status(STATUS_NAME, "inactive", "the output layer's forward was replaced on this instance")
     if decoder is model:
         return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no decoder apart from its output layer")
     if type(head) is nn.Linear and model.loss_function is not ForCausalLMLoss:
-        return Status(STATUS_NAME, "inactive", f"the model computes its loss with {getattr(model.loss_function, '__name__', model.loss_function)}")
+        return Status(
+            STATUS_NAME,
+            "inactive",
+            f"the model computes its loss with {getattr(model.loss_function, '__name__', model.loss_function)}",
+        )
     name = next(name for name, module in model.named_modules() if module is head)
     return name, head, decoder
 
@@ -342,7 +381,12 @@ def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: tor
 
 def _is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:
     """Whether labels are the very memory of the context, never written to; decided on the host."""
-    is_same = labels.data_ptr() == of.data_ptr() and labels.numel() == of.numel() and labels.dtype is of.dtype and labels.device == of.device
+    is_same = (
+        labels.data_ptr() == of.data_ptr()
+        and labels.numel() == of.numel()
+        and labels.dtype is of.dtype
+        and labels.device == of.device
+    )
     # Inference tensors have no version counter; Lightning's evaluation makes them.
     return is_same and (labels.is_inference() or labels._version == 0)
 

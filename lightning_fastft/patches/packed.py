@@ -1,4 +1,6 @@
-"""Install packed training on every transformers model inside a module: attention that reads the context, and the lazy head."""
+"""Install packed training on every transformers model inside a module: attention that reads the context, and the
+lazy head.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from lightning_fastft.activations.checkpointing import STATUS_NAME as ACTIVATION
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.slots import PinnedSlab
 from lightning_fastft.activations.stack import StreamedWeights
-from lightning_fastft.activations.streams import Lanes
+from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.tiles import install_tiles
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import check_servable, decoder_layers, find_causal_models, find_other_models
 from lightning_fastft.patches.attention import NAME, install_attention
@@ -25,7 +27,11 @@ from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.patches.head import install_head
 from lightning_fastft.patches.rotary import install_document_rotary
 from lightning_fastft.patches.value_points import install_value_points
-from lightning_fastft.patches.weight_streaming import install_host_embedding, install_weight_streaming, movable_embedding_bytes
+from lightning_fastft.patches.weight_streaming import (
+    install_host_embedding,
+    install_weight_streaming,
+    movable_embedding_bytes,
+)
 
 
 class PackedInstallation(NamedTuple):
@@ -36,18 +42,21 @@ class PackedInstallation(NamedTuple):
     model_names: list[str]
 
 
-def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointing: OffloadCheckpointing | None = None) -> PackedInstallation:
+def install_packed_training(
+    root: nn.Module, patcher: ModelPatcher, *, checkpointing: OffloadCheckpointing | None = None
+) -> PackedInstallation:
     """Give every causal language model inside root the packed attention, the lazy head and the activation policy.
 
-    Only instances change, parameters and state-dict keys stay, and undoing the ledger restores everything.
+    Only instances change, parameters and state-dict keys stay, and undoing the patcher restores everything.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
-        ledger: Where every change is written down.
+        patcher: Where every change is written down.
         checkpointing: What happens to activations; None leaves the models' own checkpointing alone.
 
     Returns:
-        The statuses (a module without any transformers model is left alone, and its status says so) and the decoder layers.
+        The statuses (a module without any transformers model is left alone, and its status says so) and the decoder
+        layers.
 
     Raises:
         UnsupportedModelError: A family cannot be served exactly; nothing has been changed then.
@@ -60,7 +69,7 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
     for _, model in models:
         check_servable(model)
     for other in find_other_models(root):
-        refuse_packed_batches(other, ledger)
+        refuse_packed_batches(other, patcher)
     if not models:
         reason = f"{type(root).__name__} holds no transformers model"
         names = ["packed attention", HEAD_STATUS, *([ACTIVATIONS_STATUS] if checkpointing is not None else [])]
@@ -70,43 +79,56 @@ def install_packed_training(root: nn.Module, ledger: SwapLedger, *, checkpointin
     all_layers: list[nn.Module] = []
     for name, model in models:
         layers = decoder_layers(model)
-        install_guards(model, ledger)
-        found = [install_attention(model, ledger), *install_document_rotary(model, ledger), install_head(model, ledger)]
+        install_guards(model, patcher)
+        found = [
+            install_attention(model, patcher),
+            *install_document_rotary(model, patcher),
+            install_head(model, patcher),
+        ]
         if checkpointing is not None:
-            found.append(checkpointing.attach(layers, ledger, stacks=_stacks(model, layers)))
-            install_value_points(model, layers, checkpointing.segments_of(), ledger)
+            found.append(checkpointing.attach(layers, patcher, stacks=_stacks(model, layers)))
+            install_value_points(model, layers, checkpointing.segments_of(), patcher)
             if checkpointing.segments_of():
                 if checkpointing.mlp_tiles > 1:
-                    install_tiles(layers, checkpointing.segments_of(), ledger, num_tiles=checkpointing.mlp_tiles)
-                checkpointing.stacks[-1].stream_weights = functools.partial(_stream_weights, model, ledger)
+                    install_tiles(layers, checkpointing.segments_of(), patcher, num_tiles=checkpointing.mlp_tiles)
+                checkpointing.stacks[-1].stream_weights = functools.partial(_stream_weights, model, patcher)
                 checkpointing.stacks[-1].embedding_bytes = functools.partial(movable_embedding_bytes, model)
         # With several models in one module the table says whose status it is.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
-    return PackedInstallation(statuses, all_layers, [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models])
+    return PackedInstallation(
+        statuses, all_layers, [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models]
+    )
 
 
 def describe_models(root: nn.Module) -> list[str]:
-    """Return one line per transformers model inside root: its place, its class, and the attention implementation it uses now."""
+    """Return one line per transformers model inside root: its place, its class, and the attention implementation
+    it uses now.
+    """
     return [
-        f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}" for name, model in find_causal_models(root)
+        f"{name or '(root)'}: {type(model).__name__}, attention {model.config._attn_implementation!r}"
+        for name, model in find_causal_models(root)
     ]
 
 
 def describe_unprepared(root: nn.Module) -> str:
-    """Return the transformers models inside root if none of them has packed attention; empty where one has, or where there is none."""
+    """Return the transformers models inside root if none of them has packed attention; empty where one has, or
+    where there is none.
+    """
     models = find_causal_models(root)
     if any(model.config.get_text_config(decoder=True)._attn_implementation == NAME for _, model in models):
         return ""
     return "; ".join(describe_models(root))
 
 
-def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) -> StreamedWeights:
-    """Move the frozen weights of the decoder layers and the input embedding to pinned memory, until the ledger is undone."""
-    own = SwapLedger()
+def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: CopyStreams) -> StreamedWeights:
+    """Move the frozen weights of the decoder layers and the input embedding to pinned memory, until the patcher
+    is undone.
+    """
+    own = ModelPatcher()
 
     def allocate(num_bytes: int) -> torch.Tensor:
-        slab = PinnedSlab(num_bytes, device=lanes.device)
+        slab = PinnedSlab(num_bytes, device=streams.device)
         own.add_undo(slab.close)
         region = slab.reserve(num_bytes)
         assert region is not None
@@ -115,22 +137,28 @@ def _stream_weights(model: PreTrainedModel, ledger: SwapLedger, lanes: Lanes) ->
     embedding_bytes = movable_embedding_bytes(model)
     with contextlib.ExitStack() as half_done:
         half_done.callback(own.undo)
-        weights, streamer = install_weight_streaming(model, own, lanes=lanes, allocate_host=allocate)
-        embedding = install_host_embedding(model, own, lanes=lanes, allocate_host=allocate)
-        # All of it went: it stays there until the ledger is undone.
+        weights, streamer = install_weight_streaming(model, own, streams=streams, allocate_host=allocate)
+        embedding = install_host_embedding(model, own, streams=streams, allocate_host=allocate)
+        # All of it went: it stays there until the patcher is undone.
         half_done.pop_all()
-    ledger.add_undo(own.undo)
+    patcher.add_undo(own.undo)
     # The forward that is about to run may have passed the hooks of its first layer.
     streamer.use(0, direction=1)
     enter_backward = functools.partial(streamer.use, 0, direction=-1)
     num_embedding_bytes = embedding_bytes if embedding.state == "active" else 0
-    return StreamedWeights(streamer.num_host_bytes, streamer.num_slot_bytes, num_embedding_bytes, (weights, embedding), enter_backward)
+    return StreamedWeights(
+        streamer.num_host_bytes, streamer.num_slot_bytes, num_embedding_bytes, (weights, embedding), enter_backward
+    )
 
 
 def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """The modules around the decoder layers that carry the checkpointing flag: it keeps the key/value cache off in training."""
+    """The modules around the decoder layers that carry the checkpointing flag: it keeps the key/value cache off
+    in training.
+    """
     return [
-        module for module in model.modules() if hasattr(module, "gradient_checkpointing") and module is not layers[0] and _contains(module, layers[0])
+        module
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing") and module is not layers[0] and _contains(module, layers[0])
     ]
 
 

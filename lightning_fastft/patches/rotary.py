@@ -1,4 +1,5 @@
-"""Rotary scaling that depends on length (longrope, dynamic): in a pack, each document gets the angles that it gets alone.
+"""Rotary scaling that depends on length (longrope, dynamic): in a pack, each document gets the angles that it gets
+alone.
 
 Axes: T tokens of the pack, S documents (S1 = S + 1 offsets).
 """
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightning_fastft.core.errors import BackendError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.packing.context import BatchContext
@@ -30,8 +31,9 @@ _MOST_LENGTHS = 4096
 class DocumentRotary:
     """Compute the angles of a packed batch document by document; without a context the model's own forward runs.
 
-    transformers picks the frequencies of a whole row by its longest position. A short document would change with its neighbours. The formula
-    stays the model's own: it runs on a twin of the module that shares everything but the frequencies.
+    transformers picks the frequencies of a whole row by its longest position. A short document would change with its
+    neighbours. The formula stays the model's own: it runs on a twin of the module that shares everything but the
+    frequencies.
 
     Args:
         rotary: A rotary embedding whose forward transformers decorates with ``dynamic_rope_update``.
@@ -48,42 +50,56 @@ class DocumentRotary:
         context = kwargs.get("context")
         self._context = context if isinstance(context, BatchContext) else None
 
-    def leave(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - whatever the model returns
+    def leave(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the same module: forget the context."""
         self._context = None
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:  # noqa: ANN401 - a tensor or a tuple
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         """Return what the rotary embedding returns, with the frequencies that each document gets alone.
 
         Raises:
             BackendError: The result has no token axis where packed angles need it.
 
         Cost:
-            Up to two calls of the model's formula for longrope; one for the pack and one for each document above the limit for dynamic.
+            Up to two calls of the model's formula for longrope; one for the pack and one for each document above the
+            limit for dynamic.
         """
         rope_type = self._rotary.rope_type if layer_type is None else self._rotary.rope_type[layer_type]
         context = self._context
         is_dynamic = "dynamic" in rope_type
-        if context is None or position_ids.shape[-1] != context.num_tokens or not (is_dynamic or rope_type == "longrope"):
+        if (
+            context is None
+            or position_ids.shape[-1] != context.num_tokens
+            or not (is_dynamic or rope_type == "longrope")
+        ):
             return type(self._rotary).forward(self._rotary, x, position_ids, **_layer_keyword(layer_type))
         with torch.no_grad():
             blend = self._dynamic_angles if is_dynamic else self._longrope_angles
             return blend(x, position_ids, context, layer_type)
 
-    def _longrope_angles(self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None) -> Any:  # noqa: ANN401
+    def _longrope_angles(
+        self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None
+    ) -> Any:
         config = self._rotary.config.rope_parameters
         limit = int((config if layer_type is None else config[layer_type])["original_max_position_embeddings"])
         num_long = sum(length > limit for length in context.lengths)
-        # The model's formula may look at the longest position itself (phimoe scales by it): no position of a short document is clamped.
+        # The model's formula may look at the longest position itself (phimoe scales by it): no position of a short
+        # document is clamped.
         positions = position_ids if num_long == context.num_documents else position_ids.clamp(max=limit - 1)
-        short = functools.partial(self._angles, x, positions, layer_type, self._attribute("original_inv_freq", layer_type))
-        long = functools.partial(self._angles, x, position_ids, layer_type, self._long_inv_freq(x.device, limit, layer_type))
+        short = functools.partial(
+            self._angles, x, positions, layer_type, self._attribute("original_inv_freq", layer_type)
+        )
+        long = functools.partial(
+            self._angles, x, position_ids, layer_type, self._long_inv_freq(x.device, limit, layer_type)
+        )
         if num_long in (0, context.num_documents):
             return long() if num_long else short()
         is_long_T1 = (context.start_S1.diff() > limit)[context.document_T][:, None]
         return _map(lambda of_long, of_short: torch.where(is_long_T1, of_long, of_short), long(), short())
 
-    def _dynamic_angles(self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None) -> Any:  # noqa: ANN401
+    def _dynamic_angles(
+        self, x: torch.Tensor, position_ids: torch.Tensor, context: BatchContext, layer_type: str | None
+    ) -> Any:
         limit = int(self._rotary.original_max_seq_len)
         whole = self._angles(x, position_ids, layer_type, self._attribute("original_inv_freq", layer_type))
         ends = itertools.accumulate(context.lengths)
@@ -91,13 +107,17 @@ class DocumentRotary:
         if not spans:
             return whole
         # One small copy for all documents: its source is pageable and staged by the driver, so the host does not wait.
-        table = torch.stack([self._dynamic_inv_freq(end - begin, layer_type) for begin, end in spans]).to(x.device, non_blocking=True)
+        table = torch.stack([self._dynamic_inv_freq(end - begin, layer_type) for begin, end in spans]).to(
+            x.device, non_blocking=True
+        )
         for (begin, end), inv_freq in zip(spans, table):
             own = self._angles(x, position_ids[..., begin:end], layer_type, inv_freq)
             _map(functools.partial(_write_rows, begin=begin), whole, own)
         return whole
 
-    def _angles(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, inv_freq: torch.Tensor) -> Any:  # noqa: ANN401
+    def _angles(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, inv_freq: torch.Tensor
+    ) -> Any:
         """Run the model's formula with these frequencies; the module itself is not changed."""
         name = _prefixed("inv_freq", layer_type)
         twin = object.__new__(type(self._rotary))
@@ -107,7 +127,8 @@ class DocumentRotary:
         found = _map(lambda angle, _: angle.ndim >= 2 and angle.shape[-2] == position_ids.shape[-1], angles, angles)
         if not all(found if isinstance(found, tuple) else (found,)):
             raise BackendError(
-                f"{type(self._rotary).__name__} scales positions by length and returns angles without a token axis before the last; "
+                f"{type(self._rotary).__name__} scales positions by length and returns angles without a token axis "
+                "before the last; "
                 f"packed documents would not get their own. Train this model with one document per row."
             )
         return angles
@@ -116,7 +137,9 @@ class DocumentRotary:
         key = (layer_type, device)
         if key not in self._long_frequencies:
             with torch.inference_mode(mode=False):
-                inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](self._rotary.config, device, seq_len=limit + 1, **_layer_keyword(layer_type))
+                inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](
+                    self._rotary.config, device, seq_len=limit + 1, **_layer_keyword(layer_type)
+                )
             self._long_frequencies[key] = inv_freq
         return self._long_frequencies[key]
 
@@ -128,7 +151,9 @@ class DocumentRotary:
             # A tensor, as transformers passes it: with a number the base would be rounded differently.
             with torch.inference_mode(mode=False):
                 compute = ROPE_INIT_FUNCTIONS["dynamic"]
-                inv_freq, _ = compute(self._rotary.config, torch.device("cpu"), seq_len=torch.tensor(length), **_layer_keyword(layer_type))
+                inv_freq, _ = compute(
+                    self._rotary.config, torch.device("cpu"), seq_len=torch.tensor(length), **_layer_keyword(layer_type)
+                )
             self._dynamic_frequencies[key] = inv_freq
         return self._dynamic_frequencies[key]
 
@@ -139,12 +164,12 @@ class DocumentRotary:
         return value.to(own.device, non_blocking=True)
 
 
-def install_document_rotary(model: PreTrainedModel, ledger: SwapLedger) -> list[Status]:
+def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
     """Give the rotary embeddings of a model whose angles depend on length ``DocumentRotary``; others stay as they are.
 
     Args:
         model: A causal language model, before or after adapters.
-        ledger: Takes the change back on ``undo``.
+        patcher: Takes the change back on ``undo``.
 
     Returns:
         Status "rotary scaling" where angles depend on length, nothing where they do not.
@@ -162,20 +187,30 @@ def install_document_rotary(model: PreTrainedModel, ledger: SwapLedger) -> list[
             if not switching or isinstance(getattr(own_forward, "__self__", None), DocumentRotary):
                 continue
             if id(rotary) in inside_layers or own_forward is not None:
-                place = "inside its decoder layers" if own_forward is None else "with a forward that was replaced on the instance"
+                place = (
+                    "inside its decoder layers"
+                    if own_forward is None
+                    else "with a forward that was replaced on the instance"
+                )
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} ({model.config.model_type}) scales rotary positions by length ({', '.join(sorted(switching))}) {place}, "
-                    f"so a document in a pack would not get the angles that it gets alone. Train this model with one document per row."
+                    f"{type(model).__name__} ({model.config.model_type}) scales rotary positions by length "
+                    f"({', '.join(sorted(switching))}) {place}, "
+                    "so a document in a pack would not get the angles that it gets alone. Train this model with one "
+                    "document per row."
                 )
             document_rotary = DocumentRotary(rotary)
-            ledger.set_attribute(rotary, "forward", document_rotary.forward)
+            patcher.set_attribute(rotary, "forward", document_rotary.forward)
             for handle in (
                 owner.register_forward_pre_hook(document_rotary.enter, with_kwargs=True),
                 owner.register_forward_hook(document_rotary.leave, always_call=True),
             ):
-                ledger.add_undo(handle.remove)
+                patcher.add_undo(handle.remove)
             kinds |= switching
-    return [Status(STATUS_NAME, "active", f"{', '.join(sorted(kinds))}: factors for each document by its own length")] if kinds else []
+    return (
+        [Status(STATUS_NAME, "active", f"{', '.join(sorted(kinds))}: factors for each document by its own length")]
+        if kinds
+        else []
+    )
 
 
 def _switching_types(module: nn.Module) -> set[str]:
@@ -188,7 +223,7 @@ def _switching_types(module: nn.Module) -> set[str]:
     return found if found and inspect.unwrap(forward) is not forward else set()
 
 
-def _map(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:  # noqa: ANN401 - a tensor or a tuple of them
+def _map(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
     return tuple(map(function, one, other)) if isinstance(one, tuple) else function(one, other)
 
 

@@ -1,4 +1,6 @@
-"""Value points: linear layers, attention and experts inside a decoder layer whose outputs a plan can hold instead of computing them again."""
+"""Value points: linear layers, attention and experts inside a decoder layer whose outputs a plan can hold instead
+of computing them again.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +14,52 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fastft.activations.segments import Segment, Session
 from lightning_fastft.activations.values import NAME_ATTRIBUTE, SEGMENT_ATTRIBUTE, find_session, unneeded, value_name
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.hf.families import is_on_interface
 
 _ADAPTER_PARTS = {"lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"}
 
 
-def install_value_points(root: nn.Module, layers: Sequence[nn.Module], segments: Sequence[Segment], ledger: SwapLedger) -> int:
+def install_value_points(
+    root: nn.Module, layers: Sequence[nn.Module], segments: Sequence[Segment], patcher: ModelPatcher
+) -> int:
     """Let the linear layers and the attention of each decoder layer ask their segment before they compute.
 
-    Linear layers are swapped for subclasses that share their state, so names, parameters and hooks stay. Outside a run of a segment under a plan
-    (evaluation, generation, kept layers) they run the code of their own class.
+    Linear layers are swapped for subclasses that share their state, so names, parameters and hooks stay. Outside a run
+    of a segment under a plan (evaluation, generation, kept layers) they run the code of their own class.
 
     Args:
         root: The module that holds the layers.
         layers: Decoder layers, in the order of segments.
         segments: One per layer.
-        ledger: Takes the swaps back.
+        patcher: Takes the swaps back.
 
     Returns:
-        How many points there are; 0 where a model computes with other kinds of layers, which are then recomputed as a whole.
+        How many points there are; 0 where a model computes with other kinds of layers, which are then recomputed as a
+        whole.
     """
     names = {id(module): name for name, module in root.named_modules()}
     num_points = 0
     for layer, segment in zip(layers, segments):
         for name, module in list(layer.named_modules()):
             if is_on_interface(module):
-                ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
-                ledger.set_attribute(module, NAME_ATTRIBUTE, name)
+                patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+                patcher.set_attribute(module, NAME_ATTRIBUTE, name)
             if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
-                ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+                patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
                 num_points += 1
-            # The thin products of an adapter cost less than holding them, and PEFT's own layer must find its own classes there.
+            # The thin products of an adapter cost less than holding them, and PEFT's own layer must find its own
+            # classes there.
             point_class = None if _ADAPTER_PARTS & set(name.split(".")) else _point_class(type(module))  # type: ignore[arg-type]
             if point_class is not None and id(module) in names:
                 new = share_state(module, point_class)
-                ledger.replace_module(root, names[id(module)], new)
-                ledger.set_attribute(new, SEGMENT_ATTRIBUTE, segment)
-                ledger.set_attribute(new, NAME_ATTRIBUTE, name)
+                patcher.replace_module(root, names[id(module)], new)
+                patcher.set_attribute(new, SEGMENT_ATTRIBUTE, segment)
+                patcher.set_attribute(new, NAME_ATTRIBUTE, name)
                 num_points += 1
             elif hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-                ledger.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
-                ledger.set_attribute(module, NAME_ATTRIBUTE, name)
+                patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
+                patcher.set_attribute(module, NAME_ATTRIBUTE, name)
     return num_points
 
 
@@ -105,14 +111,16 @@ class HeldLinear(_LinearPoint, nn.Linear):
 
 
 class _HeldLinearFunction(torch.autograd.Function):
-    """nn.functional.linear whose product can be taken from the session; the same products as autograd's own in the same order, so the same bits.
+    """nn.functional.linear whose product can be taken from the session; the same products as autograd's own in the same
+    order, so the same bits.
 
-    Saves x and the weight where the weight is trained, and nothing where it is frozen, so that a second run that leaves the layer out saves the same.
+    Saves x and the weight where the weight is trained, and nothing where it is frozen, so that a second run that leaves
+    the layer out saves the same.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         x: torch.Tensor,
         weight_ND: torch.Tensor,
         bias_N: torch.Tensor | None,
@@ -131,7 +139,7 @@ class _HeldLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Read once: under a checkpoint a saved tensor can be asked for only once.
         x, weight_ND = ctx.saved_tensors if needs_weight else (None, ctx.weight_ND)
@@ -155,14 +163,16 @@ class _QuantizedPoint(_ValuePoint):
 
 
 class _HeldQuantizedLinear(torch.autograd.Function):
-    """A 4-bit layer whose product can be taken from the session; saves nothing, the weight is dequantised again in the backward as its own does."""
+    """A 4-bit layer whose product can be taken from the session; saves nothing, the weight is dequantised again
+    in the backward as its own does.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         x: torch.Tensor,
-        layer: Any,  # noqa: ANN401 - bitsandbytes' layer
-        compute: Any,  # noqa: ANN401 - its own forward
+        layer: Any,
+        compute: Any,
         session: Session,
         name: str,
     ) -> torch.Tensor:
@@ -172,7 +182,7 @@ class _HeldQuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from bitsandbytes.functional import dequantize_4bit
 
         weight, compute_dtype = ctx.layer.weight, ctx.layer.compute_dtype or d_out.dtype

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_fastft.activations.streams import Lanes
+from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.weights import DEFAULT_NUM_SLOTS, WeightStreamer
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4 import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers
@@ -31,29 +31,39 @@ AllocateHost = Callable[[int], torch.Tensor]
 
 
 def install_weight_streaming(
-    model: PreTrainedModel, ledger: SwapLedger, *, lanes: Lanes, allocate_host: AllocateHost | None = None, num_slots: int = DEFAULT_NUM_SLOTS
+    model: PreTrainedModel,
+    patcher: ModelPatcher,
+    *,
+    streams: CopyStreams,
+    allocate_host: AllocateHost | None = None,
+    num_slots: int = DEFAULT_NUM_SLOTS,
 ) -> tuple[Status, WeightStreamer]:
-    """Move the frozen weights of every decoder layer to the host and bring each layer in before its forward and before its backward.
+    """Move the frozen weights of every decoder layer to the host and bring each layer in before its forward and before
+    its backward.
 
-    Serves training with and without recompute, evaluation and generation; NF4 and plain weights. Adapters, whatever is trained, buffers, and the
-    shared tables of NF4 stay on the device. A state dict read meanwhile has the streamed weights in host memory, and loading one that holds them is
-    refused. The loss must depend on the last hidden states, as that of every causal language model does.
+    Serves training with and without recompute, evaluation and generation; NF4 and plain weights. Adapters, whatever is
+    trained, buffers, and the shared tables of NF4 stay on the device. A state dict read meanwhile has the streamed
+    weights in host memory, and loading one that holds them is refused. The loss must depend on the last hidden states,
+    as that of every causal language model does.
 
-    Install it when the model stands where it computes (under DDP: when it is wrapped), and undo the ledger before the model is moved, merged or
-    loaded into.
+    Install it when the model stands where it computes (under DDP: when it is wrapped), and undo the patcher before the
+    model is moved, merged or loaded into.
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model.
-        ledger: Where the changes are written down; undoing it gives the weights back to the device, also after an exception.
-        lanes: The copy lanes of the device.
-        allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a CPU only.
+        patcher: Where the changes are written down; undoing it gives the weights back to the device, also after an
+            exception.
+        streams: The copy streams of the device.
+        allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a
+            CPU only.
         num_slots: Layers that have room on the device.
 
     Returns:
         Active, with what lies where; and the streamer, attached.
 
     Raises:
-        OptionError: Nothing in the layers is frozen, or layers share weights with each other or with the rest of the model.
+        OptionError: Nothing in the layers is frozen, or layers share weights with each other or with the rest of the
+            model.
         UnsupportedModelError: Weights are sharded (DTensor) or in 8 bits.
         HostMemoryError: allocate_host gave too little, or memory that is not pinned.
 
@@ -64,35 +74,48 @@ def install_weight_streaming(
     frozen = [_frozen_tensors(layer, number=number) for number, layer in enumerate(layers)]
     if not any(frozen):
         raise OptionError(
-            f"weights='stream' needs frozen weights, and every weight in the decoder layers of {type(model).__name__} is trained: use LoRA, or "
+            f"weights='stream' needs frozen weights, and every weight in the decoder layers of {type(model).__name__} "
+            "is trained: use LoRA, or "
             "weights='resident'."
         )
     _check_not_shared(model, layers, frozen)
-    streamer = WeightStreamer([list(tensors.values()) for tensors in frozen], lanes=lanes, num_slots=num_slots, allocate_host=allocate_host)
+    streamer = WeightStreamer(
+        [list(tensors.values()) for tensors in frozen],
+        streams=streams,
+        num_slots=num_slots,
+        allocate_host=allocate_host,
+    )
     streamer.attach()
-    ledger.add_undo(streamer.detach)
+    patcher.add_undo(streamer.detach)
     for index, (layer, tensors) in enumerate(zip(layers, frozen)):
         link = _LayerLink(streamer, index=index, names=list(tensors))
-        _serve_state_dict(layer, link, ledger)
+        _serve_state_dict(layer, link, patcher)
         # Weights must be there before any other hook or the layer reads them.
-        ledger.add_undo(layer.register_forward_pre_hook(link.before_forward, prepend=True).remove)
-        ledger.add_undo(layer.register_forward_hook(link.after_forward).remove)
+        patcher.add_undo(layer.register_forward_pre_hook(link.before_forward, prepend=True).remove)
+        patcher.add_undo(layer.register_forward_hook(link.after_forward).remove)
     gib = 2**30
-    reason = f"{len(layers)} layers, {streamer.num_host_bytes / gib:.2f} GiB on the host, {streamer.num_slot_bytes / gib:.2f} GiB of device slots"
+    reason = (
+        f"{len(layers)} layers, {streamer.num_host_bytes / gib:.2f} GiB on the host, "
+        f"{streamer.num_slot_bytes / gib:.2f} GiB of device slots"
+    )
     return Status(STATUS_NAME, "active", reason), streamer
 
 
-def install_host_embedding(model: PreTrainedModel, ledger: SwapLedger, *, lanes: Lanes, allocate_host: AllocateHost | None = None) -> Status:
-    """Move the weight of the input embedding to the host, from where each forward reads the rows of its tokens over the bus.
+def install_host_embedding(
+    model: PreTrainedModel, patcher: ModelPatcher, *, streams: CopyStreams, allocate_host: AllocateHost | None = None
+) -> Status:
+    """Move the weight of the input embedding to the host, from where each forward reads the rows of its tokens over the
+    bus.
 
-    The parameter keeps shape, dtype and device, but has no memory of its own and reads as NaN; a state dict has the values, in host memory. What the
-    model's own class adds to the lookup (Gemma's factor) stays.
+    The parameter keeps shape, dtype and device, but has no memory of its own and reads as NaN; a state dict has the
+    values, in host memory. What the model's own class adds to the lookup (Gemma's factor) stays.
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model; it stands where it computes.
-        ledger: Where the change is written down; undoing it gives the weight back to the device.
-        lanes: The copy lanes of the device.
-        allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a CPU only.
+        patcher: Where the change is written down; undoing it gives the weight back to the device.
+        streams: The copy streams of the device.
+        allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a
+            CPU only.
 
     Returns:
         Active; or inactive with the reason, and then nothing was changed.
@@ -102,17 +125,18 @@ def install_host_embedding(model: PreTrainedModel, ledger: SwapLedger, *, lanes:
         HostMemoryError: allocate_host gave too little, or memory that is not pinned.
 
     Cost:
-        One copy of the weight and a probe of one lookup, both waited for; then per forward T x D values over the bus, no host synchronisation.
+        One copy of the weight and a probe of one lookup, both waited for; then per forward T x D values over the bus,
+        no host synchronisation.
     """
     embedding = model.get_input_embeddings()
     obstacle = _embedding_obstacle(model, embedding)
     if obstacle:
         return Status(EMBEDDING_STATUS_NAME, "inactive", obstacle)
     name = next(name for name, module in model.named_modules() if module is embedding)
-    table = _HostTable(embedding.weight, device=lanes.device, allocate_host=allocate_host)
+    table = _HostTable(embedding.weight, device=streams.device, allocate_host=allocate_host)
     new = share_state(embedding, _host_class(type(embedding)))
     probe = torch.arange(min(2, embedding.num_embeddings), device=embedding.weight.device)[None]
-    changes = SwapLedger()
+    changes = ModelPatcher()
     with ExitStack() as stack, torch.no_grad():
         stack.callback(changes.undo)
         expected = embedding(probe)
@@ -121,11 +145,15 @@ def install_host_embedding(model: PreTrainedModel, ledger: SwapLedger, *, lanes:
         changes.replace_module(model, name, new)
         changes.set_attribute(new, _TABLE_ATTRIBUTE, table)
         _serve_state_dict(new, table, changes)
-        if not torch.equal(new(probe.to(lanes.device)), expected.to(lanes.device)):
-            return Status(EMBEDDING_STATUS_NAME, "inactive", f"{type(embedding).__name__} reads its weight in a way of its own")
+        if not torch.equal(new(probe.to(streams.device)), expected.to(streams.device)):
+            return Status(
+                EMBEDDING_STATUS_NAME, "inactive", f"{type(embedding).__name__} reads its weight in a way of its own"
+            )
         stack.pop_all()
-    ledger.add_undo(changes.undo)
-    return Status(EMBEDDING_STATUS_NAME, "active", f"{table.num_bytes / 2**30:.2f} GiB on the host, rows read over the bus")
+    patcher.add_undo(changes.undo)
+    return Status(
+        EMBEDDING_STATUS_NAME, "active", f"{table.num_bytes / 2**30:.2f} GiB on the host, rows read over the bus"
+    )
 
 
 class HostEmbedding(nn.Embedding):
@@ -150,7 +178,7 @@ class _LayerLink:
         """Bring the layer in; in a recompute it is there already."""
         self.streamer.use(self.index, direction=1)
 
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - a tensor or several
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Have the backward bring the layer in when it reaches an output."""
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -174,10 +202,15 @@ class _HostTable:
         self.parameter = parameter
         self.device = device
         self.num_bytes = parameter.numel() * parameter.element_size()
-        bytes_of_table = torch.empty(self.num_bytes, dtype=torch.uint8) if allocate_host is None else allocate_host(self.num_bytes)[: self.num_bytes]
+        bytes_of_table = (
+            torch.empty(self.num_bytes, dtype=torch.uint8)
+            if allocate_host is None
+            else allocate_host(self.num_bytes)[: self.num_bytes]
+        )
         if bytes_of_table.numel() < self.num_bytes or (device.type == "cuda" and not bytes_of_table.is_pinned()):
             raise HostMemoryError(
-                f"The input embedding needs {self.num_bytes} bytes of host memory, pinned for a CUDA device; allocate_host returned "
+                f"The input embedding needs {self.num_bytes} bytes of host memory, pinned for a CUDA device; "
+                "allocate_host returned "
                 f"{bytes_of_table.numel()}{'' if bytes_of_table.is_pinned() else ', pageable'}."
             )
         self.weight_VD = bytes_of_table.view(parameter.dtype).view(parameter.shape)
@@ -186,7 +219,9 @@ class _HostTable:
         """Copy the weight to the host and leave a single NaN in its place."""
         with torch.inference_mode(mode=False), torch.no_grad():
             self.weight_VD.copy_(self.parameter)
-            self.parameter.data = torch.full((1, 1), float("nan"), dtype=self.parameter.dtype, device=self.device).expand(self.parameter.shape)
+            self.parameter.data = torch.full(
+                (1, 1), float("nan"), dtype=self.parameter.dtype, device=self.device
+            ).expand(self.parameter.shape)
 
     def give_back(self) -> None:
         """Give the parameter memory of its own again, on the host where the device has no room."""
@@ -195,7 +230,10 @@ class _HostTable:
                 self.parameter.data = self.weight_VD.to(self.device, copy=True)
             except torch.OutOfMemoryError:
                 self.parameter.data = self.weight_VD.clone()
-                warnings.warn(f"{self.device} has no room for the input embedding: its weight is in host memory now.", stacklevel=2)
+                warnings.warn(
+                    f"{self.device} has no room for the input embedding: its weight is in host memory now.",
+                    stacklevel=2,
+                )
 
     def values(self) -> Mapping[str, torch.Tensor]:
         """Return the weight by its name in a state dict of the embedding."""
@@ -210,7 +248,8 @@ def _host_class(old: type[nn.Module]) -> type[nn.Module]:
 
 
 def movable_embedding_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the input embedding where ``install_host_embedding`` would move it; 0 where it stays on the device.
+    """Return the bytes of the input embedding where ``install_host_embedding`` would move it; 0 where it stays on the
+    device.
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model.
@@ -242,11 +281,14 @@ def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
 def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]:
     """Return what can be streamed of a layer, by its name in the layer's state dict.
 
-    The tables of an NF4 state (code, nested code) and its offset stay, a few hundred bytes: bitsandbytes shares the tables among weights and reads
-    the offset for a state dict. The bias of an NF4 layer stays, too: bitsandbytes casts it in place in a forward.
+    The tables of an NF4 state (code, nested code) and its offset stay, a few hundred bytes: bitsandbytes shares the
+    tables among weights and reads the offset for a state dict. The bias of an NF4 layer stays, too: bitsandbytes casts
+    it in place in a forward.
     """
     resident = {id(parameter) for parameter in _adapter_parameters(layer)}
-    resident |= {id(module.bias) for module in layer.modules() if hasattr(getattr(module, "weight", None), "quant_state")}
+    resident |= {
+        id(module.bias) for module in layer.modules() if hasattr(getattr(module, "weight", None), "quant_state")
+    }
     found: dict[str, torch.Tensor] = {}
     for name, parameter in layer.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or id(parameter) in resident:
@@ -254,7 +296,11 @@ def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]
         _check_kind(parameter, name=f"{name} of decoder layer {number}")
         if isinstance(parameter, ExpertsNF4):
             stack = parameter.stack
-            found |= {name: stack.packed_EC, f"{name}.absmax": stack.absmax_EQ, f"{name}.nested_absmax": stack.nested_absmax_EG}
+            found |= {
+                name: stack.packed_EC,
+                f"{name}.absmax": stack.absmax_EQ,
+                f"{name}.nested_absmax": stack.nested_absmax_EG,
+            }
             continue
         found[name] = parameter
         quant_state = getattr(parameter, "quant_state", None)
@@ -279,24 +325,34 @@ def _check_kind(parameter: torch.Tensor, *, name: str) -> None:
     """Refuse weights that are more than one block of memory."""
     if isinstance(parameter, DTensor):
         raise UnsupportedModelError(
-            f"{name} is sharded over devices (DTensor, FSDP2), and only whole weights can be kept on the host: use weights='resident' under "
+            f"{name} is sharded over devices (DTensor, FSDP2), and only whole weights can be kept on the host: use "
+            "weights='resident' under "
             "fastft_fsdp, or strategy='fastft' or 'fastft_ddp'."
         )
     if hasattr(parameter, "SCB"):
-        raise UnsupportedModelError(f"{name} is an 8-bit weight of bitsandbytes, which keeps it in a second place: use quantization='nf4'.")
+        raise UnsupportedModelError(
+            f"{name} is an 8-bit weight of bitsandbytes, which keeps it in a second place: use quantization='nf4'."
+        )
 
 
 def _check_not_shared(model: nn.Module, layers: list[nn.Module], frozen: list[dict[str, torch.Tensor]]) -> None:
     """Refuse a streamed tensor that anything outside its layer reads, too."""
-    owner = {id(tensor): f"{name} of decoder layer {number}" for number, tensors in enumerate(frozen) for name, tensor in tensors.items()}
+    owner = {
+        id(tensor): f"{name} of decoder layer {number}"
+        for number, tensors in enumerate(frozen)
+        for name, tensor in tensors.items()
+    }
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, tensor in module._parameters.items():
             if tensor is not None and id(module) not in inside and id(tensor) in owner:
-                raise OptionError(f"{owner[id(tensor)]} is also {module_name}.{name}: tied weights cannot be streamed; use weights='resident'.")
+                raise OptionError(
+                    f"{owner[id(tensor)]} is also {module_name}.{name}: tied weights cannot be streamed; use "
+                    "weights='resident'."
+                )
 
 
-def _serve_state_dict(module: nn.Module, link: _LayerLink | _HostTable, ledger: SwapLedger) -> None:
+def _serve_state_dict(module: nn.Module, link: _LayerLink | _HostTable, patcher: ModelPatcher) -> None:
     """Let state dicts have the values from the host, and refuse to load values that would be lost."""
 
     def fill(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
@@ -304,10 +360,13 @@ def _serve_state_dict(module: nn.Module, link: _LayerLink | _HostTable, ledger: 
             if prefix + name in state_dict:
                 state_dict[prefix + name] = value
 
-    def refuse(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:  # noqa: ANN401 - torch's arguments
+    def refuse(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         lost = [prefix + name for name in link.names if prefix + name in state_dict]
         if lost:
-            raise SwapError(f"{lost[0]} lies on the host and cannot be loaded into: load the model first, then move its weights to the host.")
+            raise SwapError(
+                f"{lost[0]} lies on the host and cannot be loaded into: load the model first, then move its weights to "
+                "the host."
+            )
 
-    ledger.add_undo(module.register_state_dict_post_hook(fill).remove)
-    ledger.add_undo(module.register_load_state_dict_pre_hook(refuse).remove)
+    patcher.add_undo(module.register_state_dict_post_hook(fill).remove)
+    patcher.add_undo(module.register_load_state_dict_pre_hook(refuse).remove)

@@ -38,7 +38,13 @@ def _describe_segments(segments: tuple[SegmentPlan, ...]) -> str:
     lines = [f"{'segments':<{_NUMBERS_WIDTH}}what becomes of their activations"]
     for plan, found in numbers.items():
         first = f"{_ranges(found):<{_NUMBERS_WIDTH}}"
-        lines += wrap(describe_segment(plan), WIDTH, initial_indent=first, subsequent_indent=" " * _NUMBERS_WIDTH, break_long_words=False)
+        lines += wrap(
+            describe_segment(plan),
+            WIDTH,
+            initial_indent=first,
+            subsequent_indent=" " * _NUMBERS_WIDTH,
+            break_long_words=False,
+        )
     return "\n".join(lines)
 
 
@@ -76,7 +82,8 @@ def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
         f"predicted peak    {_gib(prediction.peak_bytes)}",
         f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - least):,.1f} of it computed again",
         f"exposed copies    {prediction.exposed_ms:,.1f} ms",
-        f"host memory       {_gib(prediction.host_bytes)} pinned, staging slots of {prediction.staging_bytes / _MIB:,.0f} MiB",
+        f"host memory       {_gib(prediction.host_bytes)} pinned, staging slots of "
+        f"{prediction.staging_bytes / _MIB:,.0f} MiB",
     ]
     return "\n".join(lines)
 
@@ -85,8 +92,13 @@ def _draw_memory(prediction: Prediction) -> str:
     """Bars of device memory, forward then backward; moments that share a column show their largest."""
     moments = prediction.memory
     num_columns = min(NUM_COLUMNS, len(moments))
-    columns = [moments[i * len(moments) // num_columns : (i + 1) * len(moments) // num_columns] for i in range(num_columns)]
-    heights = [round(max(num_bytes for _, num_bytes in column) * NUM_ROWS / max(1, prediction.peak_bytes)) for column in columns]
+    columns = [
+        moments[i * len(moments) // num_columns : (i + 1) * len(moments) // num_columns] for i in range(num_columns)
+    ]
+    heights = [
+        round(max(num_bytes for _, num_bytes in column) * NUM_ROWS / max(1, prediction.peak_bytes))
+        for column in columns
+    ]
     rows = ["".join("#" if height >= row else " " for height in heights).rstrip() for row in range(NUM_ROWS, 0, -1)]
     marks = ["peak", *[""] * (NUM_ROWS - 1)]
     kinds = "".join(_kind_of(label for label, _ in column) for column in columns)
@@ -117,7 +129,9 @@ def _draw_lanes(prediction: Prediction) -> str:
     ]
     for lane, intervals in lanes.items():
         shares = _shares(intervals, slice_ms)
-        text = "".join(_compute_mark(share) if lane == "compute" else _copy_mark(sum(share.values())) for share in shares)
+        text = "".join(
+            _compute_mark(share) if lane == "compute" else _copy_mark(sum(share.values())) for share in shares
+        )
         lines.append(f"{lane:>9} |{text}")
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""The planner: which activations are kept, which wait on the host and which are computed again, so that a step is fastest within its budgets."""
+"""The planner: which activations are kept, which wait on the host and which are computed again, so that a step is
+fastest within its budgets.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ __all__ = [
 
 # A host budget is worth a note where a larger one makes the step faster by this factor.
 _NOTEWORTHY = 1.005
-# Where all weights have room, streamed ones have to make the step faster by this factor: they lean on the bus, and on the host's memory,
-# and the rows of the embedding that cross the bus with them (some ms) are not on paper.
+# Where all weights have room, streamed ones have to make the step faster by this factor: they lean on the bus, and on
+# the host's memory, and the rows of the embedding that cross the bus with them (some ms) are not on paper.
 _WORTH_STREAMING = 1.03
 _GIB = 2**30
 
@@ -57,9 +59,9 @@ def make_plan(
 ) -> Plan:
     """Return the plan with the shortest step that fits both budgets.
 
-    Memory goes to what is dearest to recompute per byte; copies that hide under compute take what does not fit, inputs first; the rest is computed
-    again. Families of plans (how many segments are kept and which, size of a staging slot, how hard the copy lanes are loaded) are run on
-    paper, then single changes to the best of them.
+    Memory goes to what is dearest to recompute per byte; copies that hide under compute take what does not fit, inputs
+    first; the rest is computed again. Families of plans (how many segments are kept and which, size of a staging slot,
+    how hard the copy lanes are loaded) are run on paper, then single changes to the best of them.
 
     Args:
         cost: What the segments cost.
@@ -67,17 +69,19 @@ def make_plan(
         host_budget_bytes: Pinned host memory; 0 keeps everything on the device.
         machine: How fast copies are.
         buffers: Staging slots on the device; 1 is the serial form.
-        weights: "resident" never streams frozen weights, "stream" does for every segment, "auto" where nothing else fits, or where the memory that
-            they leave to activations makes the step at least 3 % faster.
+        weights: "resident" never streams frozen weights, "stream" does for every segment, "auto" where nothing else
+            fits, or where the memory that they leave to activations makes the step at least 3 % faster.
 
     Returns:
         The plan; its notes say where a budget or the machine changed it.
 
     Raises:
-        OptionError: Nothing fits, or weights cannot be streamed here; the message names the least peak and what would lower it.
+        OptionError: Nothing fits, or weights cannot be streamed here; the message names the least peak and what would
+            lower it.
 
     Cost:
-        Below 2 s of one core for 64 segments with 10 values each, twice that where weights can be streamed; no device work.
+        Below 2 s of one core for 64 segments with 10 values each, twice that where weights can be streamed; no device
+        work.
 
     Source:
         own
@@ -95,7 +99,9 @@ def make_plan(
     is_streamable = bool(num_weight_bytes) and not machine.is_unified and num_weight_bytes <= host_budget_bytes
     notes = []
     if machine.is_unified:
-        notes.append(f"{machine.name} has unified memory: the host's memory is the device's, so nothing is moved there.")
+        notes.append(
+            f"{machine.name} has unified memory: the host's memory is the device's, so nothing is moved there."
+        )
     search = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=weights == "stream")
     best = search.run()
     if best is None and weights == "auto" and is_streamable:
@@ -116,7 +122,8 @@ def make_plan(
     prediction = predict(cost, best, machine=machine, buffers=buffers)
     if wider is not None and prediction.step_ms > wider.step_ms * _NOTEWORTHY:
         notes.append(
-            f"the host budget of {_gib(host_budget_bytes)} limits the plan: with {_gib(wider.host_bytes)} a step would take "
+            f"the host budget of {_gib(host_budget_bytes)} limits the plan: with {_gib(wider.host_bytes)} a step would "
+            "take "
             f"{wider.step_ms:.0f} ms instead of {prediction.step_ms:.0f}."
         )
     return Plan(tuple(best), prediction, tuple(notes))
@@ -129,12 +136,18 @@ def _least_ms(cost: StepCost) -> float:
 
 def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes: int) -> None:
     if machine.is_unified:
-        raise OptionError(f'{machine.name} has unified memory, where streamed weights save nothing; use weights="resident".')
+        raise OptionError(
+            f'{machine.name} has unified memory, where streamed weights save nothing; use weights="resident".'
+        )
     if not num_weight_bytes:
-        raise OptionError('weights="stream" needs frozen weights, and no segment has any (full fine-tuning trains them all); use weights="resident".')
+        raise OptionError(
+            'weights="stream" needs frozen weights, and no segment has any (full fine-tuning trains them all); use '
+            'weights="resident".'
+        )
     if num_weight_bytes > host_budget_bytes:
         raise OptionError(
-            f'weights="stream" holds {_gib(num_weight_bytes)} of frozen weights in pinned host memory, and the host budget is '
+            f'weights="stream" holds {_gib(num_weight_bytes)} of frozen weights in pinned host memory, and the host '
+            "budget is "
             f'{_gib(host_budget_bytes)}; raise host_budget, or use weights="resident".'
         )
 
@@ -156,8 +169,10 @@ def _nothing_fits(search: PlanSearch, wider: Outcome | None, *, weights: str, is
         ways.append(f"a host budget of {_gib(wider.host_bytes)}")
     ways.append("a larger VRAM budget")
     return (
-        f"No plan fits the VRAM budget of {_gib(search.vram_bytes)}: the least peak that is possible here is {_gib(search.least_bytes)}"
-        f"{' with streamed weights' if search.is_streamed else ''}. What brings it down: {', '.join(ways[:-1])}; or take {ways[-1]}."
+        f"No plan fits the VRAM budget of {_gib(search.vram_bytes)}: the least peak that is possible here is "
+        f"{_gib(search.least_bytes)}"
+        f"{' with streamed weights' if search.is_streamed else ''}. What brings it down: {', '.join(ways[:-1])}; or "
+        f"take {ways[-1]}."
     )
 
 

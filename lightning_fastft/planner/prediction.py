@@ -8,9 +8,18 @@ from typing import NamedTuple
 
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.planner.step import Interval, Machine, Prediction, SegmentCost, SegmentPlan, StepCost, check_segments
+from lightning_fastft.planner.step import (
+    Interval,
+    Machine,
+    Prediction,
+    SegmentCost,
+    SegmentPlan,
+    StepCost,
+    check_segments,
+)
 
-# Streamed weights rotate through three device slots: the layer before may still be read while this one computes and the next one arrives.
+# Streamed weights rotate through three device slots: the layer before may still be read while this one computes and the
+# next one arrives.
 NUM_WEIGHT_SLOTS = 3
 _MS_PER_S = 1e3
 
@@ -18,11 +27,12 @@ _MS_PER_S = 1e3
 def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine, buffers: int = 2) -> Prediction:
     """Return what a step will cost under a plan.
 
-    The step is run on paper: forward, head, backward, with one copy lane out of the device and one into it, each first in first out. At most one
-    segment's host bytes are on their way out; what is left of them is waited for when the backward begins. Of the segments with tensors on the
-    host, the first ``buffers - 1`` of the backward are fetched as it begins, each other one when the backward of the one that many places before
-    it begins; an input is waited for at the start of its segment, a value at its place in the recompute. Streamed weights are fetched one layer
-    ahead, except at both turns of a step, where the three slots still hold what comes next.
+    The step is run on paper: forward, head, backward, with one copy lane out of the device and one into it, each first
+    in first out. At most one segment's host bytes are on their way out; what is left of them is waited for when the
+    backward begins. Of the segments with tensors on the host, the first ``buffers - 1`` of the backward are fetched as
+    it begins, each other one when the backward of the one that many places before it begins; an input is waited for at
+    the start of its segment, a value at its place in the recompute. Streamed weights are fetched one layer ahead,
+    except at both turns of a step, where the three slots still hold what comes next.
 
     Args:
         cost: What the segments cost.
@@ -31,7 +41,8 @@ def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine
         buffers: Staging slots on the device; 1 is the serial form.
 
     Raises:
-        OptionError: Segments and cost differ in number, a value has no such name, or a kept segment has tensors on the host.
+        OptionError: Segments and cost differ in number, a value has no such name, or a kept segment has tensors on the
+            host.
 
     Cost:
         Below 5 ms for 64 segments with 10 values each.
@@ -63,7 +74,9 @@ class Outcome(NamedTuple):
 
 
 class _HostTensor(NamedTuple):
-    """A tensor that waits on the host: when it exists after the start of the forward, and when it is needed after the start of the backward."""
+    """A tensor that waits on the host: when it exists after the start of the forward, and when it is needed after
+    the start of the backward.
+    """
 
     name: str
     num_bytes: int
@@ -95,7 +108,8 @@ class StepModel:
         check_int("buffers", buffers, low=1)
         if not machine.is_unified and min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s) <= 0:
             raise OptionError(
-                f"Copies of {machine.name} must move more than 0 bytes per second, got {machine.d2h_bytes_per_s}, {machine.h2d_bytes_per_s}."
+                f"Copies of {machine.name} must move more than 0 bytes per second, got {machine.d2h_bytes_per_s}, "
+                f"{machine.h2d_bytes_per_s}."
             )
         self.cost = cost
         self.machine = machine
@@ -103,12 +117,18 @@ class StepModel:
         self._works: dict[tuple[int, SegmentPlan], _Work] = {}
 
     def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Outcome:
-        """Return the outcome of a plan that fits the segments; write what each lane does into intervals, where asked."""
+        """Return the outcome of a plan that fits the segments; write what each lane does into intervals, where
+        asked.
+        """
         works = [self._work(number, plan) for number, plan in enumerate(segments)]
         staging = max(work.host_bytes for work in works)
-        streamed = [number for number, plan in enumerate(segments) if plan.is_streamed and self.cost.segments[number].weight_bytes]
+        streamed = [
+            number
+            for number, plan in enumerate(segments)
+            if plan.is_streamed and self.cost.segments[number].weight_bytes
+        ]
         clock = _Clock(self.machine, limit_bytes=staging, intervals=intervals)
-        weights = _WeightLane(clock, [self.cost.segments[number].weight_bytes for number in streamed], streamed)
+        weights = _WeightStream(clock, [self.cost.segments[number].weight_bytes for number in streamed], streamed)
         embedding_bytes = self.cost.embedding_bytes if streamed else 0
         for number, work in enumerate(works):
             self._forward(clock, weights, number, work)
@@ -123,10 +143,14 @@ class StepModel:
             exposed_ms=clock.waited,
             host_bytes=sum(work.host_bytes for work in works) + weights.num_bytes + embedding_bytes,
             staging_bytes=staging,
-            memory=self._memory(works, base=self.cost.base_bytes - weights.num_bytes - embedding_bytes + weights.slot_bytes, staging=staging),
+            memory=self._memory(
+                works,
+                base=self.cost.base_bytes - weights.num_bytes - embedding_bytes + weights.slot_bytes,
+                staging=staging,
+            ),
         )
 
-    def _forward(self, clock: _Clock, weights: _WeightLane, number: int, work: _Work) -> None:
+    def _forward(self, clock: _Clock, weights: _WeightStream, number: int, work: _Work) -> None:
         clock.begin(f"forward {number}")
         weights.use(number, direction=1)
         done_ms = 0.0
@@ -136,7 +160,7 @@ class StepModel:
             clock.copy_out(f"{tensor.name} {number}", tensor.num_bytes)
         clock.compute(self.cost.segments[number].forward_ms - done_ms)
 
-    def _backward(self, clock: _Clock, weights: _WeightLane, works: list[_Work]) -> None:
+    def _backward(self, clock: _Clock, weights: _WeightStream, works: list[_Work]) -> None:
         groups = [number for number in range(len(works) - 1, -1, -1) if works[number].host]
         arrivals: dict[int, list[float]] = {}
         clock.begin(f"backward {len(works) - 1}")
@@ -167,10 +191,13 @@ class StepModel:
         base += self.buffers * staging
         sent_bytes = 0
         for number, work in enumerate(works):
-            # Sources are let go of when newer ones push them out, so up to a segment's worth stays until the backward begins.
+            # Sources are let go of when newer ones push them out, so up to a segment's worth stays until the backward
+            # begins.
             sent_bytes = min(staging, sent_bytes + work.host_bytes)
             forward.append((f"forward {number}", base + work.forward_bytes + sent_bytes))
-            backward.append((f"backward {number}", base + work.live_bytes + self.cost.segments[number].backward_peak_bytes))
+            backward.append(
+                (f"backward {number}", base + work.live_bytes + self.cost.segments[number].backward_peak_bytes)
+            )
             base += work.held_bytes
         return [*forward, ("head", base + self.cost.head_peak_bytes + sent_bytes), *reversed(backward)]
 
@@ -184,7 +211,14 @@ class StepModel:
 def _work_of(cost: SegmentCost, plan: SegmentPlan) -> _Work:
     if plan.is_kept:
         held = cost.input_bytes + cost.saved_bytes
-        return _Work(host=(), host_bytes=0, held_bytes=held, live_bytes=held, forward_bytes=held + cost.forward_peak_bytes, rebuilt_ms=0.0)
+        return _Work(
+            host=(),
+            host_bytes=0,
+            held_bytes=held,
+            live_bytes=held,
+            forward_bytes=held + cost.forward_peak_bytes,
+            rebuilt_ms=0.0,
+        )
     places = dict(plan.values)
     num_rebuild_ms = sum(value.rebuild_ms for value in cost.values)
     # Work that belongs to no value (norms, the last projection) is spread over the values like their own.
@@ -197,7 +231,11 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan) -> _Work:
         done_ms += value.rebuild_ms
         after = done_ms / num_rebuild_ms if num_rebuild_ms else (number + 1) / len(cost.values)
         if place == "host":
-            host.append(_HostTensor(value.name, value.num_bytes, cost.forward_ms * min(after, 1.0), rest_ms * before + rebuilt_ms))
+            host.append(
+                _HostTensor(
+                    value.name, value.num_bytes, cost.forward_ms * min(after, 1.0), rest_ms * before + rebuilt_ms
+                )
+            )
         elif place == "device":
             device_bytes += value.num_bytes
         else:
@@ -271,7 +309,7 @@ class _Clock:
         self._label_start = restart_ms
 
 
-class _WeightLane:
+class _WeightStream:
     """Frozen weights that come in one layer ahead; at both turns of a step the slots hold what is needed next."""
 
     def __init__(self, clock: _Clock, sizes: list[int], numbers: list[int]) -> None:

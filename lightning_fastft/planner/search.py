@@ -1,4 +1,6 @@
-"""The search for the fastest plan within a device and a host budget: families of plans run on paper, then single changes to the best."""
+"""The search for the fastest plan within a device and a host budget: families of plans run on paper, then single
+changes to the best.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from lightning_fastft.planner.step import Place, SegmentCost, SegmentPlan
 UNLIMITED_BYTES = 2**62
 # Numbers of kept segments that are tried for every family at first, and families that are then searched closely.
 _NUM_COARSE, _NUM_CLOSE = 6, 6
-# Values of one segment that are weighed against each other for the host (every set of them), and sizes of a staging slot that are tried.
+# Values of one segment that are weighed against each other for the host (every set of them), and sizes of a staging
+# slot that are tried.
 _NUM_HOST_CANDIDATES, _NUM_SLOT_SIZES = 8, 7
 # Segments run on paper in the search for single changes that help; bounds its time (about 0.2 s on one core).
 _NUM_LOCAL_SEGMENTS = 30_000
@@ -24,7 +27,9 @@ _MS_PER_S = 1e3
 
 
 class _Recipe(NamedTuple):
-    """A family of plans: which segments are kept first, how large a staging slot may be, and how hard the copy lanes are loaded."""
+    """A family of plans: which segments are kept first, how large a staging slot may be, and how hard the copy
+    lanes are loaded.
+    """
 
     pattern: Literal["tail", "spread", "dense"]
     slot_bytes: int
@@ -105,7 +110,11 @@ class PlanSearch:
         for time_ms, num_kept, recipe in tried[:_NUM_CLOSE]:
             self._refine(recipe, num_kept, time_ms, step)
         self._improve()
-        return None if self._best is None else tuple(_in_order(plan, cost) for plan, cost in zip(self._best.segments, self._costs))
+        return (
+            None
+            if self._best is None
+            else tuple(_in_order(plan, cost) for plan, cost in zip(self._best.segments, self._costs))
+        )
 
     def _recipes(self) -> Iterator[_Recipe]:
         patterns: tuple[Literal["tail", "spread", "dense"], ...] = ("tail", "spread")
@@ -114,7 +123,9 @@ class PlanSearch:
         slots = {0}
         if not self.model.machine.is_unified:
             inputs = max(segment.input_bytes for segment in self._costs)
-            sizes = sorted({inputs + host_set.num_bytes for host_sets in self._host_sets.values() for host_set in host_sets})
+            sizes = sorted(
+                {inputs + host_set.num_bytes for host_sets in self._host_sets.values() for host_set in host_sets}
+            )
             slots |= {sizes[round(i * (len(sizes) - 1) / (_NUM_SLOT_SIZES - 1))] for i in range(_NUM_SLOT_SIZES)}
         for slot_bytes in sorted(slots):
             for load, is_input_forced in ((1.0, True), (1.0, False), (4.0, True)) if slot_bytes else ((0.0, False),):
@@ -148,21 +159,29 @@ class PlanSearch:
             return frozenset(last - index * len(self._costs) // num_kept for index in range(num_kept))
         if pattern == "dense":
             return frozenset(self._kept_by_density[:num_kept])
-        # The latest: while the backward rebuilds a segment, only earlier ones still hold anything, so what late ones held is gone by then.
+        # The latest: while the backward rebuilds a segment, only earlier ones still hold anything, so what late ones
+        # held is gone by then.
         return frozenset(range(last - num_kept + 1, last + 1))
 
     def _with_host(self, recipe: _Recipe, kept: frozenset[int]) -> tuple[SegmentPlan, ...]:
-        """Send to the host what the copy lanes have time for, evenly: each segment adds its time to a credit that its bytes are taken from."""
+        """Send to the host what the copy lanes have time for, evenly: each segment adds its time to a credit that
+        its bytes are taken from.
+        """
         segments = [SegmentPlan(number in kept, "device", (), streams) for number, streams in enumerate(self._streams)]
         movable = self._movable_inputs(recipe, kept)
         input_bytes = sum(self._costs[number].input_bytes for number in movable)
         # Inputs go first; what they leave of the host is shared out among the values of all segments.
         value_share = (self._activation_bytes - input_bytes) / max(1, len(movable))
         credit = value_credit = 0.0
-        # From the last to the first, so that a segment finds the time of the kept ones after it, under which its copies run.
+        # From the last to the first, so that a segment finds the time of the kept ones after it, under which its copies
+        # run.
         for number in range(len(self._costs) - 1, -1, -1):
             segment = self._costs[number]
-            credit = min(credit + self._hidden_bytes(number), float(recipe.slot_bytes)) if recipe.load <= 1 else float(recipe.slot_bytes)
+            credit = (
+                min(credit + self._hidden_bytes(number), float(recipe.slot_bytes))
+                if recipe.load <= 1
+                else float(recipe.slot_bytes)
+            )
             if number not in movable or (segment.input_bytes > credit and not recipe.is_input_forced):
                 continue
             value_credit += value_share
@@ -171,12 +190,16 @@ class PlanSearch:
             self.is_short_of_host |= chosen.rebuild_ms < _best_host_set(self._host_sets[segment], most).rebuild_ms
             value_credit -= chosen.num_bytes
             credit = max(0.0, credit - segment.input_bytes - chosen.num_bytes)
-            places: tuple[tuple[str, Place], ...] = tuple((value.name, "host") for value in segment.values if value.name in chosen.names)
+            places: tuple[tuple[str, Place], ...] = tuple(
+                (value.name, "host") for value in segment.values if value.name in chosen.names
+            )
             segments[number] = SegmentPlan(False, "host", places, self._streams[number])
         return tuple(segments)
 
     def _movable_inputs(self, recipe: _Recipe, kept: frozenset[int]) -> set[int]:
-        """Segments whose input may go to the host, earliest first; not the last one: its backward comes at once, so nothing hides its way back."""
+        """Segments whose input may go to the host, earliest first; not the last one: its backward comes at once,
+        so nothing hides its way back.
+        """
         movable = set()
         left_bytes = self._activation_bytes
         for number, segment in enumerate(self._costs[:-1]):
@@ -197,7 +220,9 @@ class PlanSearch:
         return max(0.0, min(out_bytes, segment.backward_ms * machine.h2d_bytes_per_s / _MS_PER_S - weight_bytes))
 
     def _fill_device(self, segments: tuple[SegmentPlan, ...]) -> float:
-        """Hold on the device, dearest per byte first, what the budget has room for; return the time, infinite where nothing fits."""
+        """Hold on the device, dearest per byte first, what the budget has room for; return the time, infinite
+        where nothing fits.
+        """
         trial = self._try(segments)
         if trial is None:
             return float("inf")
@@ -233,7 +258,9 @@ class PlanSearch:
         return trial
 
     def _improve(self) -> None:
-        """Change one or two things at a time as long as that makes the best plan faster, or while none fits, the least peak lower."""
+        """Change one or two things at a time as long as that makes the best plan faster, or while none fits, the
+        least peak lower.
+        """
         num_left = max(1, _NUM_LOCAL_SEGMENTS // len(self._costs))
         current, seen = None, set()
         while current is not (self._best or self._least):
@@ -252,7 +279,11 @@ class PlanSearch:
 
     def _changes(self, segments: tuple[SegmentPlan, ...]) -> Iterator[tuple[SegmentPlan, ...]]:
         """Yield plans that differ in one segment, then plans that differ in two: one gives up what another gets."""
-        changes = [(number, plan) for number in range(len(segments) - 1, -1, -1) for plan in self._other_plans(number, segments[number])]
+        changes = [
+            (number, plan)
+            for number in range(len(segments) - 1, -1, -1)
+            for plan in self._other_plans(number, segments[number])
+        ]
         for number, plan in changes:
             yield (*segments[:number], plan, *segments[number + 1 :])
         for (first, first_plan), (second, second_plan) in combinations(changes, 2):
@@ -264,12 +295,16 @@ class PlanSearch:
     def _other_plans(self, number: int, plan: SegmentPlan) -> Iterator[SegmentPlan]:
         """Plans of one segment that are one step away from what it has: most promising first."""
         if plan.is_kept:
-            yield plan._replace(is_kept=False, values=tuple((value.name, "device") for value in self._costs[number].values))
+            yield plan._replace(
+                is_kept=False, values=tuple((value.name, "device") for value in self._costs[number].values)
+            )
             yield plan._replace(is_kept=False)
             return
         yield SegmentPlan(True, "device", (), plan.is_streamed)
         held = dict(plan.values)
-        places: tuple[Place | None, ...] = ("device", None) if self.model.machine.is_unified else ("device", "host", None)
+        places: tuple[Place | None, ...] = (
+            ("device", None) if self.model.machine.is_unified else ("device", "host", None)
+        )
         values = sorted(self._costs[number].values, key=lambda value: -value.rebuild_ms)
         for place in places:
             for value in values:
@@ -292,15 +327,22 @@ def _hold(segments: tuple[SegmentPlan, ...], items: list[_Item]) -> tuple[Segmen
     added: dict[int, list[tuple[str, Place]]] = {}
     for item in items:
         added.setdefault(item.number, []).append((item.name, "device"))
-    return tuple(plan._replace(values=(*plan.values, *added[number])) if number in added else plan for number, plan in enumerate(segments))
+    return tuple(
+        plan._replace(values=(*plan.values, *added[number])) if number in added else plan
+        for number, plan in enumerate(segments)
+    )
 
 
 def _in_order(plan: SegmentPlan, cost: SegmentCost) -> SegmentPlan:
     places = dict(plan.values)
-    return plan._replace(values=tuple((value.name, places[value.name]) for value in cost.values if value.name in places))
+    return plan._replace(
+        values=tuple((value.name, places[value.name]) for value in cost.values if value.name in places)
+    )
 
 
-def _values_with(cost: SegmentCost, held: dict[str, Place], name: str, place: Place | None) -> tuple[tuple[str, Place], ...]:
+def _values_with(
+    cost: SegmentCost, held: dict[str, Place], name: str, place: Place | None
+) -> tuple[tuple[str, Place], ...]:
     places = {**held, name: place}
     return tuple((value.name, found) for value in cost.values if (found := places.get(value.name)) is not None)
 
@@ -318,7 +360,11 @@ def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[_Item]:
 
 def _order_by_density(costs: tuple[SegmentCost, ...]) -> list[int]:
     """All segments, dearest to recompute per byte first; of equal ones the latest first."""
-    return sorted(range(len(costs)), key=lambda number: (_level(costs[number].recompute_ms, costs[number].saved_bytes), number), reverse=True)
+    return sorted(
+        range(len(costs)),
+        key=lambda number: (_level(costs[number].recompute_ms, costs[number].saved_bytes), number),
+        reverse=True,
+    )
 
 
 def _level(time_ms: float, num_bytes: int) -> float:
@@ -330,10 +376,15 @@ def _level(time_ms: float, num_bytes: int) -> float:
 
 def _host_sets(cost: SegmentCost) -> list[_HostSet]:
     """Sets of values that no other set beats in both bytes and time, smallest first; the empty one among them."""
-    candidates = sorted((value for value in cost.values if value.rebuild_ms > 0), key=lambda value: -value.rebuild_ms)[:_NUM_HOST_CANDIDATES]
+    candidates = sorted((value for value in cost.values if value.rebuild_ms > 0), key=lambda value: -value.rebuild_ms)[
+        :_NUM_HOST_CANDIDATES
+    ]
     sets = [_HostSet(0, 0.0, frozenset())]
     for value in candidates:
-        sets += [_HostSet(one.num_bytes + value.num_bytes, one.rebuild_ms + value.rebuild_ms, one.names | {value.name}) for one in sets]
+        sets += [
+            _HostSet(one.num_bytes + value.num_bytes, one.rebuild_ms + value.rebuild_ms, one.names | {value.name})
+            for one in sets
+        ]
     sets.sort(key=lambda one: (one.num_bytes, -one.rebuild_ms, sorted(one.names)))
     best: list[_HostSet] = []
     for one in sets:

@@ -56,11 +56,13 @@ class StepCost(NamedTuple):
 
     Args:
         segments: Decoder layers.
-        base_bytes: Resident all the time: weights (also those that could be streamed), optimizer state, gradients, embedding.
+        base_bytes: Resident all the time: weights (also those that could be streamed), optimizer state, gradients,
+            embedding.
         head_peak_bytes: Transient of the final norm, the head and the loss.
         head_ms: Their time, forward and backward.
         other_ms: Embedding, optimizer and clipping.
-        embedding_bytes: Of base_bytes, those of an input embedding that goes to the host together with streamed weights.
+        embedding_bytes: Of base_bytes, those of an input embedding that goes to the host together with streamed
+            weights.
     """
 
     segments: tuple[SegmentCost, ...]
@@ -153,8 +155,8 @@ def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:
 
     Args:
         num_segments: Decoder layers.
-        kind: "keep" holds everything; "recompute" holds the inputs on the device; "offload" holds them on the host, the last one excepted: its
-            backward comes at once.
+        kind: "keep" holds everything; "recompute" holds the inputs on the device; "offload" holds them on the host, the
+            last one excepted: its backward comes at once.
 
     Example:
         >>> [segment.input_place for segment in uniform_plan(3, "offload")]
@@ -170,11 +172,16 @@ def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:
 def check_segments(cost: StepCost, segments: Sequence[SegmentPlan]) -> None:
     """Refuse a plan that does not fit the segments it is for."""
     if len(segments) != len(cost.segments) or not segments:
-        raise OptionError(f"The plan has {len(segments)} segments and the step {len(cost.segments)}; they must agree, and be at least one.")
+        raise OptionError(
+            f"The plan has {len(segments)} segments and the step {len(cost.segments)}; they must agree, and be at "
+            "least one."
+        )
     for number, (segment, plan) in enumerate(zip(cost.segments, segments)):
         unknown = {name for name, _ in plan.values} - {value.name for value in segment.values}
         if unknown:
             there = ", ".join(value.name for value in segment.values) or "none"
             raise OptionError(f"Segment {number} has no value named {', '.join(sorted(unknown))}; it has {there}.")
         if plan.is_kept and (plan.values or plan.input_place == "host"):
-            raise OptionError(f"Segment {number} is kept, so its input stays on the device and it names no values; got {plan}.")
+            raise OptionError(
+                f"Segment {number} is kept, so its input stays on the device and it names no values; got {plan}."
+            )

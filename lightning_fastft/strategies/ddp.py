@@ -22,22 +22,26 @@ if TYPE_CHECKING:
 
 
 class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
-    """Train one whole model per device, gradients averaged once per optimizer step, with what FastFTStrategy gives on each of them.
+    """Train one whole model per device, gradients averaged once per optimizer step, with what FastFTStrategy gives on
+    each of them.
 
-    Distribution is Lightning's own. Inside an accumulation window nothing is sent: the mean over the ranks is formed in the last backward of it.
+    Distribution is Lightning's own. Inside an accumulation window nothing is sent: the mean over the ranks is formed in
+    the last backward of it.
 
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
-        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
+        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals
+            that end in one.
         accelerator: As in Lightning.
         cluster_environment: As in Lightning.
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
-        **kwargs: As Lightning's DDPStrategy takes them: ``process_group_backend``, ``timeout``, ``start_method``, the ``ddp_comm_*`` options, and
-            those of torch's DistributedDataParallel, such as ``find_unused_parameters`` and ``static_graph``. ``gradient_as_bucket_view`` is True
-            unless given: once sent, gradients lie where they were sent from, without a second copy of them (there is one while a window
-            accumulates, and where layers run from CUDA graphs).
+        **kwargs: As Lightning's DDPStrategy takes them: ``process_group_backend``, ``timeout``, ``start_method``, the
+            ``ddp_comm_*`` options, and those of torch's DistributedDataParallel, such as ``find_unused_parameters`` and
+            ``static_graph``. ``gradient_as_bucket_view`` is True unless given: once sent, gradients lie where they were
+            sent from, without a second copy of them (there is one while a window accumulates, and where layers run from
+            CUDA graphs).
 
     Example:
         >>> FastFTDDPStrategy(find_unused_parameters=True).statuses()
@@ -56,7 +60,7 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **kwargs: Any,  # noqa: ANN401 - as Lightning's
+        **kwargs: Any,
     ) -> None:
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(
@@ -90,8 +94,8 @@ class FastFTDDPStrategy(FastFTStrategyMixin, DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Send nothing in the backwards of an accumulation window that are not its last.
 
-        A static graph is recorded in the first backward of a run, and torch records it only where gradients are sent (in 2.13 an internal assertion
-        fails otherwise); that one is sent, which changes no sum.
+        A static graph is recorded in the first backward of a run, and torch records it only where gradients are sent
+        (in 2.13 an internal assertion fails otherwise); that one is sent, which changes no sum.
         """
         if self._ddp_kwargs.get("static_graph") and not self._is_graph_recorded:
             self._is_graph_recorded = True

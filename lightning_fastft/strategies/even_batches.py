@@ -35,14 +35,25 @@ def check_even_batches(trainer: pl.Trainer) -> Status:
         return Status(STATUS_NAME, "inactive", "one rank")
     found = on_all_ranks(lambda: trainer.num_training_batches, error=DataError)
     if len(set(found)) > 1:
-        counts = ", ".join(f"rank {rank}: {'no length' if count == float('inf') else int(count)}" for rank, count in enumerate(found))
+        counts = ", ".join(
+            f"rank {rank}: {'no length' if count == float('inf') else int(count)}" for rank, count in enumerate(found)
+        )
         fewest = int(min(found))
         raise DataError(
-            f"The ranks have different numbers of training batches per epoch ({counts}): the ranks with fewer would leave the others waiting for "
+            f"The ranks have different numbers of training batches per epoch ({counts}): the ranks with fewer would "
+            "leave the others waiting for "
             "their gradients. Give every rank the same number: PackedDataModule plans it so, and "
             f"Trainer(limit_train_batches={fewest}) cuts to the fewest."
         )
     if found[0] == float("inf"):
-        remedy = "give the loader a length, or Trainer(limit_train_batches=...); Watchdog ends a run whose ranks wait for each other"
-        return Status(STATUS_NAME, "inactive", "the loader has no length, so nobody knows whether ranks have equally many batches", remedy)
+        remedy = (
+            "give the loader a length, or Trainer(limit_train_batches=...); Watchdog ends a run whose ranks wait "
+            "for each other"
+        )
+        return Status(
+            STATUS_NAME,
+            "inactive",
+            "the loader has no length, so nobody knows whether ranks have equally many batches",
+            remedy,
+        )
     return Status(STATUS_NAME, "active", f"{int(found[0])} per epoch on each of {len(found)} ranks")

@@ -26,38 +26,46 @@ if TYPE_CHECKING:
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
-# What Lightning's ModelParallelStrategy serves; it checks this for an instance, not for a strategy given by name (2.6.6).
+# What Lightning's ModelParallelStrategy serves; it checks this for an instance, not for a strategy given by name
+# (2.6.6).
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 # More than any cluster has.
 _MOST_DEVICES = 2**20
 
 
 class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
-    """Train with FSDP2: weights, gradients and optimizer state in pieces over all devices, one decoder layer gathered at a time.
+    """Train with FSDP2: weights, gradients and optimizer state in pieces over all devices, one decoder layer gathered
+    at a time.
 
-    Distribution is torch's and Lightning's own. Every device is a data parallel rank unless sizes say otherwise. A FineTuner is built in pieces, so
-    that no device ever holds the whole. A module of your own builds its model in ``configure_model`` (Lightning's rule for this kind of strategy) and
-    may shard it there with ``fully_shard`` over ``self.device_mesh["data_parallel"]``; a transformers model that it leaves whole is sharded here
-    before the optimizer is made, each tensor in its own dtype.
+    Distribution is torch's and Lightning's own. Every device is a data parallel rank unless sizes say otherwise. A
+    FineTuner is built in pieces, so that no device ever holds the whole. A module of your own builds its model in
+    ``configure_model`` (Lightning's rule for this kind of strategy) and may shard it there with ``fully_shard`` over
+    ``self.device_mesh["data_parallel"]``; a transformers model that it leaves whole is sharded here before the
+    optimizer is made, each tensor in its own dtype.
 
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
-        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
-        data_parallel_size: Devices over which the model is cut and the batches are spread; "auto" is all that tensor parallelism leaves.
-        tensor_parallel_size: Devices that share each matrix product; "auto" is what data_parallel_size leaves, and 1 if that is "auto" too. Above 1
-            only for a module that applies tensor parallelism itself.
-        gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device holds the gradients of all
-            trained weights whole. "batch" reduces them after each micro-batch and holds pieces only.
+        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals
+            that end in one.
+        data_parallel_size: Devices over which the model is cut and the batches are spread; "auto" is all that tensor
+            parallelism leaves.
+        tensor_parallel_size: Devices that share each matrix product; "auto" is what data_parallel_size leaves, and 1 if
+            that is "auto" too. Above 1 only for a module that applies tensor parallelism itself.
+        gradient_sync: "window" reduces gradients once per optimizer step; inside an accumulation window every device
+            holds the gradients of all trained weights whole. "batch" reduces them after each micro-batch and holds
+            pieces only.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one file with the whole state.
         process_group_backend: As in Lightning.
         timeout: As in Lightning.
 
     Raises:
-        OptionError: A choice is unknown, the sizes do not fit the number of devices or the module, or the Trainer's precision is not served.
+        OptionError: A choice is unknown, the sizes do not fit the number of devices or the module, or the Trainer's
+            precision is not served.
 
     Cost:
-        Per step each layer is gathered in the forward and again in the backward; "window" adds the bytes of the unsharded gradients.
+        Per step each layer is gathered in the forward and again in the backward; "window" adds the bytes of the
+        unsharded gradients.
 
     Source:
         Zero redundancy, stage 3: arXiv 1910.02054, through torch's ``fully_shard``.
@@ -112,7 +120,8 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         precision = str(self.precision_plugin.precision)
         if precision not in _PRECISIONS:
             raise OptionError(
-                f"precision={precision!r} is not served by {type(self).__name__}, which has {', '.join(_PRECISIONS)}. Set "
+                f"precision={precision!r} is not served by {type(self).__name__}, which has {', '.join(_PRECISIONS)}. "
+                "Set "
                 "Trainer(precision='32-true') and choose FineTuner(dtype=...)."
             )
         self._choose_sizes(self.num_nodes * self.num_processes)
@@ -152,13 +161,16 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         self._reshard()
         return super().lightning_module_state_dict()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save one file, or a folder that gets its name when all ranks have written and rank 0 has noted their digests.
 
         Raises:
             CheckpointNotSavedError: The checkpoint was not written; on all ranks.
         """
-        if not (self._save_distributed_checkpoint and isinstance(self.checkpoint_io, VerifiedCheckpointIO)) or storage_options is not None:
+        if (
+            not (self._save_distributed_checkpoint and isinstance(self.checkpoint_io, VerifiedCheckpointIO))
+            or storage_options is not None
+        ):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         from lightning_fastft.checkpoint.folders import save_folder
@@ -213,13 +225,17 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
             data = world_size // tensor
         if data * tensor != world_size:
             raise OptionError(
-                f"data_parallel_size={self._data_parallel_size} and tensor_parallel_size={self._tensor_parallel_size} do not fit {world_size} "
-                "devices: their product must be the number of devices. Leave both at 'auto' for data parallelism over all of them."
+                f"data_parallel_size={self._data_parallel_size} and tensor_parallel_size={self._tensor_parallel_size} "
+                f"do not fit {world_size} "
+                "devices: their product must be the number of devices. Leave both at 'auto' for data parallelism over "
+                "all of them."
             )
         self._data_parallel_size, self._tensor_parallel_size = data, tensor
 
     def _shard_module(self) -> None:
-        """Shard a module that configure_model left whole, and refuse one that would train without an exchange between the ranks."""
+        """Shard a module that configure_model left whole, and refuse one that would train without an exchange
+        between the ranks.
+        """
         from lightning_fastft.hf.sharding import is_sharded, shard_model, unsharded_trained_names
 
         module = self.lightning_module
@@ -227,22 +243,27 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         name = type(module).__name__
         if not is_overridden("configure_model", module):
             raise OptionError(
-                f"{name} builds its model before the devices are known. Under strategy='fastft_fsdp' build it in a hook of its own: "
+                f"{name} builds its model before the devices are known. Under strategy='fastft_fsdp' build it in a "
+                "hook of its own: "
                 "def configure_model(self): self.model = self.model or AutoModelForCausalLM.from_pretrained(...)"
             )
         self._reshard()
         if not is_sharded(module):
             if self._tensor_parallel_size != 1:
                 raise OptionError(
-                    f"tensor_parallel_size={self._tensor_parallel_size}, and {name} applies no tensor parallelism in configure_model. Leave the "
-                    "sizes at 'auto' for data parallelism over all devices, or parallelise the model there over self.device_mesh['tensor_parallel']."
+                    f"tensor_parallel_size={self._tensor_parallel_size}, and {name} applies no tensor parallelism in "
+                    "configure_model. Leave the "
+                    "sizes at 'auto' for data parallelism over all devices, or parallelise the model there over "
+                    "self.device_mesh['tensor_parallel']."
                 )
             self._sharding = shard_model(module, self.device_mesh["data_parallel"])
         whole = unsharded_trained_names(module)
         if whole:
             raise OptionError(
-                f"{len(whole)} trained tensors of {name} stand outside its sharded model, so their gradients would differ between the ranks: "
-                f"{', '.join(whole[:3])}. Shard their module at the end of configure_model: fully_shard(self.{whole[0].rpartition('.')[0]}, "
+                f"{len(whole)} trained tensors of {name} stand outside its sharded model, so their gradients would "
+                "differ between the ranks: "
+                f"{', '.join(whole[:3])}. Shard their module at the end of configure_model: "
+                f"fully_shard(self.{whole[0].rpartition('.')[0]}, "
                 "mesh=self.device_mesh['data_parallel']), and the model itself as well."
             )
 

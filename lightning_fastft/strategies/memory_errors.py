@@ -13,7 +13,8 @@ from lightning_fastft.core.errors import FastFTError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# What torch says of memory that is not there in errors that are no OutOfMemoryError: its host allocator, the CUDA runtime, cuBLAS.
+# What torch says of memory that is not there in errors that are no OutOfMemoryError: its host allocator, the CUDA
+# runtime, cuBLAS.
 _REFUSALS = (
     "DefaultCPUAllocator: can't allocate memory",
     "not enough memory: you tried to allocate",
@@ -38,13 +39,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_peak(device: torch.device) -> str:
-    """Return the largest use of memory so far: of the device where its allocator counts, else of this process on the host."""
+    """Return the largest use of memory so far: of the device where its allocator counts, else of this process on
+    the host.
+    """
     if device.type != "cuda":
         peak = peak_memory_bytes(device)
-        return f"peak of this process so far {peak / 2**30:.2f} GiB" if peak else "peak of this process not counted on Windows"
+        return (
+            f"peak of this process so far {peak / 2**30:.2f} GiB"
+            if peak
+            else "peak of this process not counted on Windows"
+        )
     allocated, reserved = peak_memory_bytes(device), torch.cuda.max_memory_reserved(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    return f"peak so far {allocated / 2**30:.2f} GiB allocated and {reserved / 2**30:.2f} GiB reserved, of {total / 2**30:.2f} GiB"
+    return (
+        f"peak so far {allocated / 2**30:.2f} GiB allocated and {reserved / 2**30:.2f} GiB reserved, of "
+        f"{total / 2**30:.2f} GiB"
+    )
 
 
 class StepWitness:
@@ -65,7 +75,8 @@ class StepWitness:
 
     def note(self) -> None:
         """Note the state before the step, behind the backward."""
-        # Nothing is looked up by tensor, whose hash is slow, and what is no tensor is sorted out when a step has failed: this runs in every step.
+        # Nothing is looked up by tensor, whose hash is slow, and what is no tensor is sorted out when a step has
+        # failed: this runs in every step.
         self._values = [param for group in self._optimizer.param_groups for param in group["params"]]
         for values in self._optimizer.state.values():
             self._values += values.values()
@@ -73,17 +84,29 @@ class StepWitness:
         self._num_known = len(self._optimizer.state)
 
     def describe(self) -> str:
-        """Return what became of weights and state, after the step failed; state that the step had just made is taken away again."""
+        """Return what became of weights and state, after the step failed; state that the step had just made is
+        taken away again.
+        """
         name = type(self._optimizer).__name__
         if self._versions is None:
             return "No weight was stepped."
-        noted = [(value, version) for value, version in zip(self._values, self._versions) if isinstance(value, torch.Tensor)]
+        noted = [
+            (value, version) for value, version in zip(self._values, self._versions) if isinstance(value, torch.Tensor)
+        ]
         module = f"{type(self._optimizer).__module__}."
         if not module.startswith(_WITNESSED) or any(hasattr(tensor, "device_mesh") for tensor, _ in noted):
-            return f"What {name} had changed by then cannot be seen, so weights may be stepped in part: go on from the last checkpoint."
+            return (
+                f"What {name} had changed by then cannot be seen, so weights may be stepped in part: go on from "
+                "the "
+                "last checkpoint."
+            )
         changed = sum(tensor._version != version for tensor, version in noted)
         if changed:
-            return f"{name} had changed {changed} of {len(noted)} tensors of weights and state by then: go on from the last checkpoint."
+            return (
+                f"{name} had changed {changed} of {len(noted)} tensors of weights and state by then: go on from "
+                "the "
+                "last checkpoint."
+            )
         # The state is in the order in which it was made.
         for param in list(self._optimizer.state)[self._num_known :]:
             del self._optimizer.state[param]

@@ -43,15 +43,17 @@ else:
 
 
 class FastFTStrategyMixin(_Base):
-    """Install packed training in ``setup``, judge every packed step before its backward, undo everything in ``teardown``.
+    """Install packed training in ``setup``, judge every packed step before its backward, undo everything in
+    ``teardown``.
 
-    A strategy instance belongs to one Trainer (Lightning refuses a second one); it holds no device object before ``setup`` and can be pickled until
-    then.
+    A strategy instance belongs to one Trainer (Lightning refuses a second one); it holds no device object before
+    ``setup`` and can be pickled until then.
 
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
-        exact_resume: Whether the callback ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
+        exact_resume: Whether the callback ExactResume is added where the Trainer has none: random states in
+            checkpoints, signals that end in one.
         **kwargs: What the strategy underneath takes.
 
     Raises:
@@ -64,7 +66,7 @@ class FastFTStrategyMixin(_Base):
         activations: OffloadCheckpointing | None = None,
         attention: str = "auto",
         exact_resume: bool = True,
-        **kwargs: Any,  # noqa: ANN401 - as the strategy's underneath
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.exact_resume = check_bool("exact_resume", exact_resume)
@@ -76,7 +78,9 @@ class FastFTStrategyMixin(_Base):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads checkpoints: the user's, else ours; one that wraps another without having one wraps ours."""
+        """What writes and reads checkpoints: the user's, else ours; one that wraps another without having one
+        wraps ours.
+        """
         # Lightning leaves Windows its own: ours needs POSIX.
         if os.name == "posix":
             if self._checkpoint_io is None:
@@ -100,7 +104,7 @@ class FastFTStrategyMixin(_Base):
         if self.exact_resume and model._trainer is not None and not _resumes_exactly(model._trainer):
             _callbacks_of(model._trainer).append(ExactResume())
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:  # noqa: ANN401
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save; what fails on one rank raises on all, so that none waits for the others.
 
         Raises:
@@ -146,7 +150,8 @@ class FastFTStrategyMixin(_Base):
                 raise
             faults = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
             raise ResumeError(
-                f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is {' '.join(faults[:1])} "
+                f"The checkpoint holds the weights of another model: {len(faults)} differences, the first is "
+                f"{' '.join(faults[:1])} "
                 "Resume with the model of that run, or begin without ckpt_path."
             ) from error
 
@@ -156,7 +161,9 @@ class FastFTStrategyMixin(_Base):
         destroy_groups_at_exit()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the process groups as they are after an error; a run that was told to stop ends on all ranks, in order."""
+        """Leave the process groups as they are after an error; a run that was told to stop ends on all ranks, in
+        order.
+        """
         super().on_exception(exception)
         if not isinstance(exception, RunStopped):
             destroy_groups_at_exit(False)
@@ -180,7 +187,8 @@ class FastFTStrategyMixin(_Base):
         super().teardown()
 
     def on_train_start(self) -> None:
-        """Refuse ranks with different numbers of batches; log what is active, once the model is placed and before the first training batch.
+        """Refuse ranks with different numbers of batches; log what is active, once the model is placed and before the
+        first training batch.
 
         Raises:
             DataError: The ranks have different numbers of batches.
@@ -194,19 +202,25 @@ class FastFTStrategyMixin(_Base):
         rank_zero_info("\n" + render_status_table(self.statuses()))
 
     def statuses(self) -> list[Status]:
-        """Return what is active and why not: attention, loss head, activations, then what the module and the callbacks report."""
+        """Return what is active and why not: attention, loss head, activations, then what the module and the
+        callbacks report.
+        """
         own = self.packed_steps.statuses()
         if self._fastft_trainer is None:
             return own
         found = [*collect_statuses(self._fastft_trainer, own), self._describe_checkpoints()]
         if not _resumes_exactly(self._fastft_trainer):
-            reason = "switched off (exact_resume=False)" if not self.exact_resume else "ExactResume was taken out of the callbacks"
+            reason = (
+                "switched off (exact_resume=False)"
+                if not self.exact_resume
+                else "ExactResume was taken out of the callbacks"
+            )
             found.append(Status("exact resume", "inactive", reason))
         if self._even_batches is not None and self._fastft_trainer.world_size > 1:
             found.append(self._even_batches)
         return found
 
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401 - as Lightning's
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the step, and refuse it before the backward if no attention layer read the packed batch."""
         output = self._run_or_step_down(super().training_step, *args, **kwargs)
         if not self._has_logged_backends and self.packed_steps.backends_used:
@@ -214,28 +228,30 @@ class FastFTStrategyMixin(_Base):
             rank_zero_info("packed attention ran on: " + ", ".join(sorted(self.packed_steps.backends_used)))
         return output
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401 - as Lightning's
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the step, and refuse it if no attention layer read the packed batch."""
         return self._judged_step(super().validation_step, "validation_step", *args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401 - as Lightning's
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the step, and refuse it if no attention layer read the packed batch."""
         return self._judged_step(super().test_step, "test_step", *args, **kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and refuse it if no attention layer read the packed batch."""
         return self._judged_step(super().predict_step, "predict_step", *args, **kwargs)
 
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - as Lightning's
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the backward; say what to do where it runs out of memory.
 
         Raises:
             DeviceMemoryError: With the options to start again with in its message.
         """
-        with self._explaining_memory("backward", effect="Gradients may be half done, so the step cannot be repeated; no weight was stepped."):
+        with self._explaining_memory(
+            "backward", effect="Gradients may be half done, so the step cannot be repeated; no weight was stepped."
+        ):
             return super().backward(closure_loss, *args, **kwargs)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run forward, backward and step; say what a step that runs out of memory has changed by then.
 
         Raises:
@@ -243,7 +259,7 @@ class FastFTStrategyMixin(_Base):
         """
         witness = StepWitness(optimizer)
 
-        def run_closure() -> Any:  # noqa: ANN401 - as the closure's
+        def run_closure() -> Any:
             loss = closure()
             witness.note()
             return loss
@@ -265,11 +281,15 @@ class FastFTStrategyMixin(_Base):
     def _describe_checkpoints(self) -> Status:
         inner = self._inner_checkpoint_io()
         if isinstance(inner, VerifiedCheckpointIO):
-            return Status("checkpoints", "active", "written beside, SHA-256, synced, renamed; judged before they are unpickled")
+            return Status(
+                "checkpoints", "active", "written beside, SHA-256, synced, renamed; judged before they are unpickled"
+            )
         return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "leave the CheckpointIO away")
 
-    def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:  # noqa: ANN401
-        """Run the step; where its forward runs out of memory, stream weights or plan for a tenth less, and run it once more with the same batch."""
+    def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the step; where its forward runs out of memory, stream weights or plan for a tenth less, and run it
+        once more with the same batch.
+        """
         effect = "No weight was stepped."
         try:
             return self._judged_step(run_step, "training_step", *args, **kwargs)
@@ -306,12 +326,13 @@ class FastFTStrategyMixin(_Base):
             place = f"{place}{rank}, at optimizer step {trainer.global_step + 1}"
         plan = self.checkpointing.status().reason
         return DeviceMemoryError(
-            f"The {where} ran out of memory on {place}. {effect} Activations: {plan}. Budget: {self.checkpointing.describe_budget()}; "
+            f"The {where} ran out of memory on {place}. {effect} Activations: {plan}. Budget: "
+            f"{self.checkpointing.describe_budget()}; "
             f"{describe_peak(self.root_device)}. The batch was not changed: {self.checkpointing.remedy()}. "
             f"({reason if isinstance(reason, str) else _first_line(reason)})"
         )
 
-    def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Lightning's
+    def _judged_step(self, run_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         batch = args[0] if args else next(iter(kwargs.values()), None)
         step = self.packed_steps.begin(batch)
         if name == "training_step":

@@ -1,4 +1,6 @@
-"""Check, before the first step, that the metrics which callbacks and schedulers monitor can be there when they are read."""
+"""Check, before the first step, that the metrics which callbacks and schedulers monitor can be there when they
+are read.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,20 @@ def check_monitors(trainer: pl.Trainer) -> None:
             near = difflib.get_close_matches(monitor, known, n=1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
             module = type(trainer.lightning_module).__name__
-            rank_zero_warn(f"{owner} monitors {monitor!r}, which {module} does not log.{meant} It logs {', '.join(sorted(known))}.")
+            rank_zero_warn(
+                f"{owner} monitors {monitor!r}, which {module} does not log.{meant} It logs {', '.join(sorted(known))}."
+            )
     for callback in getattr(trainer, "callbacks", ()):
-        if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val") and _ends_before_validation(trainer, callback):
+        if (
+            isinstance(callback, EarlyStopping)
+            and callback.monitor.startswith("val")
+            and _ends_before_validation(trainer, callback)
+        ):
             raise OptionError(
-                f"EarlyStopping(monitor={callback.monitor!r}) looks at the end of an epoch, and max_steps={trainer.max_steps} ends this run inside "
-                "one, before a validation. Validate earlier with Trainer(val_check_interval=...), raise max_steps, or remove EarlyStopping."
+                f"EarlyStopping(monitor={callback.monitor!r}) looks at the end of an epoch, and "
+                f"max_steps={trainer.max_steps} ends this run inside "
+                "one, before a validation. Validate earlier with Trainer(val_check_interval=...), raise max_steps, or "
+                "remove EarlyStopping."
             )
 
 
@@ -55,8 +65,13 @@ def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _ends_before_validation(trainer: pl.Trainer, callback: EarlyStopping) -> bool:
-    """Whether max_steps ends the run inside an epoch whose end the callback waits for, and no metric is there from before."""
-    if not (callback.strict and callback._check_on_train_epoch_end and trainer.enable_validation) or trainer.max_steps < 0:
+    """Whether max_steps ends the run inside an epoch whose end the callback waits for, and no metric is there
+    from before.
+    """
+    if (
+        not (callback.strict and callback._check_on_train_epoch_end and trainer.enable_validation)
+        or trainer.max_steps < 0
+    ):
         return False
     num_done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     num_left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches

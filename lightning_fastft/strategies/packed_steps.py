@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch.optim import Optimizer
 
-    from lightning_fastft.core.patcher import SwapLedger
+    from lightning_fastft.core.patcher import ModelPatcher
 
 
 class PackedSteps:
@@ -40,18 +40,21 @@ class PackedSteps:
 
     def __init__(self, *, attention: str = "auto", activations: OffloadCheckpointing | None = None) -> None:
         if activations is not None and not isinstance(activations, OffloadCheckpointing):
-            raise OptionError(f"activations must be an OffloadCheckpointing, got {activations!r}; for example OffloadCheckpointing('recompute').")
+            raise OptionError(
+                f"activations must be an OffloadCheckpointing, got {activations!r}; for example "
+                "OffloadCheckpointing('recompute')."
+            )
         self.attention = check_choice("attention", attention, ("auto", *BACKENDS))
         self.activations = activations
         self.backends_used: Counter[str] = Counter()
         self._statuses: list[Status] = []
         self._layers: list[nn.Module] = []
-        self._ledger: SwapLedger | None = None
+        self._patcher: ModelPatcher | None = None
 
     @property
     def is_installed(self) -> bool:
         """Whether the swaps are in place."""
-        return self._ledger is not None
+        return self._patcher is not None
 
     def install(self, module: nn.Module) -> None:
         """Install on every transformers model inside module; a failure leaves the module as it was.
@@ -60,23 +63,24 @@ class PackedSteps:
             UnsupportedModelError: A family cannot be served exactly.
             OptionError: An option does not fit the model.
         """
-        if self._ledger is not None:
+        if self._patcher is not None:
             return
         if "transformers.modeling_utils" not in sys.modules:
-            # Nobody has made a transformers model. Nor is anything imported for one: PEFT would bring bitsandbytes along.
+            # Nobody has made a transformers model. Nor is anything imported for one: PEFT would bring bitsandbytes
+            # along.
             reason = f"{type(module).__name__} holds no transformers model"
             names = ("packed attention", "loss head", *([ACTIVATIONS_STATUS] if self.activations is not None else []))
             self._statuses = [Status(name, "inactive", reason) for name in names]
             return
         # Imported on first use: the strategies must be importable without transformers.
-        from lightning_fastft.core.patcher import SwapLedger
+        from lightning_fastft.core.patcher import ModelPatcher
         from lightning_fastft.patches.packed import install_packed_training
 
-        self._ledger = SwapLedger()
+        self._patcher = ModelPatcher()
         self.backends_used.clear()
         is_done = False
         try:
-            installation = install_packed_training(module, self._ledger, checkpointing=self.activations)
+            installation = install_packed_training(module, self._patcher, checkpointing=self.activations)
             is_done = True
         finally:
             if not is_done:
@@ -90,16 +94,16 @@ class PackedSteps:
 
     def undo(self) -> None:
         """Take every swap back; a second call does nothing."""
-        ledger, self._ledger, self._layers = self._ledger, None, []
-        if ledger is not None:
-            ledger.undo()
+        patcher, self._patcher, self._layers = self._patcher, None, []
+        if patcher is not None:
+            patcher.undo()
 
     def check_training_mode(self) -> None:
         """Refuse layers that were asked to recompute and stand in evaluation mode."""
         if self.activations is not None and self._layers:
             self.activations.check_training_mode(self._layers)
 
-    def begin(self, batch: Any) -> PackedStep:  # noqa: ANN401 - any batch of any data module
+    def begin(self, batch: Any) -> PackedStep:
         """Prepare the packed batches inside a batch for one step."""
         return PackedStep(self, find_packed_batches(batch))
 
@@ -145,7 +149,7 @@ class PackedStep:
             raise ContextError(_unread_message(module, where=where))
 
 
-def find_packed_batches(batch: Any) -> list[PackedBatch]:  # noqa: ANN401 - any batch of any data module
+def find_packed_batches(batch: Any) -> list[PackedBatch]:
     """Return the packed batches in a batch: itself, or the members of a list, tuple or mapping.
 
     Example:
@@ -178,7 +182,9 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
 
 
 def connect_activations(activations: OffloadCheckpointing, trainer: pl.Trainer) -> None:
-    """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, the ranks, how long packs can be."""
+    """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, the ranks,
+    how long packs can be.
+    """
     activations.report = rank_zero_info
     activations.extra_bytes = functools.partial(_missing_bytes, trainer)
     activations.agree = trainer.strategy.broadcast
@@ -196,9 +202,11 @@ def _most_tokens(trainer: pl.Trainer) -> int:
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of optimizer state that the first step will make: two moments as wide as each trained parameter, unless they are there.
+    """Return the bytes of optimizer state that the first step will make: two moments as wide as each trained parameter,
+    unless they are there.
 
-    An estimate: optimizers with one moment or narrow ones (8 bits) take less. An optimizer with a method ``state_bytes`` says what it takes.
+    An estimate: optimizers with one moment or narrow ones (8 bits) take less. An optimizer with a method
+    ``state_bytes`` says what it takes.
     """
     return sum(
         _state_bytes(optimizer, parameter)
@@ -225,8 +233,11 @@ def _unread_message(module: nn.Module, *, where: str) -> str:
     models = describe_models(module)
     held = "; ".join(models) if models else f"no transformers model ({type(module).__name__} holds modules of its own)"
     return (
-        f"No attention layer read the context of the packed batch in {where} of {type(module).__name__}: its documents saw each other, and training "
-        f"on that is silently wrong. The module holds: {held}. Pass the whole batch to the model (self.model(**batch)), and let its attention be "
-        '\'fastft\': Trainer(strategy="fastft"), or Trainer(callbacks=[PackedTraining()]) under another strategy, or attn_implementation="fastft" '
+        f"No attention layer read the context of the packed batch in {where} of {type(module).__name__}: its documents "
+        "saw each other, and training "
+        f"on that is silently wrong. The module holds: {held}. Pass the whole batch to the model "
+        "(self.model(**batch)), and let its attention be "
+        "'fastft': Trainer(strategy=\"fastft\"), or Trainer(callbacks=[PackedTraining()]) under another strategy, or "
+        'attn_implementation="fastft" '
         "when the model is loaded after set-up (call lightning_fastft.register() before)."
     )

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     """Train on one GPU (or on the CPU) with packed attention, the lazy loss head and our activation policy.
 
-    The device is the Trainer's: ``Trainer(strategy="fastft")`` lands on the first GPU where there is one, ``devices=[1]`` on the second.
+    The device is the Trainer's: ``Trainer(strategy="fastft")`` lands on the first GPU where there is one,
+    ``devices=[1]`` on the second.
 
     Args:
         activations: What happens to activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
-        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals that end in one.
+        exact_resume: Whether ExactResume is added where the Trainer has none: random states in checkpoints, signals
+            that end in one.
         accelerator: As in Lightning.
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
@@ -65,7 +67,8 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     def parallel_devices(self) -> list[torch.device] | None:
         """The one device the Trainer chose; None before it did.
 
-        Lightning assigns this attribute where a strategy has it, and never tells a registered single-device strategy its device by other means.
+        Lightning assigns this attribute where a strategy has it, and never tells a registered single-device strategy
+        its device by other means.
         """
         return self._parallel_devices
 
@@ -73,8 +76,10 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices and len(devices) > 1:
             raise OptionError(
-                f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} ({', '.join(map(str, devices))}). Set devices=1, "
-                'or use Trainer(strategy="fastft_ddp") for a whole model on each, Trainer(strategy="fastft_fsdp") for one model in pieces over all.'
+                f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} "
+                f"({', '.join(map(str, devices))}). Set devices=1, "
+                'or use Trainer(strategy="fastft_ddp") for a whole model on each, Trainer(strategy="fastft_fsdp") for '
+                "one model in pieces over all."
             )
         self._parallel_devices = devices
         if devices:

@@ -1,4 +1,6 @@
-"""PackedDataModule: from files or rows to planned, packed micro-batches for any Trainer, with a position that is one integer."""
+"""PackedDataModule: from files or rows to planned, packed micro-batches for any Trainer, with a position that is
+one integer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_path, check_replaceable, check_share, check_tokenizer
+from lightning_fastft.core.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_path,
+    check_replaceable,
+    check_share,
+    check_tokenizer,
+)
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions
@@ -42,18 +52,21 @@ MOST_WORKERS = 1024
 class PackedDataModule(LightningDataModule):
     """Read, tokenise, pack and plan; yield PackedBatch objects that any model takes as ``model(**batch)``.
 
-    Every example is trained once per epoch; packs are shuffled by seed and epoch, ranks get equal numbers of packs of like cost, and accumulation
-    windows are whole. The position of a run is one integer in the checkpoint, from which training goes on bit for bit.
+    Every example is trained once per epoch; packs are shuffled by seed and epoch, ranks get equal numbers of packs of
+    like cost, and accumulation windows are whole. The position of a run is one integer in the checkpoint, from which
+    training goes on bit for bit.
 
     Args:
-        paths: Training data: a file or folder (.jsonl, .json, .parquet, .csv), a hub data set id, a list of them, rows, or a datasets.Dataset.
+        paths: Training data: a file or folder (.jsonl, .json, .parquet, .csv), a hub data set id, a list of them, rows,
+            or a datasets.Dataset.
         val_paths: Validation data, in the same forms.
         test_paths: Test data, in the same forms.
-        val_share: Share of the training examples held out for validation where val_paths is not given; chosen by position and seed.
+        val_share: Share of the training examples held out for validation where val_paths is not given; chosen by
+            position and seed.
         tokenizer: Tokenizer, its hub id or its folder; None takes ``tokenizer`` of the LightningModule.
         max_tokens: Length of a pack in tokens.
-        format: "messages", "conversations" (ShareGPT's ``from`` and ``value``), "prompt_completion", "instruction", "text" or "input_ids"; "auto"
-            finds it by columns.
+        format: "messages", "conversations" (ShareGPT's ``from`` and ``value``), "prompt_completion", "instruction",
+            "text" or "input_ids"; "auto" finds it by columns.
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
@@ -63,15 +76,16 @@ class PackedDataModule(LightningDataModule):
         too_long: What happens to an example of more than max_tokens: "refuse", "truncate" or "split"; always counted.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
         seed: Seed of the shuffle and of the held-out choice.
-        num_workers: 0 reads and collates when a batch is asked for; any other number does so in one thread ahead of the training. No process is
-            started: a pack takes about a millisecond.
+        num_workers: 0 reads and collates when a batch is asked for; any other number does so in one thread ahead of the
+            training. No process is started: a pack takes about a millisecond.
         pin_memory: "auto" pins where the trainer runs on CUDA; true or false force it.
         cache_dir: Folder of the tokenised cache; "auto" is the user's cache folder, None keeps everything in memory.
         num_proc: Processes that tokenise, from some 4,000 rows on; None for one per core, 8 at most.
         max_reject_share: Largest share of rejected rows before the run stops.
-        rejected_path: Where rejected rows are written, if there are any; None for ``rejected.jsonl`` in the folder of the run: the logger's, or the
-            Trainer's default_root_dir where there is no logger. Validation and test write beside it (``rejected_val.jsonl``,
-            ``rejected_test.jsonl``). The path is logged. A file that holds anything but rejected rows is not replaced.
+        rejected_path: Where rejected rows are written, if there are any; None for ``rejected.jsonl`` in the folder of
+            the run: the logger's, or the Trainer's default_root_dir where there is no logger. Validation and test write
+            beside it (``rejected_val.jsonl``, ``rejected_test.jsonl``). The path is logged. A file that holds anything
+            but rejected rows is not replaced.
         show_progress: Whether tokenising shows a progress bar.
 
     Raises:
@@ -87,12 +101,12 @@ class PackedDataModule(LightningDataModule):
 
     def __init__(
         self,
-        paths: str | list[str] | list[dict[str, Any]] | Any,  # noqa: ANN401 - a datasets.Dataset, whose package is imported late
+        paths: str | list[str] | list[dict[str, Any]] | Any,
         *,
-        val_paths: str | list[str] | list[dict[str, Any]] | Any = None,  # noqa: ANN401 - as paths
-        test_paths: str | list[str] | list[dict[str, Any]] | Any = None,  # noqa: ANN401 - as paths
+        val_paths: str | list[str] | list[dict[str, Any]] | Any = None,
+        test_paths: str | list[str] | list[dict[str, Any]] | Any = None,
         val_share: float = 0.0,
-        tokenizer: str | Any = None,  # noqa: ANN401 - any tokenizer of transformers
+        tokenizer: str | Any = None,
         max_tokens: int = 4096,
         format: str = "auto",
         columns: dict[str, str] | None = None,
@@ -132,9 +146,16 @@ class PackedDataModule(LightningDataModule):
         if val_share and val_paths is not None:
             raise OptionError(f"val_share={val_share} and val_paths are both given; give one of them.")
         self.options = FormatOptions(
-            format=format, columns=columns, loss_on=loss_on, chat_template=chat_template, add_eos=add_eos, too_long=too_long,
-            max_tokens=max_tokens, separator=separator, extra_columns=extra_columns,
-        )  # fmt: skip
+            format=format,
+            columns=columns,
+            loss_on=loss_on,
+            chat_template=chat_template,
+            add_eos=add_eos,
+            too_long=too_long,
+            max_tokens=max_tokens,
+            separator=separator,
+            extra_columns=extra_columns,
+        )
         self.max_tokens = max_tokens
         self.val_share = val_share
         self.pad_to_max = pad_to_max
@@ -152,13 +173,14 @@ class PackedDataModule(LightningDataModule):
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
         self._plan: StepPlan | None = None
-        # The position of the run: where the next epoch or the rest of one begins, and what Lightning's own count stood at then.
+        # The position of the run: where the next epoch or the rest of one begins, and what Lightning's own count stood
+        # at then.
         self._position = 0
         self._anchor: int | None = None
         self._is_model_checked = False
 
     @property
-    def tokenizer(self) -> Any:  # noqa: ANN401 - any tokenizer of transformers
+    def tokenizer(self) -> Any:
         """The tokenizer given here, or that of the LightningModule; None where neither has one."""
         if isinstance(self._tokenizer, str):
             from lightning_fastft.hf.loading import ModelSource
@@ -169,7 +191,7 @@ class PackedDataModule(LightningDataModule):
         return self._tokenizer
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:  # noqa: ANN401 - any tokenizer of transformers, or the name of one
+    def tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     @property
@@ -187,38 +209,48 @@ class PackedDataModule(LightningDataModule):
         return self._position + _batch_progress(self.trainer).total.processed - self._anchor
 
     def subset(self, split: str) -> DocumentSubset | None:
-        """Return the tokenised documents of "train", "val" or "test"; None where there is no such data, or before its setup."""
+        """Return the tokenised documents of "train", "val" or "test"; None where there is no such data, or before
+        its setup.
+        """
         return self._subsets.get(check_choice("split", split, ("train", "val", "test")))
 
     def packs(self, split: str) -> Packs | None:
-        """Return the packs of "train", "val" or "test" before whole windows and equal ranks; None where there is no such data."""
+        """Return the packs of "train", "val" or "test" before whole windows and equal ranks; None where there is
+        no such data.
+        """
         return self._packs.get(check_choice("split", split, ("train", "val", "test")))
 
     def find_examples(self, index: int) -> tuple[str, list[int]]:
-        """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those that were accepted there.
+        """Return where the examples of one micro-batch of this rank come from, and their numbers, from 0, among those
+        that were accepted there.
 
         Args:
             index: Global number of the micro-batch in the plan, as ``PackedBatch.index`` has it.
         """
         epoch, micro_batch = divmod(index, self.plan.num_micro_batches)
         is_first_repeated = getattr(self.trainer, "overfit_batches", 0) > 0
-        number_S = self.plan.epoch(0 if is_first_repeated else epoch).documents(rank=_ranks(self.trainer)[1], micro_batch=micro_batch)
+        number_S = self.plan.epoch(0 if is_first_repeated else epoch).documents(
+            rank=_ranks(self.trainer)[1], micro_batch=micro_batch
+        )
         chosen_N = self._subsets["train"].index_N
         return _name_source(self._sources["train"]), (number_S if chosen_N is None else chosen_N[number_S]).tolist()
 
-    def report(self, split: str) -> Any:  # noqa: ANN401 - IngestReport of packing/cache.py
+    def report(self, split: str) -> Any:
         """Return the ingest report of "train", "val" or "test"; None where there is no such data of its own."""
         entry = self._tokenized.get(check_choice("split", split, ("train", "val", "test")))
         return None if entry is None else entry[1].report
 
     def prepare_data(self) -> None:
-        """Fill the tokenised cache once per node, before the other ranks read it; rejected rows are written in setup, once the loggers stand."""
+        """Fill the tokenised cache once per node, before the other ranks read it; rejected rows are written in
+        setup, once the loggers stand.
+        """
         if self.cache_dir is not None and self.trainer is not None and self.trainer.world_size > 1:
             for split in self._splits_of(self.trainer.state.fn):
                 self._read_rows(split, stopped_path=self._rejected_file(split))
 
     def setup(self, stage: str) -> None:
-        """Tokenise (or open the cache), pack, and plan; called by the Trainer, or by hand with "fit", "validate" or "test".
+        """Tokenise (or open the cache), pack, and plan; called by the Trainer, or by hand with "fit", "validate" or
+        "test".
 
         Args:
             stage: "fit", "validate" or "test".
@@ -250,11 +282,15 @@ class PackedDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> PackedLoader | list[PackedLoader]:
-        """Return the validation packs of this rank, in the same order every time; an empty list where there is no validation data."""
+        """Return the validation packs of this rank, in the same order every time; an empty list where there is no
+        validation data.
+        """
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> PackedLoader | list[PackedLoader]:
-        """Return the test packs of this rank, in the same order every time; an empty list where there is no test data."""
+        """Return the test packs of this rank, in the same order every time; an empty list where there is no test
+        data.
+        """
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> None:
@@ -264,7 +300,8 @@ class PackedDataModule(LightningDataModule):
             OptionError: Always, with what to call.
         """
         raise OptionError(
-            "PackedDataModule has packs to train, validate and test on, and none to predict from. For metrics call trainer.test(...); for answers "
+            "PackedDataModule has packs to train, validate and test on, and none to predict from. For metrics call "
+            "trainer.test(...); for answers "
             "call model.generate(...), or give a loader of your own: trainer.predict(module, dataloaders=...)."
         )
 
@@ -285,20 +322,34 @@ class PackedDataModule(LightningDataModule):
             return
         saved, current = state_dict["plan"], self._plan_identity()
         if "data" in saved and not str(saved["data"]).startswith(_BY_CONTENT):
-            rank_zero_warn("The checkpoint knows its data by path and time, as older versions did: whether the data is the same cannot be told.")
+            rank_zero_warn(
+                "The checkpoint knows its data by path and time, as older versions did: whether the data is the same "
+                "cannot be told."
+            )
             saved = {**saved, "data": current["data"]}
-        changed = [f"{name} was {saved.get(name)!r} and is {value!r}" for name, value in current.items() if saved.get(name) != value]
+        changed = [
+            f"{name} was {saved.get(name)!r} and is {value!r}"
+            for name, value in current.items()
+            if saved.get(name) != value
+        ]
         if changed:
             raise ResumeError(
-                f"The checkpoint stands at micro-batch {state_dict['micro_batches']} of another plan: {'; '.join(changed)}. "
+                f"The checkpoint stands at micro-batch {state_dict['micro_batches']} of another plan: "
+                f"{'; '.join(changed)}. "
                 "Resume with the values of the checkpoint, or begin a new run from its weights without resuming."
             )
         self._position, self._anchor = int(state_dict["micro_batches"]), None
 
     def _splits_of(self, stage: str | None) -> list[str]:
         """Name the splits with sources of their own that a stage reads."""
-        wanted = {"fit": ["train", "val"], "validate": ["train", "val"] if self.val_share else ["val"], "test": ["test"]}
-        return [split for split in wanted.get(str(getattr(stage, "value", stage)), []) if self._sources[split] is not None]
+        wanted = {
+            "fit": ["train", "val"],
+            "validate": ["train", "val"] if self.val_share else ["val"],
+            "test": ["test"],
+        }
+        return [
+            split for split in wanted.get(str(getattr(stage, "value", stage)), []) if self._sources[split] is not None
+        ]
 
     def _tokenize(self, split: str) -> None:
         if split in self._tokenized and self._tokenized[split][0] is self.tokenizer:
@@ -308,14 +359,17 @@ class PackedDataModule(LightningDataModule):
         report = dataset.report
         if path is not None and report.num_rejected:
             rank_zero_info(
-                f"{split} data: {report.num_rejected} of {report.num_rows} rows are rejected ({render_counts(report.rejects)}); they are in "
+                f"{split} data: {report.num_rejected} of {report.num_rows} rows are rejected "
+                f"({render_counts(report.rejects)}); they are in "
                 f"{printable(str(path))}"
             )
         if len(dataset) == 0:
             raise DataError(f"The {split} data {_name_source(self._sources[split])} holds no usable example.")
         self._tokenized[split] = (self.tokenizer, dataset)
 
-    def _read_rows(self, split: str, *, rejected_path: Path | None = None, stopped_path: Path | None = None) -> TokenizedDataset:
+    def _read_rows(
+        self, split: str, *, rejected_path: Path | None = None, stopped_path: Path | None = None
+    ) -> TokenizedDataset:
         module = None if self.trainer is None else self.trainer.lightning_module
         return tokenize_sources(
             self._sources[split],
@@ -342,7 +396,9 @@ class PackedDataModule(LightningDataModule):
             if split in self._subsets and self._subsets[split].documents is subset.documents:
                 continue
             if len(subset) == 0:
-                raise DataError(f"val_share={self.val_share} of {len(datasets['train'])} examples leaves none to {split}.")
+                raise DataError(
+                    f"val_share={self.val_share} of {len(datasets['train'])} examples leaves none to {split}."
+                )
             self._subsets[split] = subset
             self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
 
@@ -360,7 +416,11 @@ class PackedDataModule(LightningDataModule):
             limit=None if self.trainer is None else self.trainer.limit_train_batches,
         )
         if plan.num_extra_packs:
-            log.info("%d packs, and %d more by splitting, so that windows and ranks are whole.", len(packs), plan.num_extra_packs)
+            log.info(
+                "%d packs, and %d more by splitting, so that windows and ranks are whole.",
+                len(packs),
+                plan.num_extra_packs,
+            )
         return plan
 
     def _plan_identity(self) -> dict[str, Any]:
@@ -380,13 +440,18 @@ class PackedDataModule(LightningDataModule):
 
     def _agree_with_other_ranks(self) -> None:
         """Stop all ranks before the first step where one of them read other data: uneven ranks hang until a timeout."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or torch.distributed.get_world_size() == 1:
+        if (
+            not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            or torch.distributed.get_world_size() == 1
+        ):
             return
         identities: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(identities, self._plan_identity())
         for rank, identity in enumerate(identities):
             if identity != identities[0]:
-                raise DataError(f"Rank 0 plans {identities[0]}, rank {rank} plans {identity}. Give all ranks the same data.")
+                raise DataError(
+                    f"Rank 0 plans {identities[0]}, rank {rank} plans {identity}. Give all ranks the same data."
+                )
 
     def _open_training_stream(self) -> PlannedStream:
         """Find the position at the moment when the first batch of an epoch, or of a resumed run, is wanted."""
@@ -403,21 +468,29 @@ class PackedDataModule(LightningDataModule):
         )
 
     def _follow_trainer(self, trainer: Trainer) -> None:
-        """Bring the run's position and Lightning's progress to the same micro-batch, at a border of an accumulation window."""
+        """Bring the run's position and Lightning's progress to the same micro-batch, at a border of an
+        accumulation window.
+        """
         progress = _batch_progress(trainer)
         position = self.position
         in_epoch = position % self.plan.num_micro_batches
         num_behind = progress.current.ready % self.plan.num_micro_batches
         if num_behind == 0 and in_epoch:
-            # The last epoch was cut short (a second fit, or on_train_batch_start returned -1): an epoch of the trainer is an epoch of the plan.
+            # The last epoch was cut short (a second fit, or on_train_batch_start returned -1): an epoch of the trainer
+            # is an epoch of the plan.
             position += self.plan.num_micro_batches - in_epoch
         elif num_behind != in_epoch:
             raise ResumeError(
-                f"The plan stands at micro-batch {in_epoch} of its epoch and the trainer at {num_behind}; the checkpoint is of another run."
+                f"The plan stands at micro-batch {in_epoch} of its epoch and the trainer at {num_behind}; the "
+                "checkpoint is of another run."
             )
         elif num_replayed := in_epoch % self.plan.accumulate:
-            # No checkpoint keeps half-summed gradients: the window is trained again from its beginning, as if it had not begun.
-            log.warning("The checkpoint lies inside an accumulation window; its %d micro-batches are trained again.", num_replayed)
+            # No checkpoint keeps half-summed gradients: the window is trained again from its beginning, as if it had
+            # not begun.
+            log.warning(
+                "The checkpoint lies inside an accumulation window; its %d micro-batches are trained again.",
+                num_replayed,
+            )
             for tracker in (progress.total, progress.current):
                 for name in ("ready", "started", "processed", "completed"):
                     setattr(tracker, name, getattr(tracker, name) - num_replayed)
@@ -431,12 +504,14 @@ class PackedDataModule(LightningDataModule):
         self._check_prepared()
         if self.trainer is not None and self.trainer.accumulate_grad_batches != self.plan.accumulate:
             raise OptionError(
-                f"accumulate_grad_batches changed from {self.plan.accumulate} to {self.trainer.accumulate_grad_batches} during the run. "
+                f"accumulate_grad_batches changed from {self.plan.accumulate} to "
+                f"{self.trainer.accumulate_grad_batches} during the run. "
                 "The plan weighs whole windows of one length; keep it constant, or begin a new fit."
             )
 
     def _check_prepared(self) -> None:
-        """Refuse a module in which nobody gave a transformers model packed attention; asked once per run, before the first batch.
+        """Refuse a module in which nobody gave a transformers model packed attention; asked once per run, before the
+        first batch.
 
         Raises:
             ContextError: Documents of a pack would see each other.
@@ -450,7 +525,8 @@ class PackedDataModule(LightningDataModule):
         if unprepared:
             raise ContextError(
                 f"Packed documents would see each other: nobody gave {unprepared} packed attention. "
-                f'{type(self.trainer.strategy).__name__} does not: use Trainer(strategy="fastft"), or add PackedTraining() to the callbacks.'
+                f'{type(self.trainer.strategy).__name__} does not: use Trainer(strategy="fastft"), or add '
+                "PackedTraining() to the callbacks."
             )
         self._is_model_checked = True
 
@@ -517,14 +593,18 @@ class PackedDataModule(LightningDataModule):
 
 
 def _run_folder(trainer: Trainer) -> Path:
-    """Return what Trainer.log_dir is on rank 0, without the broadcast in it: prepare_data runs on one rank, which would wait for the others."""
+    """Return what Trainer.log_dir is on rank 0, without the broadcast in it: prepare_data runs on one rank, which
+    would wait for the others.
+    """
     logger = next(iter(trainer.loggers), None)
     folder = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else getattr(logger, "save_dir", None)
     return Path(folder or trainer.default_root_dir)
 
 
-def _batch_progress(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning annotates its trackers by their base class
-    """Return Lightning's count of training micro-batches, which it restores from a checkpoint before the first batch."""
+def _batch_progress(trainer: Trainer) -> Any:
+    """Return Lightning's count of training micro-batches, which it restores from a checkpoint before the first
+    batch.
+    """
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
@@ -546,7 +626,8 @@ def _planned_accumulation(trainer: Trainer | None) -> int:
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, GradientAccumulationScheduler):
             raise OptionError(
-                f"GradientAccumulationScheduler({callback.scheduling}) changes accumulate_grad_batches during a run; the plan weighs whole windows "
+                f"GradientAccumulationScheduler({callback.scheduling}) changes accumulate_grad_batches during a run; "
+                "the plan weighs whole windows "
                 "of one length. Remove the callback and set Trainer(accumulate_grad_batches=...)."
             )
     return int(trainer.accumulate_grad_batches)
@@ -585,7 +666,10 @@ def _check_source(name: str, source: object) -> None:
     if isinstance(source, (str, os.PathLike)):
         check_path(name, source)
     elif source is not None and not isinstance(source, (list, tuple)) and not hasattr(source, "column_names"):
-        raise OptionError(f"{name} must be a file, a folder, a data set, a list of them, or rows, got {source!r} ({type(source).__name__}).")
+        raise OptionError(
+            f"{name} must be a file, a folder, a data set, a list of them, or rows, got {source!r} "
+            f"({type(source).__name__})."
+        )
 
 
 def _name_source(source: object) -> str:

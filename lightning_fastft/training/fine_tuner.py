@@ -17,7 +17,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share, check_string, check_tokenizer
+from lightning_fastft.core.checks import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    check_share,
+    check_string,
+    check_tokenizer,
+)
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, SwapError
 from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
@@ -39,7 +47,8 @@ Transform = Callable[[Any], Any]
 Stage = Literal["before_adapters", "after_adapters"]
 
 DEFAULT_LEARNING_RATE = 2e-4
-# Ten times what any optimizer trains with, and more steps than a run has: beyond them a decimal point is at the wrong place.
+# Ten times what any optimizer trains with, and more steps than a run has: beyond them a decimal point is at the wrong
+# place.
 LARGEST_RATE, LARGEST_STEP = 1e3, 10**9
 STAGES = ("before_adapters", "after_adapters")
 
@@ -47,36 +56,43 @@ STAGES = ("before_adapters", "after_adapters")
 class FineTuner(LightningModule):
     """Fine-tune a causal language model; the model is built in ``configure_model``, on the device of its rank.
 
-    The Trainer's precision stays "32-true", where Lightning changes no dtype: ``dtype`` is the dtype of the base and of the arithmetic,
-    ``adapter_dtype`` that of the trained adapter Parameters. dtype="float32" is fp32 to the last bit: TF32 must be off. fp16 (GPUs before Ampere)
-    needs LoRA and ``Trainer(precision="16-mixed")``, whose loss scaler waits for the device once per step. Code from a model repository is never
-    run, and weights are read from safetensors only.
+    The Trainer's precision stays "32-true", where Lightning changes no dtype: ``dtype`` is the dtype of the base and of
+    the arithmetic, ``adapter_dtype`` that of the trained adapter Parameters. dtype="float32" is fp32 to the last bit:
+    TF32 must be off. fp16 (GPUs before Ampere) needs LoRA and ``Trainer(precision="16-mixed")``, whose loss scaler
+    waits for the device once per step. Code from a model repository is never run, and weights are read from safetensors
+    only.
 
     Args:
-        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers configuration, or a model that is
-            loaded already (transformers or PEFT; used as it is).
+        model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers
+            configuration, or a model that is loaded already (transformers or PEFT; used as it is).
         tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the one beside the model.
-        quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra ``qlora``); None for no quantisation.
-        lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the head is adapted unless it names
-            targets. None trains every parameter.
+        quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra
+            ``qlora``); None for no quantisation.
+        lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the
+            head is adapted unless it names targets. None trains every parameter.
         init: "pretrained" reads the weights, "random" initialises them from the configuration.
         dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
         adapter_dtype: "float32" or "bfloat16".
-        master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's averages. "auto": fp32 where the model is sharded (16 bytes per
-            weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere. "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes.
-            "float32" on whole bf16 weights: ``FusedAdamW`` holds masters beside them (16 bytes per weight with its gradient), without which changes
-            below the last digit of a weight are lost.
-        optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the adapters' compute copies in one pass,
-            where every trained parameter is held in fp32, whole on one device, without a loss scaler; else torch.optim.AdamW, fused where it can be.
+        master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's averages. "auto": fp32 where the
+            model is sharded (16 bytes per weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere.
+            "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes. "float32" on whole bf16 weights: ``FusedAdamW``
+            holds masters beside them (16 bytes per weight with its gradient), without which changes below the last
+            digit of a weight are lost.
+        optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the
+            adapters' compute copies in one pass, where every trained parameter is held in fp32, whole on one device,
+            without a loss scaler; else torch.optim.AdamW, fused where it can be.
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
-        weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where optimizer is None.
-        scheduler: "cosine", "linear" or "constant" after the warm-up, per optimizer step; or called with the optimizer, then without our warm-up.
+        weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where
+            optimizer is None.
+        scheduler: "cosine", "linear" or "constant" after the warm-up, per optimizer step; or called with the optimizer,
+            then without our warm-up.
         scheduler_interval: "step" or "epoch": how often a scheduler that is called with the optimizer moves.
         warmup_share: Share of all optimizer steps over which the learning rate rises from 0, in [0, 1].
         warmup_steps: The same in optimizer steps; replaces warmup_share.
         min_learning_rate_share: Share of the peak at which "cosine" and "linear" end, in [0, 1].
         revision: Branch, tag or commit on the hub, for the model and its tokenizer.
-        accept_other_base: Whether adapters of a checkpoint are loaded onto a base whose weights differ from those that they were trained on.
+        accept_other_base: Whether adapters of a checkpoint are loaded onto a base whose weights differ from those that
+            they were trained on.
 
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
@@ -127,14 +143,21 @@ class FineTuner(LightningModule):
         is_instance = isinstance(model, nn.Module)
         if quantization is not None and lora is None:
             raise OptionError(
-                f"quantization={quantization!r} freezes the base, so nothing would be trained: give lora, for example lora={{'r': 16}}."
+                f"quantization={quantization!r} freezes the base, so nothing would be trained: give lora, for example "
+                f"lora={{'r': 16}}."
             )
         if is_instance and quantization is not None:
-            raise OptionError("A model that is loaded already is used as it is: load it quantised yourself, or give its name to FineTuner.")
+            raise OptionError(
+                "A model that is loaded already is used as it is: load it quantised yourself, or give its name to "
+                "FineTuner."
+            )
         if lora is not None and hasattr(model, "peft_config"):
             raise OptionError("The model has PEFT adapters already: leave lora away, or give the base model.")
         if master_dtype != "auto" and (lora is not None or hasattr(model, "peft_config")):
-            raise OptionError(f"master_dtype={master_dtype!r} is for full fine-tuning; the dtype in which adapters are held is adapter_dtype.")
+            raise OptionError(
+                f"master_dtype={master_dtype!r} is for full fine-tuning; the dtype in which adapters are held is "
+                "adapter_dtype."
+            )
         self.source = None if is_instance else ModelSource(model, init=init, revision=revision)
         self.lora = None if lora is None else parse_lora(lora)
         self.quantization = quantization
@@ -153,7 +176,7 @@ class FineTuner(LightningModule):
         self.accept_other_base = check_bool("accept_other_base", accept_other_base)
 
         self.model: Any = model if is_instance else None
-        self.adapter_shadows: Any = None
+        self.low_precision_adapters: Any = None
         self.token_metrics = nn.ModuleDict()
         self._tokenizer = tokenizer
         self._transforms: dict[str, tuple[Transform, Stage]] = {}
@@ -161,16 +184,26 @@ class FineTuner(LightningModule):
         self._seed = 0
         self._base_digest = ""
         self._compute_dtype = torch.float32
-        self._undo_shadows: Any = None
+        self._undo_low_precision_adapters: Any = None
         self._sharding: Status | None = None
 
         hparams = {
-            "quantization": quantization, "init": init, "dtype": dtype, "adapter_dtype": adapter_dtype, "master_dtype": master_dtype,
-            "learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_share": warmup_share, "warmup_steps": warmup_steps,
-            "revision": revision, "min_learning_rate_share": min_learning_rate_share, "scheduler_interval": scheduler_interval,
+            "quantization": quantization,
+            "init": init,
+            "dtype": dtype,
+            "adapter_dtype": adapter_dtype,
+            "master_dtype": master_dtype,
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "warmup_share": warmup_share,
+            "warmup_steps": warmup_steps,
+            "revision": revision,
+            "min_learning_rate_share": min_learning_rate_share,
+            "scheduler_interval": scheduler_interval,
             "lora": None if self.lora is None else describe_lora(self.lora),
-        }  # fmt: skip
-        # Plain types only, so that torch.load(weights_only=True) reads the checkpoint; objects that are none are left out.
+        }
+        # Plain types only, so that torch.load(weights_only=True) reads the checkpoint; objects that are none are left
+        # out.
         if self.source is not None:
             content = self.source.config.to_diff_dict() if hasattr(model, "to_diff_dict") else model
             hparams["model"] = to_plain(content)
@@ -222,7 +255,8 @@ class FineTuner(LightningModule):
             return
         if self._is_built:
             raise SwapError(
-                f"The model is built, so the transform {name!r} comes too late. Give its callback to the first Trainer, or make a new FineTuner."
+                f"The model is built, so the transform {name!r} comes too late. Give its callback to the first "
+                "Trainer, or make a new FineTuner."
             )
         self._transforms[name] = (transform, stage)
 
@@ -236,18 +270,23 @@ class FineTuner(LightningModule):
             from lightning_fastft.hf.expert_nf4 import describe_experts
 
             experts = describe_experts(self.model)
-            found[-1:] = [Status("NF4 base", "active", "bitsandbytes, double quantisation"), *([experts] if experts.state == "active" else [])]
-        if self.adapter_shadows is not None:
-            found.append(self.adapter_shadows.status)
+            found[-1:] = [
+                Status("NF4 base", "active", "bitsandbytes, double quantisation"),
+                *([experts] if experts.state == "active" else []),
+            ]
+        if self.low_precision_adapters is not None:
+            found.append(self.low_precision_adapters.status)
         return found
 
     # Building.
 
     def configure_model(self) -> None:
-        """Build the model once: load, transforms before adapters, adapters, transforms after them, training mode, shards where the strategy has them.
+        """Build the model once: load, transforms before adapters, adapters, transforms after them, training mode,
+        shards where the strategy has them.
 
         Raises:
-            OptionError: The Trainer's precision does not fit dtype and adapter_dtype, or the strategy does not fit the module.
+            OptionError: The Trainer's precision does not fit dtype and adapter_dtype, or the strategy does not fit the
+                module.
             DataError: Weights are missing, left over or not finite.
         """
         from lightning_fastft.hf.lora import add_adapters
@@ -257,7 +296,11 @@ class FineTuner(LightningModule):
         if not self._is_built:
             dtype = self._resolve_dtype(device)
             # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
-            self._seed = torch.initial_seed() if self._trainer is None else int(self.trainer.strategy.broadcast(torch.initial_seed()))
+            self._seed = (
+                torch.initial_seed()
+                if self._trainer is None
+                else int(self.trainer.strategy.broadcast(torch.initial_seed()))
+            )
             model = self.model
             if model is None:
                 model, filler = self._open_model(device=device, dtype=dtype, is_sharded=mesh is not None)
@@ -275,15 +318,20 @@ class FineTuner(LightningModule):
             self._resolve_dtype(device)
         if mesh is not None and self._sharding is None:
             self._shard(mesh, filler=filler)
-        self._install_shadows()
+        self._install_low_precision_adapters()
         self.model.train()
 
     def _find_mesh(self) -> DeviceMesh | None:
-        """The data parallel mesh of a strategy that holds models in pieces, None under any other; what does not fit it is refused."""
+        """The data parallel mesh of a strategy that holds models in pieces, None under any other; what does not
+        fit it is refused.
+        """
         strategy = None if self._trainer is None else self.trainer.strategy
         if not isinstance(strategy, ModelParallelStrategy):
             if self._sharding is not None:
-                raise OptionError("The model is in pieces over the ranks of an earlier Trainer: make a new FineTuner, or use strategy='fastft_fsdp'.")
+                raise OptionError(
+                    "The model is in pieces over the ranks of an earlier Trainer: make a new FineTuner, or use "
+                    "strategy='fastft_fsdp'."
+                )
             if self.master_dtype_name not in ("auto", self.dtype_name) and not self._wants_masters():
                 raise OptionError(
                     f"master_dtype={self.master_dtype_name!r} with dtype={self.dtype_name!r} needs a sharded model, "
@@ -293,29 +341,45 @@ class FineTuner(LightningModule):
         mesh = strategy.device_mesh
         if mesh["tensor_parallel"].size() != 1:
             raise OptionError(
-                f"FineTuner is data parallel only, and {type(strategy).__name__} was given tensor_parallel_size={mesh['tensor_parallel'].size()}: "
+                f"FineTuner is data parallel only, and {type(strategy).__name__} was given "
+                f"tensor_parallel_size={mesh['tensor_parallel'].size()}: "
                 "use Trainer(strategy='fastft_fsdp')."
             )
         return mesh["data_parallel"]
 
     def _wants_masters(self) -> bool:
-        """Whether the optimizer may hold fp32 masters of whole weights; loss scaling of fp16 cannot be part of its pass."""
+        """Whether the optimizer may hold fp32 masters of whole weights; loss scaling of fp16 cannot be part of
+        its pass.
+        """
         return self.master_dtype_name == "float32" and self.dtype_name in ("auto", "bfloat16")
 
-    def _open_model(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> tuple[PreTrainedModel, Filler | None]:
+    def _open_model(
+        self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool
+    ) -> tuple[PreTrainedModel, Filler | None]:
         """The finished model; or, where it will be in pieces, one that is still to be filled."""
         from lightning_fastft.hf.loading import build_model
 
         assert self.source is not None
         if not is_sharded:
-            return build_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed), None
+            return build_model(
+                self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed
+            ), None
         from lightning_fastft.hf.sharding import open_model, reads_base
 
         is_read_early = self.lora is not None and reads_base(self.lora)
-        return open_model(self.source, device=device, dtype=dtype, quantization=self.quantization, seed=self._seed, is_read_early=is_read_early)
+        return open_model(
+            self.source,
+            device=device,
+            dtype=dtype,
+            quantization=self.quantization,
+            seed=self._seed,
+            is_read_early=is_read_early,
+        )
 
-    def _digest_base(self, model: Any) -> str:  # noqa: ANN401 - a transformers or a PEFT model
-        """Return what identifies the frozen base; empty where it is trained, and so part of every checkpoint, or not in memory yet."""
+    def _digest_base(self, model: Any) -> str:
+        """Return what identifies the frozen base; empty where it is trained, and so part of every checkpoint, or
+        not in memory yet.
+        """
         if not self.has_adapters:
             return ""
         from lightning_fastft.hf.base_digest import digest_files, digest_tensors
@@ -337,17 +401,29 @@ class FineTuner(LightningModule):
             master_dtype = torch.float32 if self.master_dtype_name == "auto" else DTYPES[self.master_dtype_name]
             if master_dtype.itemsize < self._compute_dtype.itemsize:
                 raise OptionError(
-                    f"master_dtype={self.master_dtype_name!r} is narrower than the {self._compute_dtype} of the arithmetic: set dtype too."
+                    f"master_dtype={self.master_dtype_name!r} is narrower than the {self._compute_dtype} of the "
+                    "arithmetic: set dtype too."
                 )
-        self._sharding = shard_model(self.model, mesh, filler=filler, compute_dtype=self._compute_dtype, master_dtype=master_dtype)
+        self._sharding = shard_model(
+            self.model, mesh, filler=filler, compute_dtype=self._compute_dtype, master_dtype=master_dtype
+        )
 
-    def _warn_of_whole_copies(self, model: Any) -> None:  # noqa: ANN401 - a PEFT model
-        """Say that PEFT's copies of whole modules (modules_to_save) compute in their own dtype, so they are no fp32 masters."""
-        others = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.dtype != self.adapter_dtype]
+    def _warn_of_whole_copies(self, model: Any) -> None:
+        """Say that PEFT's copies of whole modules (modules_to_save) compute in their own dtype, so they are no
+        fp32 masters.
+        """
+        others = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.dtype != self.adapter_dtype
+        ]
         if others:
-            rank_zero_warn(f"{len(others)} trained tensors are copies of base modules and stay in {self._compute_dtype}, for example {others[0]}.")
+            rank_zero_warn(
+                f"{len(others)} trained tensors are copies of base modules and stay in {self._compute_dtype}, for "
+                f"example {others[0]}."
+            )
 
-    def _transform(self, model: Any, stage: Stage) -> Any:  # noqa: ANN401 - a transformers or a PEFT model
+    def _transform(self, model: Any, stage: Stage) -> Any:
         for transform, wanted in self._transforms.values():
             if wanted == stage:
                 changed = transform(model)
@@ -364,53 +440,63 @@ class FineTuner(LightningModule):
         if self.model is not None:
             standing = str(self._compute_dtype if self._is_built else self.model.dtype).removeprefix("torch.")
             if name not in ("auto", standing):
-                raise OptionError(f"dtype={name!r} was asked for and the model given has {standing}: cast it yourself, or leave dtype away.")
+                raise OptionError(
+                    f"dtype={name!r} was asked for and the model given has {standing}: cast it yourself, or leave "
+                    "dtype away."
+                )
             name = standing
         elif name == "auto" and precision in ("bf16-true", "16-mixed"):
             name = "bfloat16" if precision == "bf16-true" else "float16"
-        check_precision(precision, dtype=name, adapter_dtype=self.adapter_dtype, has_adapters=self.has_adapters, is_fit=is_fit)
+        check_precision(
+            precision, dtype=name, adapter_dtype=self.adapter_dtype, has_adapters=self.has_adapters, is_fit=is_fit
+        )
         matmul_precision = torch.get_float32_matmul_precision()
         if self.dtype_name == "float32" and matmul_precision != "highest":
             raise OptionError(
-                f"dtype='float32' is fp32 to the last bit, and torch.get_float32_matmul_precision() is {matmul_precision!r}. Remove "
+                "dtype='float32' is fp32 to the last bit, and torch.get_float32_matmul_precision() is "
+                f"{matmul_precision!r}. Remove "
                 "torch.set_float32_matmul_precision(...) or set it to 'highest'; for speed use dtype='bfloat16'."
             )
         return resolve_dtype(name, device=device)
 
-    def _install_shadows(self) -> None:
+    def _install_low_precision_adapters(self) -> None:
         """Give fp32 adapters on a base of lower precision a copy in its dtype to compute with."""
-        if not self.has_adapters or self.adapter_shadows is not None:
+        if not self.has_adapters or self.low_precision_adapters is not None:
             return
-        from lightning_fastft.core.patcher import SwapLedger
-        from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+        from lightning_fastft.core.patcher import ModelPatcher
+        from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 
-        ledger = SwapLedger()
-        self.adapter_shadows = install_adapter_shadows(self.model, ledger, compute_dtype=self._compute_dtype)
-        self._undo_shadows = ledger.undo
+        patcher = ModelPatcher()
+        self.low_precision_adapters = install_low_precision_adapters(
+            self.model, patcher, compute_dtype=self._compute_dtype
+        )
+        self._undo_low_precision_adapters = patcher.undo
 
-    def _refresh_shadows(self) -> None:
-        if self.adapter_shadows is not None:
-            self.adapter_shadows.refresh()
+    def _refresh_low_precision_adapters(self) -> None:
+        if self.low_precision_adapters is not None:
+            self.low_precision_adapters.refresh()
 
     def on_fit_start(self) -> None:
         """Refresh the compute copies of the adapters after placement, broadcast and a restored checkpoint."""
-        self._refresh_shadows()
+        self._refresh_low_precision_adapters()
 
     def on_validation_start(self) -> None:
         """Refresh the compute copies of the adapters."""
-        self._refresh_shadows()
+        self._refresh_low_precision_adapters()
 
     def on_test_start(self) -> None:
         """Refresh the compute copies of the adapters."""
-        self._refresh_shadows()
+        self._refresh_low_precision_adapters()
 
     def on_predict_start(self) -> None:
         """Refresh the compute copies of the adapters."""
-        self._refresh_shadows()
+        self._refresh_low_precision_adapters()
 
     def configure_callbacks(self) -> list[Callback]:
         """Return what restores the model after an exception, where the Trainer has none yet."""
-        has_one = any(isinstance(callback, _RestoreAfterException) for callback in getattr(self.trainer, "callbacks", ()))
+        has_one = any(
+            isinstance(callback, _RestoreAfterException) for callback in getattr(self.trainer, "callbacks", ())
+        )
         return [] if has_one else [_RestoreAfterException()]
 
     def teardown(self, stage: str) -> None:
@@ -419,7 +505,11 @@ class FineTuner(LightningModule):
 
     def _restore(self) -> None:
         """Undo what was done to the model and the optimizers; a second call does nothing."""
-        undo, self.adapter_shadows, self._undo_shadows = self._undo_shadows, None, None
+        undo, self.low_precision_adapters, self._undo_low_precision_adapters = (
+            self._undo_low_precision_adapters,
+            None,
+            None,
+        )
         if undo is not None:
             undo()
         for optimizer in () if self._trainer is None else self.trainer.optimizers:
@@ -429,7 +519,7 @@ class FineTuner(LightningModule):
 
     # Steps.
 
-    def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 - as the model's
+    def forward(self, **inputs: Any) -> Any:
         """Call the model."""
         return self.model(**inputs)
 
@@ -444,7 +534,8 @@ class FineTuner(LightningModule):
             raise DataError("The model returned no loss: the batch needs labels.")
         loss = output.loss.detach()
         if isinstance(batch, PackedBatch):
-            # The loss is divided for the whole window of accumulation and ranks; what is shown is this batch's own mean.
+            # The loss is divided for the whole window of accumulation and ranks; what is shown is this batch's own
+            # mean.
             num_labelled = max(1, batch.context.num_labelled)
             self.log("train_loss", loss * (batch.context.num_items / num_labelled), batch_size=num_labelled)
         else:
@@ -466,14 +557,15 @@ class FineTuner(LightningModule):
         """Add a batch to ``test_loss``, ``test_perplexity`` and ``test_token_accuracy``."""
         self._evaluate(batch, prefix="test", dataloader_idx=dataloader_idx)
 
-    def _call_model(self, batch: PackedBatch | Mapping[str, Any]) -> Any:  # noqa: ANN401 - a ModelOutput
+    def _call_model(self, batch: PackedBatch | Mapping[str, Any]) -> Any:
         if not isinstance(batch, PackedBatch):
             return self.model(**batch)
         num_reads = batch.context.num_reads
         output = self.model(**batch)
         if batch.context.num_documents > 1 and batch.context.num_reads == num_reads:
             raise ContextError(
-                f"No attention layer of {type(self.model).__name__} read the context of a packed batch: its documents saw each other. Use "
+                f"No attention layer of {type(self.model).__name__} read the context of a packed batch: its documents "
+                "saw each other. Use "
                 "Trainer(strategy='fastft'), or add the callback PackedTraining() under another strategy."
             )
         return output
@@ -493,11 +585,13 @@ class FineTuner(LightningModule):
             assert isinstance(metric, Metric)
             metric.update(num_correct if name == "token_accuracy" else nll_sum, num_tokens=num_tokens)
             attribute = f"token_metrics.{key}.{name}"
-            self.log(f"{prefix}_{name}", metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True)
+            self.log(
+                f"{prefix}_{name}", metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True
+            )
 
     # Optimisation.
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's OptimizerLRScheduler
+    def configure_optimizers(self) -> Any:
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
         if isinstance(self.scheduler, str):
@@ -509,16 +603,21 @@ class FineTuner(LightningModule):
             options.update(interval="epoch", monitor=getattr(scheduler, "monitor", "val_loss"))
         return {"optimizer": optimizer, "lr_scheduler": options}
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as Lightning's
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Run the optimizer step, then refresh the compute copies of the adapters that it has not written."""
         super().optimizer_step(*args, **kwargs)
-        if self.adapter_shadows is not None:
-            self.adapter_shadows.refresh(is_after_step=True)
+        if self.low_precision_adapters is not None:
+            self.low_precision_adapters.refresh(is_after_step=True)
 
     def configure_gradient_clipping(
-        self, optimizer: Optimizer | LightningOptimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer | LightningOptimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by norm inside the optimizer's pass where it can; gradients then stay as they are. All else is Lightning's."""
+        """Clip by norm inside the optimizer's pass where it can; gradients then stay as they are. All else is
+        Lightning's.
+        """
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not isinstance(inner, FusedAdamW) or gradient_clip_algorithm not in (None, "norm"):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
@@ -527,20 +626,26 @@ class FineTuner(LightningModule):
 
     def _make_optimizer(self) -> Optimizer:
         optimizer = self._choose_optimizer()
-        if isinstance(optimizer, FusedAdamW) and self.adapter_shadows is not None:
-            optimizer.attach_copies(self.adapter_shadows.pairs, on_written=self.adapter_shadows.mark_written)
+        if isinstance(optimizer, FusedAdamW) and self.low_precision_adapters is not None:
+            optimizer.attach_copies(
+                self.low_precision_adapters.pairs, on_written=self.low_precision_adapters.mark_written
+            )
         return optimizer
 
     def _choose_optimizer(self) -> Optimizer:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if not parameters:
-            raise OptionError(f"{type(self.model).__name__} has no trainable parameter: give lora, or set requires_grad on what is to be trained.")
+            raise OptionError(
+                f"{type(self.model).__name__} has no trainable parameter: give lora, or set requires_grad on what is "
+                "to be trained."
+            )
         has_narrow = any(parameter.dtype is torch.bfloat16 for parameter in parameters)
         wants_masters = has_narrow and self._sharding is None and self.master_dtype_name == "float32"
         if self.optimizer_factory is not None:
             if wants_masters:
                 raise OptionError(
-                    "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: leave it out, or give "
+                    "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: "
+                    "leave it out, or give "
                     "FusedAdamW(..., master_weights=True) and leave master_dtype at 'auto'."
                 )
             groups = group_parameters(parameters, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
@@ -548,17 +653,27 @@ class FineTuner(LightningModule):
                 return self.optimizer_factory(groups)
             except ValueError as error:
                 raise OptionError(
-                    f"The optimizer refused the {len(parameters)} trainable tensors of {type(self.model).__name__}: {error} An optimizer of matrices "
-                    "alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and embeddings."
+                    f"The optimizer refused the {len(parameters)} trainable tensors of {type(self.model).__name__}: "
+                    f"{error} An optimizer of matrices "
+                    "alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and "
+                    "embeddings."
                 ) from error
         learning_rate = DEFAULT_LEARNING_RATE if self.learning_rate is None else self.learning_rate
         groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=self.weight_decay or 0.0)
         # Lightning's loss scaler cannot clip gradients of a fused optimizer (2.6.6).
-        is_fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and self.trainer.scaler is None
-        is_whole = isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) and len({p.device for p in parameters}) == 1
+        is_fused = (
+            all(parameter.device.type in ("cuda", "cpu") for parameter in parameters) and self.trainer.scaler is None
+        )
+        is_whole = (
+            isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+            and len({p.device for p in parameters}) == 1
+        )
         is_served = is_fused and is_whole and all(map(is_steppable, parameters))
         if wants_masters and not is_served:
-            raise OptionError("master_dtype='float32' needs whole, plain bf16 or fp32 weights on one device: use Trainer(strategy='fastft_fsdp').")
+            raise OptionError(
+                "master_dtype='float32' needs whole, plain bf16 or fp32 weights on one device: use "
+                "Trainer(strategy='fastft_fsdp')."
+            )
         # Without masters, averages of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
         if is_served and (wants_masters or all(parameter.dtype is torch.float32 for parameter in parameters)):
             return FusedAdamW(groups, master_weights=wants_masters)
@@ -568,10 +683,15 @@ class FineTuner(LightningModule):
         num_steps = self.trainer.estimated_stepping_batches
         is_endless = math.isinf(num_steps) or num_steps < 0
         if is_endless and (name != "constant" or (self.warmup_steps is None and self.warmup_share > 0)):
-            raise OptionError(f"scheduler={name!r} needs the length of the run: set max_steps or max_epochs, or 'constant' with warmup_steps.")
+            raise OptionError(
+                f"scheduler={name!r} needs the length of the run: set max_steps or max_epochs, or 'constant' with "
+                "warmup_steps."
+            )
         num_steps = 0 if is_endless else int(num_steps)
         num_warmup_steps = math.ceil(self.warmup_share * num_steps) if self.warmup_steps is None else self.warmup_steps
-        return learning_rate_schedule(name, num_steps=num_steps, num_warmup_steps=num_warmup_steps, end_share=self.min_learning_rate_share)
+        return learning_rate_schedule(
+            name, num_steps=num_steps, num_warmup_steps=num_warmup_steps, end_share=self.min_learning_rate_share
+        )
 
     # Saving.
 
@@ -587,7 +707,7 @@ class FineTuner(LightningModule):
                 destination[prefix + name] = parameter if keep_vars else parameter.detach()
         return destination
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as torch's
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load trained parameters, and refresh the compute copies of adapters.
 
         Raises:
@@ -597,12 +717,13 @@ class FineTuner(LightningModule):
             expected, given = set(self.state_dict()), set(state_dict)
             if expected != given:
                 raise ResumeError(
-                    f"The checkpoint does not hold the adapters of this run: {_some(expected - given)} missing, {_some(given - expected)} left over. "
+                    f"The checkpoint does not hold the adapters of this run: {_some(expected - given)} missing, "
+                    f"{_some(given - expected)} left over. "
                     "Use the lora settings of the run that wrote it."
                 )
             strict = False
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        self._refresh_shadows()
+        self._refresh_low_precision_adapters()
         return result
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -627,11 +748,16 @@ class FineTuner(LightningModule):
         # Files and tensors in memory are not comparable.
         is_known = bool(saved and present) and saved.partition(":")[0] == present.partition(":")[0]
         if self.has_adapters and is_known and saved != present:
-            told = f"The adapters were trained on the base {base.get('name') or 'of the run'} with other weights than the present one has"
+            told = (
+                f"The adapters were trained on the base {base.get('name') or 'of the run'} with other weights than "
+                "the present one has"
+            )
             if not self.accept_other_base:
                 raise ResumeError(
-                    f"{told} (digest {saved.partition(':')[2][:12]}, now {present.partition(':')[2][:12]}). Give the base of that run, or accept "
-                    "this one: FineTuner(..., accept_other_base=True), --model.accept_other_base true, or --accept-other-base in an export."
+                    f"{told} (digest {saved.partition(':')[2][:12]}, now {present.partition(':')[2][:12]}). Give the "
+                    "base of that run, or accept "
+                    "this one: FineTuner(..., accept_other_base=True), --model.accept_other_base true, or "
+                    "--accept-other-base in an export."
                 )
             rank_zero_warn(f"{told}; they are loaded all the same (accept_other_base=True).")
 
@@ -639,8 +765,8 @@ class FineTuner(LightningModule):
         """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
 
         Args:
-            folder: Made if it is not there, by rank 0; a sharded model is gathered, so every rank makes this call. ``PeftModel.from_pretrained`` or
-                ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
+            folder: Made if it is not there, by rank 0; a sharded model is gathered, so every rank makes this call.
+                ``PeftModel.from_pretrained`` or ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
 
         Raises:
             OptionError: There is no model yet.
@@ -673,7 +799,7 @@ class FineTuner(LightningModule):
         prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
         *,
         max_new_tokens: int = 128,
-        **options: Any,  # noqa: ANN401 - transformers' own
+        **options: Any,
     ) -> list[str]:
         """Return what the model writes after each prompt, in evaluation mode; the mode of every module is restored.
 
@@ -689,8 +815,13 @@ class FineTuner(LightningModule):
 
         tokenizer = self.tokenizer
         if self.model is None or tokenizer is None:
-            raise OptionError(f"generate needs a model and a tokenizer; {'the model is not built' if self.model is None else 'tokenizer is None'}.")
-        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options)
+            raise OptionError(
+                "generate needs a model and a tokenizer; "
+                f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
+            )
+        return generate_texts(
+            self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
+        )
 
 
 def _check_kinds(*, revision: object, optimizer: object, scheduler: object) -> None:
@@ -698,12 +829,16 @@ def _check_kinds(*, revision: object, optimizer: object, scheduler: object) -> N
     if revision is not None:
         check_string("revision", revision)  # type: ignore[arg-type]
     if optimizer is not None and not callable(optimizer):
-        raise OptionError(f"optimizer must be called with the parameters, got {optimizer!r} ({type(optimizer).__name__}).")
+        raise OptionError(
+            f"optimizer must be called with the parameters, got {optimizer!r} ({type(optimizer).__name__})."
+        )
     if not callable(scheduler):
         check_choice("scheduler", scheduler, SCHEDULES)
 
 
-def _check_optional_numbers(*, learning_rate: float | None, weight_decay: float | None, warmup_steps: int | None) -> None:
+def _check_optional_numbers(
+    *, learning_rate: float | None, weight_decay: float | None, warmup_steps: int | None
+) -> None:
     """Refuse numbers that are given and cannot be."""
     if learning_rate is not None:
         check_float("learning_rate", learning_rate, low=0.0, high=LARGEST_RATE)

@@ -1,4 +1,6 @@
-"""Token metrics from sums: loss, perplexity and accuracy over labelled tokens, exact over batches and ranks of any size."""
+"""Token metrics from sums: loss, perplexity and accuracy over labelled tokens, exact over batches and ranks of
+any size.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torchmetrics import Metric
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.context import IGNORED_LABEL
 
-# Rows of logits that are turned to fp32 at a time when statistics come from full logits: 2,048 rows of a 150k vocabulary are 1.2 GB.
+# Rows of logits that are turned to fp32 at a time when statistics come from full logits: 2,048 rows of a 150k
+# vocabulary are 1.2 GB.
 CHUNK_ROWS = 2048
 
 
@@ -22,7 +25,7 @@ class _TokenMean(Metric):
     total: torch.Tensor
     num_tokens: torch.Tensor
 
-    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - torchmetrics' own options
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         # fp64 and int64: a validation set has more tokens than fp32 counts exactly.
         self.add_state("total", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
@@ -143,7 +146,9 @@ def logits_statistics(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch
         (1.3863, 1, 1)
     """
     if logits.ndim != 3 or logits.shape[:2] != labels.shape:
-        raise ShapeError(f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} do not belong together.")
+        raise ShapeError(
+            f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} do not belong together."
+        )
     logit_RV = logits[:, :-1].reshape(-1, logits.shape[-1])
     target_R = labels[:, 1:].reshape(-1).to(logits.device)
     nll_sum = torch.zeros((), dtype=torch.float32, device=logits.device)
@@ -151,7 +156,9 @@ def logits_statistics(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch
     for start in range(0, target_R.numel(), CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)
         chunk_RV = logit_RV[part].float()
-        nll_sum += torch.nn.functional.cross_entropy(chunk_RV, target_R[part], ignore_index=IGNORED_LABEL, reduction="sum")
+        nll_sum += torch.nn.functional.cross_entropy(
+            chunk_RV, target_R[part], ignore_index=IGNORED_LABEL, reduction="sum"
+        )
         # No token is -100, so rows without a label are never hits.
         num_correct += (chunk_RV.argmax(dim=-1) == target_R[part]).sum()
     return nll_sum, num_correct, (target_R != IGNORED_LABEL).sum()

@@ -22,7 +22,8 @@ _COPY_DTYPES = (torch.bfloat16, torch.float16)
 _AVERAGES = ("exp_avg", "exp_avg_sq")
 # Of averages in 8 bits: the largest magnitude of each block of 256.
 _ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
-# Smaller parameters keep averages in fp32, as with bitsandbytes: norms and biases, whose few numbers tell little of each other's size.
+# Smaller parameters keep averages in fp32, as with bitsandbytes: norms and biases, whose few numbers tell little of
+# each other's size.
 MIN_8BIT_SIZE = 4096
 _MASTER = "master"
 # Options of torch.optim.AdamW that change its numbers, and those that only choose how it computes them.
@@ -33,7 +34,9 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Cohort:
-    """Parameters that were in the same guarded steps, and how many of these were skipped: a number on the device, shape (), float64."""
+    """Parameters that were in the same guarded steps, and how many of these were skipped: a number on the device,
+    shape (), float64.
+    """
 
     def __init__(self, num_skipped: torch.Tensor, *, num_params: int) -> None:
         self.num_skipped = num_skipped
@@ -41,7 +44,9 @@ class _Cohort:
 
 
 class _Part(NamedTuple):
-    """The parameters of one group that have a gradient and have made the same steps; with a cohort, num_done counts those that were skipped too."""
+    """The parameters of one group that have a gradient and have made the same steps; with a cohort, num_done
+    counts those that were skipped too.
+    """
 
     group: dict[str, Any]
     table: TensorTable
@@ -53,31 +58,37 @@ class _Part(NamedTuple):
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW of fp32 and bf16 parameters on one device, in one pass over memory per parameter group.
 
-    State, its names and its files are those of torch.optim.AdamW, and each loads the other's; averages are fp32, also those of bf16 parameters, or
-    8 bits where asked for, in a state that no other optimizer loads. In fp32 on a CPU the weights are bit-equal to torch's; on CUDA they have one
-    rounding less. A parameter without gradient is left alone, and the step is not counted for it. As in torch's fused optimizers, a tensor in
-    ``found_inf`` (shape (), fp32, on the device) that is not 0 makes a step change nothing: no weight, average, narrow copy or count. While it is
-    set, ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is asked.
+    State, its names and its files are those of torch.optim.AdamW, and each loads the other's; averages are fp32, also
+    those of bf16 parameters, or 8 bits where asked for, in a state that no other optimizer loads. In fp32 on a CPU the
+    weights are bit-equal to torch's; on CUDA they have one rounding less. A parameter without gradient is left alone,
+    and the step is not counted for it. As in torch's fused optimizers, a tensor in ``found_inf`` (shape (), fp32, on
+    the device) that is not 0 makes a step change nothing: no weight, average, narrow copy or count. While it is set,
+    ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is asked.
 
     Args:
-        params: Parameters, or groups of them with options of their own. Plain contiguous tensors; fp32 or bf16; all that get gradients on one device.
-        lr: Learning rate from 0, a number that schedulers may change between steps; or a tensor of shape () in fp32 on the device of the parameters.
+        params: Parameters, or groups of them with options of their own. Plain contiguous tensors; fp32 or bf16; all
+            that get gradients on one device.
+        lr: Learning rate from 0, a number that schedulers may change between steps; or a tensor of shape () in fp32 on
+            the device of the parameters.
         betas: Shares of the old averages of gradients and of their squares, in [0, 1).
         eps: Added to the denominator, from 0.
         weight_decay: Decoupled decay per unit of learning rate, from 0.
-        master_weights: Hold bf16 parameters in fp32 too: steps add to the master, ``state[...]["master"]``, and write the parameter as its rounded
-            value, so that changes too small for bf16 add up. A parameter that somebody else has written since the last step is taken as it is then.
-        optim_bits: 32, or 8 for averages in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256 values and the largest magnitude of
-            each. Parameters of fewer than 4096 values keep fp32. A gradient that is not finite spoils the averages of its block: guard the steps.
+        master_weights: Hold bf16 parameters in fp32 too: steps add to the master, ``state[...]["master"]``, and write
+            the parameter as its rounded value, so that changes too small for bf16 add up. A parameter that somebody
+            else has written since the last step is taken as it is then.
+        optim_bits: 32, or 8 for averages in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256
+            values and the largest magnitude of each. Parameters of fewer than 4096 values keep fp32. A gradient that is
+            not finite spoils the averages of its block: guard the steps.
 
     Raises:
-        OptionError: A number is not allowed, or a parameter or gradient is none of the above; torch.optim.AdamW takes those.
+        OptionError: A number is not allowed, or a parameter or gradient is none of the above; torch.optim.AdamW takes
+            those.
 
     Cost:
-        Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter (16 with averages in 8 bits), 2 more for
-        a narrow copy; clipping reads gradients once more. No host synchronisation. 8 bytes of averages per parameter (2.03 in 8 bits), and 4 of a
-        master, from its first step on. Tables of addresses are kept, and made anew where the parameters that have gradients are others than in the
-        step before.
+        Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter (16 with
+        averages in 8 bits), 2 more for a narrow copy; clipping reads gradients once more. No host synchronisation. 8
+        bytes of averages per parameter (2.03 in 8 bits), and 4 of a master, from its first step on. Tables of addresses
+        are kept, and made anew where the parameters that have gradients are others than in the step before.
 
     Source:
         AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW. Averages in 8 bits, arXiv 2110.02861.
@@ -147,7 +158,8 @@ class FusedAdamW(torch.optim.Optimizer):
             raise
 
     def master_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Return what steps add to: the fp32 master of a bf16 parameter, before its first step a copy of what it will be, else the parameter itself.
+        """Return what steps add to: the fp32 master of a bf16 parameter, before its first step a copy of what it will
+        be, else the parameter itself.
 
         Example:
             >>> param = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -164,7 +176,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def state_bytes(self, param: torch.Tensor) -> int:
         """Return the bytes of averages and master of a parameter."""
-        averages = 2 * (param.numel() + 4 * num_blocks(param.numel())) if self._is_in_8_bits(param) else 8 * param.numel()
+        averages = (
+            2 * (param.numel() + 4 * num_blocks(param.numel())) if self._is_in_8_bits(param) else 8 * param.numel()
+        )
         return averages + 4 * param.numel() * self._has_master(param)
 
     def _has_master(self, param: torch.Tensor) -> bool:
@@ -183,8 +197,9 @@ class FusedAdamW(torch.optim.Optimizer):
         """Have each step write narrow copies of parameters in the same pass.
 
         Args:
-            pairs: Returns (parameter, copy) at each step. Copies have shape, layout and device of their parameters; those that are not bf16 or fp16,
-                that belong to a parameter without gradient or of another optimizer, and second copies of one parameter are not written.
+            pairs: Returns (parameter, copy) at each step. Copies have shape, layout and device of their parameters;
+                those that are not bf16 or fp16, that belong to a parameter without gradient or of another optimizer,
+                and second copies of one parameter are not written.
             on_written: Called behind each step with the copies that are now the rounded parameters.
 
         Example:
@@ -202,7 +217,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """Ask at each step whether it may be made.
 
         Args:
-            judge: Called behind the closure with the norm of all gradients, shape (), fp32; returns ``found_inf``. Norm and flag stay on the device.
+            judge: Called behind the closure with the norm of all gradients, shape (), fp32; returns ``found_inf``. Norm
+                and flag stay on the device.
 
         Cost:
             None where the step clips, whose norm is taken; else reads each gradient once more.
@@ -248,8 +264,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def clip_next(self, max_norm: float) -> torch.Tensor:
         """Return the norm of all gradients, and let the next step take them times min(1, max_norm / (norm + 1e-6)).
 
-        The numbers of torch.nn.utils.clip_grad_norm_, in fp32 for gradients of any dtype; the gradients stay as they are. Of two calls the last one
-        counts, and ``zero_grad`` drops it together with the gradients that it was made from.
+        The numbers of torch.nn.utils.clip_grad_norm_, in fp32 for gradients of any dtype; the gradients stay as they
+        are. Of two calls the last one counts, and ``zero_grad`` drops it together with the gradients that it was made
+        from.
 
         Args:
             max_norm: Largest L2 norm of all gradients together, from 0.
@@ -286,7 +303,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._scale = self._norm = None
         super().zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # noqa: ANN401 - as torch's
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Make one step, and return what the closure returned.
 
         Args:
@@ -310,7 +327,9 @@ class FusedAdamW(torch.optim.Optimizer):
             for part in parts:
                 self._step_part(part, scale=scale)
                 # Of a row with a master, the copy is the parameter itself.
-                written += [row.shadow for row in part.table.rows if row.shadow is not None and row.shadow is not row.owner]
+                written += [
+                    row.shadow for row in part.table.rows if row.shadow is not None and row.shadow is not row.owner
+                ]
                 if self.master_weights:
                     self._versions.update((row.owner, row.owner._version) for row in part.table.rows)
         # A skipped step leaves masters and copies as they were: still each the other's rounded value.
@@ -319,7 +338,9 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_part(self, part: _Part, *, scale: torch.Tensor | None) -> None:
-        """Step the parameters of one part, and count the step; what comes of it where it is guarded is counted on the device."""
+        """Step the parameters of one part, and count the step; what comes of it where it is guarded is counted on
+        the device.
+        """
         skip = None
         if part.cohort is not None:
             assert self.found_inf is not None
@@ -333,7 +354,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def _norm_of(self, parts: Sequence[_Part]) -> torch.Tensor:
         norms = [grad_norm(part.table) for part in parts]
         if not norms:
-            return torch.zeros((), device=next((param.device for group in self.param_groups for param in group["params"]), None))
+            return torch.zeros(
+                (), device=next((param.device for group in self.param_groups for param in group["params"]), None)
+            )
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _settle(self) -> None:
@@ -348,7 +371,9 @@ class FusedAdamW(torch.optim.Optimizer):
         self._cohorts = {}
 
     def _find_cohort(self, params: Sequence[torch.Tensor]) -> _Cohort:
-        """Return the cohort of parameters that were together so far; those that take part without its others leave it, with its count."""
+        """Return the cohort of parameters that were together so far; those that take part without its others
+        leave it, with its count.
+        """
         cohort = self._cohorts.get(params[0])
         if cohort is None:
             cohort = _Cohort(torch.zeros((), dtype=torch.float64, device=params[0].device), num_params=len(params))
@@ -380,9 +405,12 @@ class FusedAdamW(torch.optim.Optimizer):
             for name in (*_OTHER_RULES, *_OTHER_WAYS):
                 group.pop(name, None)
         for number, param in self._pair_up(given[0]):
-            # PyTorch has cast averages to the dtype of the parameter, and shares them with the state given where it had nothing to cast.
+            # PyTorch has cast averages to the dtype of the parameter, and shares them with the state given where it had
+            # nothing to cast.
             if given[0]["state"].get(number):
-                self.state[param] = _copy_state(given[0]["state"][number], param.device, dtypes=self._state_dtypes(param))
+                self.state[param] = _copy_state(
+                    given[0]["state"][number], param.device, dtypes=self._state_dtypes(param)
+                )
                 if _MASTER in self.state[param]:
                     self._versions[param] = param._version
 
@@ -396,9 +424,17 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             wanted = [name for name in _OTHER_RULES if group.get(name)]
             if wanted:
-                raise ResumeError(f"The state is of AdamW with {', '.join(wanted)}, which FusedAdamW has not: resume with torch.optim.AdamW.")
+                raise ResumeError(
+                    f"The state is of AdamW with {', '.join(wanted)}, which FusedAdamW has not: resume with "
+                    "torch.optim.AdamW."
+                )
         for number, param in self._pair_up(state_dict):
-            _check_state(number, state_dict["state"].get(number, {}), names=set(self._state_dtypes(param)), has_masters=self.master_weights)
+            _check_state(
+                number,
+                state_dict["state"].get(number, {}),
+                names=set(self._state_dtypes(param)),
+                has_masters=self.master_weights,
+            )
 
     def _find_parts(self) -> list[_Part]:
         """Group the parameters that have a gradient by group and steps made, each part with its table."""
@@ -424,7 +460,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 cohort = self._find_cohort([held[i] for i in chosen]) if is_guarded else None
                 parts.append(_Part(group, table, int(key[0]), [states[i]["step"] for i in chosen], cohort))
         if len({part.table.device for part in parts}) > 1:
-            raise ShapeError(f"Parameters lie on {sorted({str(part.table.device) for part in parts})}; one step takes those of one device.")
+            raise ShapeError(
+                f"Parameters lie on {sorted({str(part.table.device) for part in parts})}; one step takes those of one "
+                "device."
+            )
         return parts
 
     def _open_state(self, param: torch.Tensor) -> dict[str, Any]:
@@ -460,7 +499,9 @@ def _make_row(param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | N
     """Return what a step writes for a parameter: with a master, the parameter is the narrow copy."""
     param_and_copy = (state[_MASTER], param) if _MASTER in state else (param, copy)
     exp_avg, exp_avg_sq = (state[name] for name in _AVERAGES)
-    return TableRow(param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, *(state.get(name) for name in _ABSMAXS))
+    return TableRow(
+        param_and_copy[0], exp_avg, exp_avg_sq, param_and_copy[1], param, *(state.get(name) for name in _ABSMAXS)
+    )
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -468,7 +509,8 @@ def _check_group(group: dict[str, Any]) -> None:
     for index, param in enumerate(group["params"]):
         if not is_steppable(param):
             raise OptionError(
-                f"params[{index}] is a {type(param).__name__} of {param.dtype} and shape {tuple(param.shape)}; FusedAdamW takes plain, contiguous "
+                f"params[{index}] is a {type(param).__name__} of {param.dtype} and shape {tuple(param.shape)}; "
+                "FusedAdamW takes plain, contiguous "
                 "tensors in fp32 or bf16. Use torch.optim.AdamW for it."
             )
     rate = group["lr"]
@@ -490,14 +532,25 @@ def _read_options(part: _Part) -> StepOptions:
     if isinstance(rate, torch.Tensor) and rate.device.type == "cpu":
         rate = float(rate)
     beta1, beta2 = group["betas"]
-    return StepOptions(learning_rate=rate, step=part.num_done + 1, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"])
+    return StepOptions(
+        learning_rate=rate,
+        step=part.num_done + 1,
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+    )
 
 
 def _find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorTable:
     """Return the table of the step before where it holds these very tensors, else a new one."""
     table = tables.get(id(rows[0].owner))
     kept = () if table is None else table.rows
-    if table is not None and len(kept) == len(rows) and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair)):
+    if (
+        table is not None
+        and len(kept) == len(rows)
+        and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair))
+    ):
         return table
     params, exp_avgs, exp_avg_sqs, shadows, owners, *absmaxs = zip(*rows)
     return TensorTable(
@@ -520,24 +573,37 @@ def _naming_the_alternative() -> Iterator[None]:
         raise OptionError(f"FusedAdamW cannot step these tensors. {error} Or use torch.optim.AdamW.") from error
 
 
-def _check_state(number: Any, state: dict[str, Any], *, names: set[str], has_masters: bool) -> None:  # noqa: ANN401 - an integer, or a name
+def _check_state(number: Any, state: dict[str, Any], *, names: set[str], has_masters: bool) -> None:
     """Refuse the state of a parameter that holds other things than its steps would write."""
     found = set(state) - {_MASTER, "step"}
     if _MASTER in state and not has_masters:
-        raise ResumeError(f"The state of parameter {number} has an fp32 master: resume with FusedAdamW(master_weights=True), in a FineTuner "
-                          "master_dtype='float32'.")  # fmt: skip
+        raise ResumeError(
+            f"The state of parameter {number} has an fp32 master: resume with "
+            "FusedAdamW(master_weights=True), in a FineTuner "
+            "master_dtype='float32'."
+        )
     if state and found != names and found in ({*_AVERAGES}, {*_AVERAGES, *_ABSMAXS}):
         held, other = (8, 32) if _ABSMAXS[0] in found else (32, 8)
-        raise ResumeError(f"The state of parameter {number} holds averages in {held} bits, and this optimizer has optim_bits={other}: resume with "
-                          f"FusedAdamW(optim_bits={held}).")  # fmt: skip
+        raise ResumeError(
+            f"The state of parameter {number} holds averages in {held} bits, and this optimizer has "
+            f"optim_bits={other}: resume with "
+            f"FusedAdamW(optim_bits={held})."
+        )
     if state and (found != names or "step" not in state):
-        raise ResumeError(f"The state of parameter {number} holds {sorted(state)}, AdamW's holds {sorted(('step', *names))}: resume with the "
-                          "optimizer that wrote it.")  # fmt: skip
+        raise ResumeError(
+            f"The state of parameter {number} holds {sorted(state)}, AdamW's holds "
+            f"{sorted(('step', *names))}: resume with the "
+            "optimizer that wrote it."
+        )
 
 
-def _copy_state(state: dict[str, Any], device: torch.device, *, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+def _copy_state(
+    state: dict[str, Any], device: torch.device, *, dtypes: dict[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
     """Return a state of one's own: the count on the host, all else on the device of its parameter."""
     copied = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
     for name, dtype in (dtypes | ({_MASTER: torch.float32} if _MASTER in state else {})).items():
-        copied[name] = state[name].detach().to(device=device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
+        copied[name] = (
+            state[name].detach().to(device=device, dtype=dtype, memory_format=torch.contiguous_format, copy=True)
+        )
     return copied

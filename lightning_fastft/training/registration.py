@@ -7,7 +7,8 @@ from lightning_fastft.patches import attention
 
 
 def register() -> None:
-    """Make ``attn_implementation="fastft"`` and ``experts_implementation="fastft"`` known to transformers; calling it again changes nothing.
+    """Make ``attn_implementation="fastft"`` and ``experts_implementation="fastft"`` known to transformers; calling it
+    again changes nothing.
 
     For models that are loaded or switched by hand; our strategies and callbacks do it themselves.
 

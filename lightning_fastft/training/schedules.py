@@ -34,11 +34,16 @@ def group_parameters(
         return [{"params": list(parameters), **shared}]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay, **shared}, {"params": vectors, "weight_decay": 0.0, **shared}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay, **shared},
+        {"params": vectors, "weight_decay": 0.0, **shared},
+    ]
     return [group for group in groups if group["params"]]
 
 
-def learning_rate_schedule(name: str, *, num_steps: int, num_warmup_steps: int, end_share: float = 0.0) -> Callable[[int], float]:
+def learning_rate_schedule(
+    name: str, *, num_steps: int, num_warmup_steps: int, end_share: float = 0.0
+) -> Callable[[int], float]:
     """Return the function from optimizer step (from 0) to share of the peak learning rate; never 0 in the warm-up.
 
     Args:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import OptionError, SwapError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.training_parts import packed_batches, tiny_llama
 
@@ -27,10 +27,10 @@ class CountForwards:
         self.num_runs += 1
 
 
-def attach(model, policy, ledger=None):
-    ledger = ledger or SwapLedger()
+def attach(model, policy, patcher=None):
+    patcher = patcher or ModelPatcher()
     layers = list(model.model.layers)
-    return OffloadCheckpointing(policy).attach(layers, ledger, stacks=[model.model]), ledger
+    return OffloadCheckpointing(policy).attach(layers, patcher, stacks=[model.model]), patcher
 
 
 @pytest.mark.parametrize(("policy", "num_runs"), [("keep", 2), ("recompute", 4)])
@@ -49,7 +49,7 @@ def test_gradients_are_bit_equal_for_every_policy():
     recomputed = copy.deepcopy(kept)
     batch = packed_batches(1)[0]
     for model, policy in ((kept, "keep"), (recomputed, "recompute")):
-        install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing(policy))
+        install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing(policy))
         model(**batch).loss.backward()
     for (name, expected), value in zip(kept.named_parameters(), recomputed.parameters()):
         assert torch.equal(expected.grad, value.grad), name
@@ -57,7 +57,7 @@ def test_gradients_are_bit_equal_for_every_policy():
 
 def test_masks_are_built_once_with_recompute():
     model = tiny_llama()
-    install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing("recompute"))
+    install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing("recompute"))
     batch = packed_batches(1)[0]
     model(**batch).loss.backward()
     assert batch.context.num_reads == 4
@@ -81,9 +81,9 @@ def test_inert_without_gradients_and_in_evaluation(is_training):
 def test_undo_restores_every_attribute():
     model = tiny_llama()
     before = [dict(vars(module)) for module in model.modules()]
-    _, ledger = attach(model, "recompute")
+    _, patcher = attach(model, "recompute")
     assert model.is_gradient_checkpointing
-    ledger.undo()
+    patcher.undo()
     assert not model.is_gradient_checkpointing
     assert [vars(module) for module in model.modules()] == before
 
@@ -99,10 +99,10 @@ def test_recompute_takes_over_and_gives_back():
     model = tiny_llama()
     model.gradient_checkpointing_enable()
     own = model.model.layers[0]._gradient_checkpointing_func
-    status, ledger = attach(model, "recompute")
+    status, patcher = attach(model, "recompute")
     assert "taken over" in status.reason
     assert model.model.layers[0]._gradient_checkpointing_func is not own
-    ledger.undo()
+    patcher.undo()
     assert model.model.layers[0]._gradient_checkpointing_func is own
     assert model.is_gradient_checkpointing
 
@@ -155,7 +155,7 @@ def test_attached_model_can_be_copied_and_pickled():
 
 def test_nothing_to_attach_to_is_an_error():
     with pytest.raises(SwapError, match="no decoder layer"):
-        OffloadCheckpointing("recompute").attach([], SwapLedger())
+        OffloadCheckpointing("recompute").attach([], ModelPatcher())
 
 
 def test_unknown_policy_is_refused():
@@ -169,7 +169,7 @@ def test_recompute_lowers_the_peak_on_a_gpu():
     batch = packed_batches(1)[0].to("cuda")
     for policy in ("keep", "recompute"):
         model = tiny_llama().to("cuda", torch.bfloat16)
-        install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing(policy))
+        install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing(policy))
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         loss = model(**batch).loss

@@ -4,16 +4,18 @@ import pytest
 import torch
 
 from lightning_fastft.activations.engine import OffloadEngine, describe_use
-from lightning_fastft.activations.streams import ImmediateLanes
+from lightning_fastft.activations.streams import ImmediateStreams
 from lightning_fastft.core.errors import SwapError
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 
 
 def make_engine(**options):
-    return OffloadEngine(LateLanes(), **{"host_bytes": 1 << 20, "slot_bytes": 1 << 16, **options})
+    return OffloadEngine(LateStreams(), **{"host_bytes": 1 << 20, "slot_bytes": 1 << 16, **options})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
 def test_bytes_come_back_whatever_the_dtype(dtype):
     engine = make_engine()
     tensor = torch.randint(0, 2, (3, 5)).to(dtype)
@@ -40,7 +42,13 @@ def test_strides_and_offsets_of_gapless_tensors_are_kept(make):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.randn(4, 8)[:, ::2], lambda: torch.randn(3, 1).expand(3, 5), lambda: torch.empty(0), lambda: torch.randn(4, 6)[:, 1:3]]
+    "make",
+    [
+        lambda: torch.randn(4, 8)[:, ::2],
+        lambda: torch.randn(3, 1).expand(3, 5),
+        lambda: torch.empty(0),
+        lambda: torch.randn(4, 6)[:, 1:3],
+    ],
 )
 def test_tensors_with_gaps_or_overlaps_stay_where_they_are(make):
     engine = make_engine()
@@ -58,75 +66,75 @@ def test_a_full_slab_keeps_the_tensor_on_the_device():
 
 def test_the_one_before_is_fetched_before_it_is_asked_for():
     engine = make_engine()
-    groups, leases = [], []
+    groups, allocations = [], []
     for number in range(4):
         groups.append(engine.open_group())
-        leases.append(engine.store(groups[-1], torch.full((8,), float(number))))
+        allocations.append(engine.store(groups[-1], torch.full((8,), float(number))))
     engine.enter_backward(groups[3])
-    assert [lease.staged is not None for lease in leases] == [False, False, True, True]
-    assert engine.load(leases[3]).tolist() == [3.0] * 8
+    assert [allocation.staged is not None for allocation in allocations] == [False, False, True, True]
+    assert engine.load(allocations[3]).tolist() == [3.0] * 8
     engine.enter_backward(groups[2])
-    assert [lease.staged is not None for lease in leases] == [False, True, True, False]
+    assert [allocation.staged is not None for allocation in allocations] == [False, True, True, False]
 
 
 def test_one_buffer_fetches_when_asked():
     engine = make_engine(buffers=1)
     groups = [engine.open_group() for _ in range(2)]
-    leases = [engine.store(group, torch.ones(8)) for group in groups]
+    allocations = [engine.store(group, torch.ones(8)) for group in groups]
     engine.enter_backward(groups[1])
-    assert leases[0].staged is None
-    assert engine.load(leases[0]).tolist() == [1.0] * 8
+    assert allocations[0].staged is None
+    assert engine.load(allocations[0]).tolist() == [1.0] * 8
 
 
 def test_a_segment_without_host_tensors_starts_the_fetch_of_the_one_before():
     engine = make_engine()
     group, empty = engine.open_group(), None
-    lease = engine.store(group, torch.ones(8))
+    allocation = engine.store(group, torch.ones(8))
     empty = engine.open_group()
     engine.enter_backward(empty)
-    assert lease.staged is not None
+    assert allocation.staged is not None
 
 
 def test_a_segment_larger_than_a_slot_is_staged_outside_and_counted():
     engine = make_engine(slot_bytes=512)
-    lease = engine.store(engine.open_group(), torch.arange(1000.0))
-    assert torch.equal(engine.load(lease), torch.arange(1000.0))
+    allocation = engine.store(engine.open_group(), torch.arange(1000.0))
+    assert torch.equal(engine.load(allocation), torch.arange(1000.0))
     assert describe_use(engine)["num_unplanned"] == 1
 
 
 def test_sources_live_until_compute_has_waited_and_no_longer():
     engine = make_engine(slot_bytes=4096)
     group = engine.open_group()
-    leases = [engine.store(group, torch.ones(512)) for _ in range(5)]
+    allocations = [engine.store(group, torch.ones(512)) for _ in range(5)]
     # Two tensors of 2,048 bytes fill what may be under way.
     assert len(engine._in_flight) == 2
     engine.enter_backward(engine.open_group())
     assert not engine._in_flight
-    assert all(lease is not None for lease in leases)
+    assert all(allocation is not None for allocation in allocations)
 
 
 def test_writing_to_a_source_under_way_is_an_error():
     engine = make_engine()
     group, tensor = engine.open_group(), torch.ones(8)
-    lease = engine.store(group, tensor)
+    allocation = engine.store(group, tensor)
     tensor.add_(1)
     with pytest.raises(SwapError, match="written to in place"):
-        engine.load(lease)
+        engine.load(allocation)
 
 
 def test_memory_of_dead_leases_is_used_again():
     engine = make_engine(host_bytes=2048)
     for number in range(50):
         group = engine.open_group()
-        leases = [engine.store(group, torch.full((250,), float(number + part))) for part in range(2)]
-        assert [engine.load(lease)[0].item() for lease in leases] == [number, number + 1]
-        del leases, group
+        allocations = [engine.store(group, torch.full((250,), float(number + part))) for part in range(2)]
+        assert [engine.load(allocation)[0].item() for allocation in allocations] == [number, number + 1]
+        del allocations, group
     use = describe_use(engine)
     assert (use["num_kept"], use["pinned_used_bytes"]) == (0, 0)
 
 
 def test_close_gives_everything_back():
-    engine = OffloadEngine(ImmediateLanes(), host_bytes=4096, slot_bytes=1024)
+    engine = OffloadEngine(ImmediateStreams(), host_bytes=4096, slot_bytes=1024)
     engine.store(engine.open_group(), torch.ones(8))
     engine.close()
     engine.close()

@@ -1,4 +1,6 @@
-"""Offloaded layers beside everything else that a model, a user or a Trainer does: the bits of the kept model, and a clean next step."""
+"""Offloaded layers beside everything else that a model, a user or a Trainer does: the bits of the kept model, and
+a clean next step.
+"""
 
 import copy
 import functools
@@ -16,12 +18,12 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.engine import OffloadEngine, describe_use
 from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.activations.stack import SegmentStack
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
@@ -39,19 +41,21 @@ def llama(**options):
 
 
 def late(seed=1):
-    return lambda device: LateLanes(seed=seed)
+    return lambda device: LateStreams(seed=seed)
 
 
 def all_on_host(value_names):
-    return [RECOMPUTE._replace(input_place="host", values=tuple((name, "host") for name in names)) for names in value_names]
+    return [
+        RECOMPUTE._replace(input_place="host", values=tuple((name, "host") for name in names)) for names in value_names
+    ]
 
 
 def offloading(model, **options):
     """A model under "offload" with late copies."""
-    checkpointing, ledger = OffloadCheckpointing("offload", **options), SwapLedger()
-    install_packed_training(model, ledger, checkpointing=checkpointing)
-    checkpointing.stacks[0].make_lanes = late()
-    return checkpointing.stacks[0], ledger
+    checkpointing, patcher = OffloadCheckpointing("offload", **options), ModelPatcher()
+    install_packed_training(model, patcher, checkpointing=checkpointing)
+    checkpointing.stacks[0].make_copy_streams = late()
+    return checkpointing.stacks[0], patcher
 
 
 def seeded_gradients(model, batch, *, seed=3):
@@ -80,7 +84,7 @@ class TestCompile:
         stack, _ = offloading(model)
         for number in range(2):
             assert_equal(seeded_gradients(model, batch), expected, what=f"{form}, {backend}, step {number}")
-        assert stack.engine.lanes.num_copies == 2 * 2
+        assert stack.engine.streams.num_copies == 2 * 2
         assert describe_use(stack.engine)["num_unplanned"] == 0
 
     def test_a_compiled_part_is_really_compiled(self):
@@ -104,7 +108,7 @@ class TestCompile:
         expected = kept_gradients(model, [batch], 1)
         torch._dynamo.reset()
         model.model.layers[1].mlp.compile(backend="aot_eager")
-        planned = PlannedModel(model, [batch], make_lanes=late())
+        planned = PlannedModel(model, [batch], make_copy_streams=late())
         assert not any("mlp" in name for name in planned.value_names[1])
         assert any("mlp" in name for name in planned.value_names[0])
         for seed in range(5):
@@ -132,10 +136,12 @@ def test_dropout_is_the_same_in_the_second_run_under_any_plan(where):
         elif where != "attention":
             layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
     kept = copy.deepcopy(model)
-    install_packed_training(kept, SwapLedger(), checkpointing=OffloadCheckpointing("keep"))
+    install_packed_training(kept, ModelPatcher(), checkpointing=OffloadCheckpointing("keep"))
     expected = seeded_gradients(kept, PLAIN_BATCH)
-    assert any(not torch.equal(expected[name], other) for name, other in seeded_gradients(kept, PLAIN_BATCH, seed=4).items())
-    planned = PlannedModel(model, [PLAIN_BATCH], make_lanes=late())
+    assert any(
+        not torch.equal(expected[name], other) for name, other in seeded_gradients(kept, PLAIN_BATCH, seed=4).items()
+    )
+    planned = PlannedModel(model, [PLAIN_BATCH], make_copy_streams=late())
     for seed in range(10):
         planned.follow(random_plan(planned.value_names, seed=seed))
         assert_equal(seeded_gradients(model, PLAIN_BATCH), expected, what=f"{where}, plan {seed}")
@@ -146,7 +152,7 @@ def test_random_numbers_after_a_step_are_those_of_the_kept_model():
     after = []
     for policy in ("keep", "offload"):
         model = llama(attention_dropout=0.5)
-        install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing(policy))
+        install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing(policy))
         seeded_gradients(model, PLAIN_BATCH)
         after.append(torch.rand(3))
     assert torch.equal(*after)
@@ -157,7 +163,7 @@ def test_dtypes(dtype):
     model, batches = llama().to(dtype), [make_batch(LENGTHS, seed=seed) for seed in range(2)]
     expected = kept_gradients(model, batches, 2)
     assert {gradient.dtype for gradient in expected.values()} == {dtype}
-    planned = PlannedModel(model, batches, make_lanes=late())
+    planned = PlannedModel(model, batches, make_copy_streams=late())
     for seed in range(5):
         planned.follow(random_plan(planned.value_names, seed=seed))
         assert_equal(planned.gradients(2), expected, what=f"{dtype}, plan {seed}")
@@ -169,7 +175,7 @@ def test_autocast_reaches_the_second_run(dtype):
     found = []
     for policy in ("keep", "offload"):
         twin = copy.deepcopy(model)
-        install_packed_training(twin, SwapLedger(), checkpointing=OffloadCheckpointing(policy))
+        install_packed_training(twin, ModelPatcher(), checkpointing=OffloadCheckpointing(policy))
         with torch.autocast("cpu", dtype=dtype):
             loss = twin(**batch).loss
         loss.backward()
@@ -217,8 +223,8 @@ def test_layers_of_anybody_take_views_and_give_tuples(view, form):
 
     expected = gradients()
     checkpointing = OffloadCheckpointing("offload")
-    checkpointing.attach(list(layers), SwapLedger())
-    checkpointing.stacks[0].make_lanes = late()
+    checkpointing.attach(list(layers), ModelPatcher())
+    checkpointing.stacks[0].make_copy_streams = late()
     for _ in range(2):
         assert_equal(gradients(), expected, what=view)
     assert (checkpointing.stacks[0].engine.num_kept > 0) is (view in ("with gaps", "expanded"))
@@ -236,18 +242,22 @@ def test_a_layer_that_is_given_everything_by_name():
         return read_gradients(layers)
 
     expected = gradients()
-    OffloadCheckpointing("offload").attach(list(layers), SwapLedger())
+    OffloadCheckpointing("offload").attach(list(layers), ModelPatcher())
     assert_equal(gradients(), expected, what="by name")
 
 
 def test_what_a_user_keeps_of_the_second_run_stays_right(caplog):
-    """A hook inside a layer sees the staged input; kept beyond the backward it is the user's, and the slot gets other memory."""
+    """A hook inside a layer sees the staged input; kept beyond the backward it is the user's, and the slot gets
+    other memory.
+    """
     model, batch = llama(num_hidden_layers=4), make_batch(LENGTHS)
     expected = kept_gradients(model, [batch], 1)
     stack, _ = offloading(model)
     seen = [[] for _ in model.model.layers]
     for layer, tensors in zip(model.model.layers, seen):
-        layer.input_layernorm.register_forward_pre_hook(lambda module, args, tensors=tensors: tensors.append(args[0].detach()))
+        layer.input_layernorm.register_forward_pre_hook(
+            lambda module, args, tensors=tensors: tensors.append(args[0].detach())
+        )
     with caplog.at_level(logging.WARNING, logger="lightning_fastft.activations.slots"):
         for number in range(3):
             assert_equal(seeded_gradients(model, batch), expected, what=f"step {number}")
@@ -261,27 +271,36 @@ def test_what_a_user_keeps_of_the_second_run_stays_right(caplog):
 def test_flags_of_transformers_come_back():
     model = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    before = [{name: value for name, value in vars(module).items() if "checkpointing" in name} for module in model.modules()]
-    _, ledger = offloading(model)
+    before = [
+        {name: value for name, value in vars(module).items() if "checkpointing" in name} for module in model.modules()
+    ]
+    _, patcher = offloading(model)
     seeded_gradients(model, make_batch(LENGTHS))
-    ledger.undo()
-    assert [{name: value for name, value in vars(module).items() if "checkpointing" in name} for module in model.modules()] == before
+    patcher.undo()
+    assert [
+        {name: value for name, value in vars(module).items() if "checkpointing" in name} for module in model.modules()
+    ] == before
     model.gradient_checkpointing_disable()
-    _, ledger = offloading(model)
+    _, patcher = offloading(model)
     assert model.is_gradient_checkpointing
-    ledger.undo()
+    patcher.undo()
     assert not model.is_gradient_checkpointing
 
 
 def test_trained_copies_of_peft():
     """modules_to_save inside and outside of the layers."""
-    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head", "o_proj"], lora_dropout=0.2))
+    model = get_peft_model(
+        llama(),
+        LoraConfig(
+            r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head", "o_proj"], lora_dropout=0.2
+        ),
+    )
     batch = make_batch(LENGTHS)
     kept = copy.deepcopy(model)
-    install_packed_training(kept, SwapLedger(), checkpointing=OffloadCheckpointing("keep"))
+    install_packed_training(kept, ModelPatcher(), checkpointing=OffloadCheckpointing("keep"))
     expected = seeded_gradients(kept, batch)
     assert {"lm_head", "o_proj"} <= {part for name in expected for part in name.split(".")}
-    planned = PlannedModel(model, [batch], make_lanes=late())
+    planned = PlannedModel(model, [batch], make_copy_streams=late())
     for seed in range(8):
         planned.follow(random_plan(planned.value_names, seed=seed))
         assert_equal(seeded_gradients(model, batch), expected, what=f"plan {seed}")
@@ -297,8 +316,10 @@ def test_a_checkpoint_inside_a_layer(part, trained):
     for layer in (model.base_model.model if trained == "adapters" else model).model.layers:
         module = getattr(layer, part)
         own = type(module).forward
-        module.forward = lambda *args, own=own, module=module, **options: checkpoint(own, module, *args, use_reentrant=False, **options)
-    planned = PlannedModel(model, [batch], make_lanes=late())
+        module.forward = lambda *args, own=own, module=module, **options: checkpoint(
+            own, module, *args, use_reentrant=False, **options
+        )
+    planned = PlannedModel(model, [batch], make_copy_streams=late())
     for seed in range(10):
         planned.follow(random_plan(planned.value_names, seed=seed))
         assert_equal(planned.gradients(1), expected, what=f"plan {seed}")
@@ -313,14 +334,16 @@ def test_a_checkpoint_around_several_layers(policy):
         layers.zero_grad(set_to_none=True)
         hidden = x
         for first, second in zip(layers[::2], layers[1::2]):
-            hidden = checkpoint(lambda hidden, first=first, second=second: second(first(hidden)), hidden, use_reentrant=False)
+            hidden = checkpoint(
+                lambda hidden, first=first, second=second: second(first(hidden)), hidden, use_reentrant=False
+            )
         hidden.square().mean().backward()
         return read_gradients(layers)
 
     expected = gradients()
     checkpointing = OffloadCheckpointing(policy)
-    checkpointing.attach(list(layers), SwapLedger())
-    checkpointing.stacks[0].make_lanes = late()
+    checkpointing.attach(list(layers), ModelPatcher())
+    checkpointing.stacks[0].make_copy_streams = late()
     for _ in range(3):
         assert_equal(gradients(), expected, what=policy)
     if policy == "offload":
@@ -331,13 +354,15 @@ def test_a_checkpoint_around_several_layers(policy):
 def test_hooks_of_a_user_around_the_model(hooks):
     model, batch = llama(), make_batch(LENGTHS)
     expected = kept_gradients(model, [batch], 1)
-    planned = PlannedModel(model, [batch], make_lanes=late())
+    planned = PlannedModel(model, [batch], make_copy_streams=late())
     seen = []
 
     def around():
         if hooks == "save_on_cpu":
             return torch.autograd.graph.save_on_cpu()
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(True) or tensor.clone(), lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: seen.append(True) or tensor.clone(), lambda tensor: tensor
+        )
 
     for seed in range(5):
         planned.follow(random_plan(planned.value_names, seed=seed))
@@ -352,7 +377,7 @@ def test_hooks_of_a_user_around_the_model(hooks):
 def test_a_forward_without_gradients_between_forward_and_backward():
     model, batches = llama(), [make_batch(LENGTHS, seed=seed) for seed in range(2)]
     expected = kept_gradients(model, batches, 1)
-    planned = PlannedModel(model, batches, make_lanes=late())
+    planned = PlannedModel(model, batches, make_copy_streams=late())
     planned.follow(all_on_host(planned.value_names))
     model.zero_grad(set_to_none=True)
     loss = model(**batches[0]).loss
@@ -374,9 +399,9 @@ def test_an_evaluation_between_the_steps_of_a_window():
     model, batches = llama(), [make_batch(LENGTHS, seed=seed) for seed in range(3)]
     expected = kept_gradients(model, batches, 3)
     checkpointing = OffloadCheckpointing("auto", vram_budget=1000, host_budget=1)
-    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     (stack,) = checkpointing.stacks
-    stack.make_lanes = late()
+    stack.make_copy_streams = late()
     for window in range(3):
         model.zero_grad(set_to_none=True)
         for batch in batches:
@@ -390,8 +415,8 @@ def test_an_evaluation_between_the_steps_of_a_window():
     assert stack.cost.segments[0].input_bytes == 96 * 32 * 4, "an evaluation is no reason to plan for its packs"
 
 
-class FailingLanes(LateLanes):
-    """Lanes whose n-th copy out or in is refused, as a device does that is in trouble."""
+class FailingLanes(LateStreams):
+    """CopyStreams whose n-th copy out or in is refused, as a device does that is in trouble."""
 
     def __init__(self):
         super().__init__(seed=1)
@@ -405,27 +430,27 @@ class FailingLanes(LateLanes):
         self._count("in")
         return super().copy_in(device, host, after=after)
 
-    def _count(self, lane):
-        if lane in self.fail_in:
-            self.fail_in[lane] -= 1
-            if self.fail_in[lane] == 0:
+    def _count(self, stream):
+        if stream in self.fail_in:
+            self.fail_in[stream] -= 1
+            if self.fail_in[stream] == 0:
                 raise RuntimeError("planted")
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
-@pytest.mark.parametrize("lane", ["out", "in"])
-def test_a_copy_that_fails_leaves_a_clean_next_step(lane, nth):
+@pytest.mark.parametrize("stream", ["out", "in"])
+def test_a_copy_that_fails_leaves_a_clean_next_step(stream, nth):
     model, batch = llama(), make_batch(LENGTHS)
     expected = kept_gradients(model, [batch], 1)
-    planned = PlannedModel(model, [batch], make_lanes=lambda device: FailingLanes())
+    planned = PlannedModel(model, [batch], make_copy_streams=lambda device: FailingLanes())
     planned.follow(all_on_host(planned.value_names))
-    lanes = planned.stack.engine.lanes
+    streams = planned.stack.engine.streams
     for _ in range(3):
-        lanes.fail_in = {lane: nth}
+        streams.fail_in = {stream: nth}
         with pytest.raises(RuntimeError, match="planted"):
             planned.gradients(1)
-        lanes.fail_in = {}
-        assert_equal(planned.gradients(1), expected, what=f"{lane}, copy {nth}")
+        streams.fail_in = {}
+        assert_equal(planned.gradients(1), expected, what=f"{stream}, copy {nth}")
         gc.collect()
         use = planned.use()
         assert (use["num_kept"], use["num_unplanned"], use["pinned_used_bytes"]) == (0, 0, 0)
@@ -439,7 +464,10 @@ def living():
 
 
 def swapped_attributes(model):
-    return [{name: value for name, value in vars(part).items() if "checkpointing" in name or "fastft" in name} for part in model.modules()]
+    return [
+        {name: value for name, value in vars(part).items() if "checkpointing" in name or "fastft" in name}
+        for part in model.modules()
+    ]
 
 
 def loader(num_batches=8):
@@ -469,13 +497,21 @@ def test_a_whole_run_has_the_weights_of_the_kept_one(tmp_path, policy):
         watch = callbacks[name] = Watch()
         saved = ModelCheckpoint(dirpath=tmp_path / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")
         trainer = quiet_trainer(
-            tmp_path, strategy=strategy, max_steps=4, accumulate_grad_batches=2, gradient_clip_val=0.5, val_check_interval=2,
-            enable_checkpointing=True, callbacks=[saved] if name == "keep" else [saved, watch],
-        )  # fmt: skip
+            tmp_path,
+            strategy=strategy,
+            max_steps=4,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
+            val_check_interval=2,
+            enable_checkpointing=True,
+            callbacks=[saved] if name == "keep" else [saved, watch],
+        )
         trainer.fit(module, loader(), packed_loader(2, seed=50))
         assert trainer.global_step == 4
         assert "val_loss" in trainer.callback_metrics
-        states.append((module.state_dict(), torch.load(tmp_path / name / "step=4.ckpt", weights_only=True)["state_dict"]))
+        states.append(
+            (module.state_dict(), torch.load(tmp_path / name / "step=4.ckpt", weights_only=True)["state_dict"])
+        )
         reason = next(status.reason for status in trainer.strategy.statuses() if status.name == "activations")
     for kept, found in zip(*states):
         assert_equal(found, kept, what=policy)

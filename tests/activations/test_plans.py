@@ -6,14 +6,14 @@ from torch import nn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.segments import RECOMPUTE
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import functions as decoder_functions
 from lightning_fastft.moe import routing as experts
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.step import SegmentPlan
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 from tests.support.layer_pairs import DENSE, POST_NORMED, build, count_own_forwards, fuse, layers_of
 from tests.support.packs import assert_close, make_batch
 from tests.support.tiny_models import build_tiny
@@ -25,16 +25,19 @@ LENGTHS = (40, 1, 25, 30)
 def make_model(name, **options):
     model = build_tiny(name.removesuffix(" routed"), **options).train()
     if name.endswith(" routed"):
-        install_bincount_router(model, SwapLedger())
+        install_bincount_router(model, ModelPatcher())
     return model, [make_batch(LENGTHS, seed=seed) for seed in range(3)]
 
 
 def late(seed=None):
-    return lambda device: LateLanes(seed=seed)
+    return lambda device: LateStreams(seed=seed)
 
 
 def all_on_host(value_names):
-    return [SegmentPlan(is_kept=False, input_place="host", values=tuple((name, "host") for name in names)) for names in value_names]
+    return [
+        SegmentPlan(is_kept=False, input_place="host", values=tuple((name, "host") for name in names))
+        for names in value_names
+    ]
 
 
 def is_clean(use):
@@ -43,14 +46,17 @@ def is_clean(use):
 
 # Of the mixture one half with transformers' experts, the other with ours.
 @pytest.mark.parametrize(
-    ("name", "seeds"), [("llama", range(50)), ("gemma2", range(50)), ("qwen3_moe", range(25)), ("qwen3_moe routed", range(25, 50))]
+    ("name", "seeds"),
+    [("llama", range(50)), ("gemma2", range(50)), ("qwen3_moe", range(25)), ("qwen3_moe routed", range(25, 50))],
 )
 def test_random_plans_are_bit_equal(name, seeds):
     model, batches = make_model(name, **({} if name == "gemma2" else {"num_hidden_layers": 4}))
     expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
     for count in (1, 3):
-        assert_equal(kept_gradients(model, batches, count, policy="torch"), expected[count], what=f"{name}: torch's checkpoint")
-    planned = PlannedModel(model, batches, make_lanes=late(seed=1))
+        assert_equal(
+            kept_gradients(model, batches, count, policy="torch"), expected[count], what=f"{name}: torch's checkpoint"
+        )
+    planned = PlannedModel(model, batches, make_copy_streams=late(seed=1))
     assert ("mlp.experts.gate_up" in planned.value_names[0]) == name.endswith(" routed")
     for seed in seeds:
         planned.follow(random_plan(planned.value_names, seed=seed))
@@ -63,7 +69,7 @@ def test_random_plans_are_bit_equal(name, seeds):
 def test_any_number_of_buffers_and_the_latest_copies(buffers):
     model, batches = make_model("llama", num_hidden_layers=5)
     expected = kept_gradients(model, batches, 3)
-    planned = PlannedModel(model, batches, make_lanes=late(), buffers=buffers)
+    planned = PlannedModel(model, batches, make_copy_streams=late(), buffers=buffers)
     planned.follow(all_on_host(planned.value_names))
     assert len(planned.stack.engine.slots) == buffers
     assert_equal(planned.gradients(3), expected, what=f"{buffers} buffers")
@@ -71,24 +77,26 @@ def test_any_number_of_buffers_and_the_latest_copies(buffers):
 
 
 def test_a_wait_that_is_missing_is_seen():
-    class Careless(LateLanes):
+    class Careless(LateStreams):
         def wait_compute(self, mark):
             """Wait for nothing."""
 
     model, batches = make_model("llama", num_hidden_layers=4)
     expected = kept_gradients(model, batches, 1)
-    planned = PlannedModel(model, batches, make_lanes=lambda device: Careless())
+    planned = PlannedModel(model, batches, make_copy_streams=lambda device: Careless())
     planned.follow(all_on_host(planned.value_names))
     found = planned.gradients(1)
     assert any(not torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_two_models_in_one_process_and_interleaved_backwards():
-    """Both forwards, then both backwards in the order of the forwards: the order that an engine of stacks would get wrong."""
+    """Both forwards, then both backwards in the order of the forwards: the order that an engine of stacks would
+    get wrong.
+    """
     models = [make_model("llama", num_hidden_layers=3)[0], make_model("qwen3", num_hidden_layers=3)[0]]
     batch = make_batch(LENGTHS)
     expected = [kept_gradients(model, [batch], 1) for model in models]
-    planned = [PlannedModel(model, [batch], make_lanes=late(seed=number)) for number, model in enumerate(models)]
+    planned = [PlannedModel(model, [batch], make_copy_streams=late(seed=number)) for number, model in enumerate(models)]
     for plan in planned:
         plan.follow(all_on_host(plan.value_names))
         plan.model.zero_grad(set_to_none=True)
@@ -102,7 +110,7 @@ def test_two_models_in_one_process_and_interleaved_backwards():
 def test_two_forwards_of_one_model_before_their_backwards():
     model, batches = make_model("llama", num_hidden_layers=3)
     expected = kept_gradients(model, batches, 2)
-    planned = PlannedModel(model, batches, make_lanes=late(seed=2))
+    planned = PlannedModel(model, batches, make_copy_streams=late(seed=2))
     planned.follow(all_on_host(planned.value_names))
     model.zero_grad(set_to_none=True)
     losses = [model(**batch).loss for batch in batches[:2]]
@@ -118,7 +126,7 @@ def test_two_forwards_of_one_model_before_their_backwards():
 def test_a_retained_graph_can_be_used_twice():
     model, batches = make_model("llama", num_hidden_layers=3)
     expected = kept_gradients(model, batches, 1)
-    planned = PlannedModel(model, batches, make_lanes=late(seed=3))
+    planned = PlannedModel(model, batches, make_copy_streams=late(seed=3))
     planned.follow(all_on_host(planned.value_names))
     model.zero_grad(set_to_none=True)
     loss = model(**batches[0]).loss
@@ -135,7 +143,7 @@ def test_a_retained_graph_can_be_used_twice():
 def test_an_interrupted_step_leaves_a_clean_next_one(where):
     model, batches = make_model("llama", num_hidden_layers=4)
     expected = kept_gradients(model, batches, 1)
-    planned = PlannedModel(model, batches, make_lanes=late(seed=4))
+    planned = PlannedModel(model, batches, make_copy_streams=late(seed=4))
     planned.follow(all_on_host(planned.value_names))
 
     def fail(*_):
@@ -145,7 +153,9 @@ def test_an_interrupted_step_leaves_a_clean_next_one(where):
     if where == "dropped graph":
         model(**batches[0])
     else:
-        handle = layer.register_forward_hook(fail) if where == "forward" else layer.register_full_backward_pre_hook(fail)
+        handle = (
+            layer.register_forward_hook(fail) if where == "forward" else layer.register_full_backward_pre_hook(fail)
+        )
         with pytest.raises(RuntimeError, match="planted"):
             planned.gradients(1)
         handle.remove()
@@ -155,20 +165,23 @@ def test_an_interrupted_step_leaves_a_clean_next_one(where):
 
 def test_evaluation_and_no_grad_take_no_slot():
     model, batches = make_model("llama", num_hidden_layers=3)
-    planned = PlannedModel(model, batches, make_lanes=late())
+    planned = PlannedModel(model, batches, make_copy_streams=late())
     planned.follow(all_on_host(planned.value_names))
-    copies = planned.stack.engine.lanes.num_copies
+    copies = planned.stack.engine.streams.num_copies
     with torch.no_grad():
         model(**batches[0])
     model.eval()
     model(**batches[0]).loss.backward()
     model.train()
-    assert planned.stack.engine.lanes.num_copies == copies
+    assert planned.stack.engine.streams.num_copies == copies
 
 
 @pytest.mark.parametrize(
     ("place", "fault"),
-    [("device", r"gate_proj was kept for the backward and then written to"), ("host", "written to in place while it was copied")],
+    [
+        ("device", r"gate_proj was kept for the backward and then written to"),
+        ("host", "written to in place while it was copied"),
+    ],
 )
 def test_writing_to_a_held_value_in_place_is_an_error_not_a_wrong_gradient(place, fault):
     class Spoiled(nn.Module):
@@ -188,7 +201,7 @@ def test_gradient_of_the_router_arrives_with_the_auxiliary_loss():
     model.config.output_router_logits = True
     model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
     expected = kept_gradients(model, batches, 1)
-    planned = PlannedModel(model, batches, make_lanes=late())
+    planned = PlannedModel(model, batches, make_copy_streams=late())
     planned.follow(all_on_host(planned.value_names))
     found = planned.gradients(1)
     assert found["model.layers.0.mlp.gate.weight"].abs().sum() > 0
@@ -202,7 +215,9 @@ def test_the_second_run_of_routed_experts_leaves_out_what_nobody_needs(monkeypat
     planned = PlannedModel(model, batches)
     products = []
     real = experts.grouped_mm
-    monkeypatch.setattr(experts, "grouped_mm", lambda *args, **options: products.append(args[1].shape[-1]) or real(*args, **options))
+    monkeypatch.setattr(
+        experts, "grouped_mm", lambda *args, **options: products.append(args[1].shape[-1]) or real(*args, **options)
+    )
     counts = {}
     for place, values in (("recomputed", ()), ("held", (("mlp.experts.gate_up", "device"),))):
         planned.follow([RECOMPUTE._replace(values=values)] * 2)
@@ -216,11 +231,13 @@ def test_the_second_run_of_routed_experts_leaves_out_what_nobody_needs(monkeypat
 def test_the_choice_of_experts_is_kept_not_made_again():
     """Noise between the two runs, as other kernels would add: the same experts all the same."""
     model, batches = make_model("qwen3_moe", num_hidden_layers=1)
-    ledger = SwapLedger()
-    install_packed_training(model, ledger, checkpointing=OffloadCheckpointing("recompute"))
+    patcher = ModelPatcher()
+    install_packed_training(model, patcher, checkpointing=OffloadCheckpointing("recompute"))
     chosen = []
     gate = model.model.layers[0].mlp.gate
-    gate.register_forward_hook(lambda module, args, output: chosen.append(output[2] if isinstance(output, tuple) else None))
+    gate.register_forward_hook(
+        lambda module, args, output: chosen.append(output[2] if isinstance(output, tuple) else None)
+    )
     gate.register_forward_pre_hook(lambda module, args: (args[0] + 0.5 * torch.randn_like(args[0]),))
     model(**batches[0]).loss.backward()
     first, second = chosen
@@ -236,18 +253,22 @@ def test_plain_modules_without_transformers_attributes():
         for layer in layers:
             hidden = layer(hidden)
         hidden.square().mean().backward()
-        found = {f"{number}.{name}": parameter.grad for number, layer in enumerate(layers) for name, parameter in layer.named_parameters()}
+        found = {
+            f"{number}.{name}": parameter.grad
+            for number, layer in enumerate(layers)
+            for name, parameter in layer.named_parameters()
+        }
         for layer in layers:
             layer.zero_grad(set_to_none=True)
         return found
 
     expected = gradients()
-    checkpointing, ledger = OffloadCheckpointing("offload"), SwapLedger()
-    checkpointing.attach(layers, ledger)
-    checkpointing.stacks[0].make_lanes = late()
+    checkpointing, patcher = OffloadCheckpointing("offload"), ModelPatcher()
+    checkpointing.attach(layers, patcher)
+    checkpointing.stacks[0].make_copy_streams = late()
     assert_equal(gradients(), expected, what="plain modules")
-    assert checkpointing.stacks[0].engine.lanes.num_copies == 2 * 3
-    ledger.undo()
+    assert checkpointing.stacks[0].engine.streams.num_copies == 2 * 3
+    patcher.undo()
     assert all("forward" not in vars(layer) for layer in layers)
     assert_equal(gradients(), expected, what="undone")
 
@@ -273,7 +294,7 @@ def test_a_slab_too_small_for_all_inputs_takes_some_and_says_so():
     checkpointing = OffloadCheckpointing("offload", host_budget=1.5 * input_bytes / 2**30)
     reports = []
     checkpointing.report = reports.append
-    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     model(**batches[0]).loss.backward()
     assert_equal(read_gradients(model), expected, what="small slab")
     assert "1 of 3 inputs" in reports[0]
@@ -287,7 +308,7 @@ def make_fused(name, **options):
     """A small model of one of the families of the decoder tests, its layers fused."""
     model = build(name.removesuffix(" routed"), "lora" if name == "llama biased" else "full", **options)
     if name.endswith(" routed"):
-        install_bincount_router(model, SwapLedger())
+        install_bincount_router(model, ModelPatcher())
     fuse(model)
     return model, [make_batch(LENGTHS, seed=seed) for seed in range(3)]
 
@@ -296,7 +317,7 @@ def make_fused(name, **options):
 def test_random_plans_over_fused_layers_are_bit_equal(name):
     model, batches = make_fused(name, **({} if name in ("gpt_oss", "gemma3") else {"num_hidden_layers": 4}))
     expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
-    planned = PlannedModel(model, batches, make_lanes=late(seed=1))
+    planned = PlannedModel(model, batches, make_copy_streams=late(seed=1))
     with count_own_forwards(model) as own:
         planned.gradients(1)
     assert own.attention == 0
@@ -319,12 +340,19 @@ def test_what_a_fused_layer_holds_is_not_computed_again(monkeypatch):
     monkeypatch.setattr(
         decoder_functions,
         "product",
-        lambda joint, *args, **options: columns.append(sum(part.num_outputs for part in joint.parts)) or real(joint, *args, **options),
+        lambda joint, *args, **options: (
+            columns.append(sum(part.num_outputs for part in joint.parts)) or real(joint, *args, **options)
+        ),
     )
     qkv, out, gate_up, down = 128, 32, 80, 32
     forward = [qkv, out, gate_up, down]
     # The last product of a layer is needed by nobody in its second run.
-    again = {(): [qkv, out, gate_up], ("self_attn.qkv",): [out, gate_up], ("mlp.gate_up", "self_attn.o_proj"): [qkv], (*FUSED, "mlp.gate_up"): []}
+    again = {
+        (): [qkv, out, gate_up],
+        ("self_attn.qkv",): [out, gate_up],
+        ("mlp.gate_up", "self_attn.o_proj"): [qkv],
+        (*FUSED, "mlp.gate_up"): [],
+    }
     for names, second in again.items():
         for place in ("device", "host"):
             planned.follow([RECOMPUTE._replace(values=tuple((name, place) for name in names))])
@@ -340,10 +368,19 @@ def test_a_last_product_that_a_norm_reads_is_held_like_the_others(monkeypatch):
     planned = PlannedModel(model, batches)
     runs = []
     real = decoder_functions.product
-    monkeypatch.setattr(decoder_functions, "product", lambda *args, **options: runs.append("product") or real(*args, **options))
+    monkeypatch.setattr(
+        decoder_functions, "product", lambda *args, **options: runs.append("product") or real(*args, **options)
+    )
     gate = decoder_functions.gate_forward
-    monkeypatch.setattr(decoder_functions, "gate_forward", lambda *args, **options: runs.append("gate") or gate(*args, **options))
-    for names, num_products, num_gates in [((), 8, 2), (("mlp.down",), 7, 1), (("mlp.gate_up",), 7, 2), ((*FUSED, "mlp.gate_up", "mlp.down"), 4, 1)]:
+    monkeypatch.setattr(
+        decoder_functions, "gate_forward", lambda *args, **options: runs.append("gate") or gate(*args, **options)
+    )
+    for names, num_products, num_gates in [
+        ((), 8, 2),
+        (("mlp.down",), 7, 1),
+        (("mlp.gate_up",), 7, 2),
+        ((*FUSED, "mlp.gate_up", "mlp.down"), 4, 1),
+    ]:
         for place in ("device", "host"):
             planned.follow([RECOMPUTE._replace(values=tuple((name, place) for name in names))])
             planned.gradients(1)
@@ -357,7 +394,7 @@ def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed(na
     model, batches = make_fused(name, num_hidden_layers=2)
     expected = kept_gradients(model, batches, 1)
     checkpointing = OffloadCheckpointing("recompute")
-    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     layers = layers_of(model)
 
     class Squared(type(layers[0])):
@@ -380,9 +417,10 @@ def test_tiles_of_the_block_and_fused_attention_go_together(name, num_layers):
     model, batches = make_fused(name, num_hidden_layers=num_layers)
     expected = kept_gradients(model, batches, 1)
     for policy in ("recompute", "offload"):
-        ledger = SwapLedger()
-        install_packed_training(model, ledger, checkpointing=OffloadCheckpointing(policy, mlp_tiles=3))
-        # The first second run learns where it ends; after that, three tiles of three blocks run in the forward and once more before their backward.
+        patcher = ModelPatcher()
+        install_packed_training(model, patcher, checkpointing=OffloadCheckpointing(policy, mlp_tiles=3))
+        # The first second run learns where it ends; after that, three tiles of three blocks run in the forward and once
+        # more before their backward.
         for num_blocks in (None, 18):
             model.zero_grad(set_to_none=True)
             with count_own_forwards(model) as own:
@@ -393,18 +431,20 @@ def test_tiles_of_the_block_and_fused_attention_go_together(name, num_layers):
             assert found.keys() == expected.keys()
             for name, gradient in expected.items():
                 assert_close(found[name], gradient)
-        ledger.undo()
+        patcher.undo()
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_streamed_weights_under_fused_layers_give_the_same_bits(is_early):
-    """Also from the first step on when streaming is decided within it: inside the call of the first layer, whose hooks are passed by then."""
+    """Also from the first step on when streaming is decided within it: inside the call of the first layer, whose
+    hooks are passed by then.
+    """
     model, batches = make_fused("llama biased", num_hidden_layers=4)
     expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
     checkpointing = OffloadCheckpointing("recompute", weights="stream", host_budget=1.0)
-    ledger, before = SwapLedger(), {name: value.clone() for name, value in model.state_dict().items()}
-    install_packed_training(model, ledger, checkpointing=checkpointing)
-    checkpointing.stacks[0].make_lanes = late(seed=5 if is_early else None)
+    patcher, before = ModelPatcher(), {name: value.clone() for name, value in model.state_dict().items()}
+    install_packed_training(model, patcher, checkpointing=checkpointing)
+    checkpointing.stacks[0].make_copy_streams = late(seed=5 if is_early else None)
     if is_early:
         checkpointing.place(torch.device("cpu"))
     for count in (1, 3, 3):
@@ -415,5 +455,5 @@ def test_streamed_weights_under_fused_layers_give_the_same_bits(is_early):
             assert own.attention == 0
         assert_equal(read_gradients(model), expected[count], what=f"streamed, accumulation {count}")
     assert checkpointing.stacks[0].streamed is not None
-    ledger.undo()
+    patcher.undo()
     assert_equal(model.state_dict(), before, what="given back")

@@ -8,10 +8,17 @@ import torch
 from torch import nn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.activations.probe import HostClock, Memory, SavedBytesProbe, StepProbe, make_clock, measure_machine
+from lightning_fastft.activations.probe import (
+    HostClock,
+    Memory,
+    SavedBytesProbe,
+    StepProbe,
+    make_clock,
+    measure_machine,
+)
 from lightning_fastft.activations.segments import KEEP, Segment
 from lightning_fastft.activations.slots import align
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.patches.value_points import install_value_points
 from tests.support.packs import make_batch
@@ -76,7 +83,11 @@ class Layer(nn.Module):
     def __init__(self, device, *, forward=None, backward=None):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self._device, self._forward, self._backward = device, forward or {"ms": FORWARD_MS}, backward or {"ms": BACKWARD_MS}
+        self._device, self._forward, self._backward = (
+            device,
+            forward or {"ms": FORWARD_MS},
+            backward or {"ms": BACKWARD_MS},
+        )
 
     def forward(self, x):
         # The work saves nothing: the replay runs it again because what follows it saves.
@@ -90,7 +101,7 @@ class Rig:
         self.device = Device()
         self.layers = nn.ModuleList(Layer(self.device, **work) for _ in range(NUM_LAYERS))
         self.segments = [Segment(index) for index in range(NUM_LAYERS)]
-        install_value_points(self.layers, list(self.layers), self.segments, SwapLedger())
+        install_value_points(self.layers, list(self.layers), self.segments, ModelPatcher())
         # A first step learns the last point of each layer, as the stack's warm-up does.
         self.forward().backward()
 
@@ -115,7 +126,11 @@ class Rig:
 
     def read(self, probe, *, saved=lambda index: 3 * INPUT_BYTES, extra=0):
         return probe.read(
-            self.segments, input_bytes=INPUT_BYTES, saved_bytes=saved, extra_bytes=extra, weight_bytes=list(range(100, 100 + NUM_LAYERS))
+            self.segments,
+            input_bytes=INPUT_BYTES,
+            saved_bytes=saved,
+            extra_bytes=extra,
+            weight_bytes=list(range(100, 100 + NUM_LAYERS)),
         )
 
 
@@ -133,7 +148,9 @@ def test_times_are_those_of_the_work():
 def test_bytes_are_those_of_the_segments():
     cost = (rig := Rig()).read(rig.timed_step(), saved=lambda index: (3 + index) * INPUT_BYTES, extra=1000)
     # What autograd holds counts the output, which is the next segment's input.
-    assert [segment.saved_bytes for segment in cost.segments] == [(2 + index) * INPUT_BYTES for index in range(NUM_LAYERS)]
+    assert [segment.saved_bytes for segment in cost.segments] == [
+        (2 + index) * INPUT_BYTES for index in range(NUM_LAYERS)
+    ]
     assert [segment.weight_bytes for segment in cost.segments] == [100, 101, 102]
     assert {segment.input_bytes for segment in cost.segments} == {INPUT_BYTES}
     assert cost.base_bytes == 1000
@@ -152,7 +169,10 @@ def test_a_value_is_timed_and_the_last_one_is_not_offered(monkeypatch):
     for segment in rig.segments:
         segment.last_point = None
     probe = rig.timed_step()
-    names = [[(value.name, value.num_bytes, value.rebuild_ms) for value in segment.values] for segment in rig.read(probe).segments]
+    names = [
+        [(value.name, value.num_bytes, value.rebuild_ms) for value in segment.values]
+        for segment in rig.read(probe).segments
+    ]
     assert names == [[("linear", align(INPUT_BYTES), 2.0)]] * NUM_LAYERS
     for segment in rig.segments:
         segment.last_point = "linear"
@@ -248,7 +268,7 @@ def test_a_counted_forward_without_a_backward_leaves_nothing_behind():
 def test_gradients_while_probing_are_those_without():
     model, batch = build_tiny("llama").train(), make_batch()
     checkpointing = OffloadCheckpointing("auto", vram_budget=100)
-    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     found = []
     for _ in range(4):
         model.zero_grad(set_to_none=True)

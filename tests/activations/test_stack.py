@@ -1,4 +1,6 @@
-"""SegmentStack: the phases of "auto", budgets that force a plan, plans made again, memory that is refused, and how ranks agree."""
+"""SegmentStack: the phases of "auto", budgets that force a plan, plans made again, memory that is refused, and
+how ranks agree.
+"""
 
 import copy
 import functools
@@ -17,13 +19,13 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.engine import describe_use
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches import packed as packed_module
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.plan import Machine, predict
 from tests.activations.test_values import adapted
 from tests.planner.plan_trials import assert_equal, kept_gradients, read_gradients
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 
@@ -47,10 +49,10 @@ class Attached:
         self.checkpointing.report = self.reports.append
         self.checkpointing.extra_bytes = lambda: extra_bytes
         self.checkpointing.agree = lambda plan: self.asked.append(plan) or (plan if agree is None else agree(plan))
-        self.ledger = SwapLedger()
-        install_packed_training(self.model, self.ledger, checkpointing=self.checkpointing)
+        self.patcher = ModelPatcher()
+        install_packed_training(self.model, self.patcher, checkpointing=self.checkpointing)
         self.stack = self.checkpointing.stacks[-1]
-        self.stack.make_lanes = lambda device: LateLanes(seed=1)
+        self.stack.make_copy_streams = lambda device: LateStreams(seed=1)
 
     @property
     def plans(self):
@@ -103,7 +105,8 @@ def test_three_measured_forwards_and_the_plan_at_the_fourth():
     for _ in range(5):
         assert_equal(attached.step(), expected, what=f"step {len(seen)}")
         seen.append((sum(plan.is_kept for plan in attached.plans), attached.stack.plan is not None))
-    # The first counts what one layer of the one kind holds when it is kept; the second runs as the third, which is timed.
+    # The first counts what one layer of the one kind holds when it is kept; the second runs as the third, which is
+    # timed.
     assert seen == [(1, False), (0, False), (0, False), (NUM_LAYERS, True), (NUM_LAYERS, True)]
     assert all(segment.observer is None for segment in attached.stack.segments)
     (report,) = attached.reports
@@ -148,7 +151,11 @@ def test_a_budget_between_the_ends_holds_values_and_stays_below():
     attached.until_planned()
     assert attached.stack.plan.prediction.peak_bytes <= budget * GIB
     assert attached.stack.engine is None
-    assert 0 < sum(plan.is_kept for plan in attached.plans) + sum(bool(plan.values) for plan in attached.plans) < 2 * NUM_LAYERS
+    assert (
+        0
+        < sum(plan.is_kept for plan in attached.plans) + sum(bool(plan.values) for plan in attached.plans)
+        < 2 * NUM_LAYERS
+    )
     assert not all(plan.is_kept for plan in attached.plans)
     assert_equal(attached.step(), expected, what="planned")
     assert "values held" in attached.reason or "layers kept" in attached.reason
@@ -205,8 +212,16 @@ def test_larger_packs_are_planned_for_again_and_smaller_ones_are_not():
 
 
 def test_packs_of_any_length_while_measuring_plan_for_the_longest():
-    """Bytes of the longest pack, whichever was counted and timed; and the plan comes at the fourth forward on every rank."""
-    orders = [(LARGE, SMALL, SMALL, SMALL), (SMALL, LARGE, SMALL, SMALL), (SMALL, SMALL, LARGE, SMALL), (SMALL, SMALL, SMALL, LARGE), (LARGE,) * 4]
+    """Bytes of the longest pack, whichever was counted and timed; and the plan comes at the fourth forward on
+    every rank.
+    """
+    orders = [
+        (LARGE, SMALL, SMALL, SMALL),
+        (SMALL, LARGE, SMALL, SMALL),
+        (SMALL, SMALL, LARGE, SMALL),
+        (SMALL, SMALL, SMALL, LARGE),
+        (LARGE,) * 4,
+    ]
     sizes = []
     for order in orders:
         attached = Attached(vram_budget=1000)
@@ -216,9 +231,14 @@ def test_packs_of_any_length_while_measuring_plan_for_the_longest():
         costs = attached.stack.cost.segments
         assert len(attached.asked) == 1
         # What was sized from shorter packs holds the longest: nothing is left on the device for want of room.
-        attached.stack.follow([all_on_host(costs[0])] * NUM_LAYERS, device=torch.device("cpu"), cost=attached.stack.cost)
+        attached.stack.follow(
+            [all_on_host(costs[0])] * NUM_LAYERS, device=torch.device("cpu"), cost=attached.stack.cost
+        )
         assert_equal(attached.step(make_batch(LARGE)), attached.expected(make_batch(LARGE)), what=str(order))
-        assert (describe_use(attached.stack.engine)["num_kept"], describe_use(attached.stack.engine)["num_unplanned"]) == (0, 0)
+        assert (
+            describe_use(attached.stack.engine)["num_kept"],
+            describe_use(attached.stack.engine)["num_unplanned"],
+        ) == (0, 0)
         sizes.append(([value.num_bytes for value in costs[0].values], costs[0].input_bytes, costs[0].saved_bytes))
     values, inputs, saved = sizes[-1]
     for found_values, found_inputs, found_saved in sizes[:-1]:
@@ -404,9 +424,9 @@ def test_two_models_have_a_stack_each():
 
     pair, batch = Pair(), make_batch(LENGTHS)
     expected = [kept_gradients(model, [batch], 1) for model in (pair.one, pair.other)]
-    checkpointing, ledger = OffloadCheckpointing("auto", vram_budget=1000), SwapLedger()
+    checkpointing, patcher = OffloadCheckpointing("auto", vram_budget=1000), ModelPatcher()
     checkpointing.report = lambda text: None
-    install_packed_training(pair, ledger, checkpointing=checkpointing)
+    install_packed_training(pair, patcher, checkpointing=checkpointing)
     assert [len(stack.segments) for stack in checkpointing.stacks] == [2, 3]
     for _ in range(5):
         pair.zero_grad(set_to_none=True)
@@ -417,7 +437,7 @@ def test_two_models_have_a_stack_each():
             assert_equal(read_gradients(model), wanted, what="two models")
     assert all(stack.plan is not None for stack in checkpointing.stacks)
     assert checkpointing.status().reason.count(" layers kept") == 2
-    ledger.undo()
+    patcher.undo()
     assert not checkpointing.stacks
 
 
@@ -426,12 +446,12 @@ def test_undoing_closes_the_engine_and_remembers_what_ran():
     attached.step()
     engine = attached.stack.engine
     reason = attached.reason
-    attached.ledger.undo()
+    attached.patcher.undo()
     assert (engine.slab.num_bytes, engine.slots) == (0, [])
     assert attached.stack.engine is None
     assert attached.checkpointing.stacks == []
     assert attached.reason == reason
-    attached.ledger.undo()
+    attached.patcher.undo()
 
 
 def test_a_description_at_each_stage():
@@ -442,7 +462,9 @@ def test_a_description_at_each_stage():
 
 
 def test_unified_memory_refuses_to_offload(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=True, name="a small box"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=True, name="a small box")
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a small box")
     attached = Attached(policy="offload")
     hidden = SimpleNamespace(numel=lambda: 1000, element_size=lambda: 2, device=torch.device("cuda"))
@@ -451,7 +473,9 @@ def test_unified_memory_refuses_to_offload(monkeypatch):
 
 
 def test_unified_memory_is_planned_without_the_host(monkeypatch):
-    monkeypatch.setattr(stack_module, "measure_machine", lambda device: Machine("a small box", 0.0, 0.0, is_unified=True))
+    monkeypatch.setattr(
+        stack_module, "measure_machine", lambda device: Machine("a small box", 0.0, 0.0, is_unified=True)
+    )
     attached = Attached(vram_budget=1.5 * bytes_of("recompute"), host_budget=1).until_planned()
     assert attached.stack.engine is None
     assert "unified memory" in attached.stack.plan.notes[0]
@@ -468,8 +492,12 @@ class WeightsCount(stack_module.Memory):
 
 def streaming(monkeypatch, **options):
     """A model of adapters, and the least peak with all of its weights on the device, in GiB."""
-    model = get_peft_model(build_tiny("llama", num_hidden_layers=8), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
-    monkeypatch.setattr(WeightsCount, "num_bytes", sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
+    model = get_peft_model(
+        build_tiny("llama", num_hidden_layers=8), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    ).train()
+    monkeypatch.setattr(
+        WeightsCount, "num_bytes", sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    )
     monkeypatch.setattr(stack_module, "Memory", WeightsCount)
     return Attached(model, **{"host_budget": 1, **options})
 
@@ -483,8 +511,14 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     attached.until_planned()
     assert pointer is None
     assert attached.stack.streamed.num_host_bytes > 0
-    assert any("frozen weights are streamed: with resident weights the least peak" in report for report in attached.reports)
-    assert [status.name for status in attached.checkpointing.statuses()] == ["activations", "frozen weights", "input embedding"]
+    assert any(
+        "frozen weights are streamed: with resident weights the least peak" in report for report in attached.reports
+    )
+    assert [status.name for status in attached.checkpointing.statuses()] == [
+        "activations",
+        "frozen weights",
+        "input embedding",
+    ]
     assert_equal(attached.step(), expected, what="streamed")
     cost, segments = attached.stack.cost, attached.stack.plan.segments
     embedding = attached.model.get_input_embeddings().weight
@@ -492,7 +526,7 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     resident = predict(cost._replace(embedding_bytes=0), segments, machine=FAST)
     assert resident.peak_bytes - predict(cost, segments, machine=FAST).peak_bytes == cost.embedding_bytes
     before = {name: value.clone() for name, value in attached.model.state_dict().items()}
-    attached.ledger.undo()
+    attached.patcher.undo()
     assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
 
 
@@ -508,8 +542,14 @@ def as_resident(plan):
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, is_streamed):
-    least = peak_gib(streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host"))
-    attached = streaming(monkeypatch, vram_budget=1000 if is_streamed else 0.95 * least, agree=as_streamed if is_streamed else as_resident)
+    least = peak_gib(
+        streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host")
+    )
+    attached = streaming(
+        monkeypatch,
+        vram_budget=1000 if is_streamed else 0.95 * least,
+        agree=as_streamed if is_streamed else as_resident,
+    )
     expected = attached.expected()
     attached.until_planned()
     assert attached.asked[0].segments[0].is_streamed is not is_streamed
@@ -538,7 +578,9 @@ def test_weights_that_cannot_go_stay_where_a_plan_fits_too(monkeypatch, error):
 
 @pytest.mark.parametrize("error", [HostMemoryError, UnsupportedModelError])
 def test_weights_that_cannot_go_and_do_not_fit_are_an_error(monkeypatch, error):
-    least = peak_gib(streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host"))
+    least = peak_gib(
+        streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host")
+    )
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
     attached.stack.stream_weights = refuse(error)
     with pytest.raises(error, match="planted"):
@@ -548,7 +590,10 @@ def test_weights_that_cannot_go_and_do_not_fit_are_an_error(monkeypatch, error):
 def test_weights_go_to_the_host_all_or_none(monkeypatch):
     attached = streaming(monkeypatch, vram_budget=1000)
     before = {name: value.clone() for name, value in attached.model.state_dict().items()}
-    with mock.patch.object(packed_module, "install_host_embedding", refuse(HostMemoryError)), pytest.raises(HostMemoryError):
+    with (
+        mock.patch.object(packed_module, "install_host_embedding", refuse(HostMemoryError)),
+        pytest.raises(HostMemoryError),
+    ):
         attached.stack._stream(torch.device("cpu"))
     assert attached.stack.streamed is None
     assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
@@ -578,7 +623,9 @@ def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch):
     num_bytes = sum(segment.weight_bytes for segment in cost.segments) + cost.embedding_bytes
     attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", agree=as_streamed, lengths=SMALL)
     # Half of a host with room for a fifth more than the weights twice, and of what they leave of it.
-    monkeypatch.setattr(stack_module, "auto_host_bytes", lambda: (int(2.2 * num_bytes) - attached.stack._held_bytes()) // 2)
+    monkeypatch.setattr(
+        stack_module, "auto_host_bytes", lambda: (int(2.2 * num_bytes) - attached.stack._held_bytes()) // 2
+    )
     attached.until_planned()
     first = attached.stack.plan
     for _ in range(4):
@@ -612,9 +659,9 @@ def test_an_embedding_that_stays_is_planned_for(monkeypatch):
     assert attached.stack.plan.prediction == predict(attached.stack.cost, attached.stack.plan.segments, machine=FAST)
 
 
-def _stays(stream, lanes):
+def _stays(stream, streams):
     """Weights that are streamed, and an embedding of which only this shows that it cannot go."""
-    return stream(lanes)._replace(num_embedding_bytes=0)
+    return stream(streams)._replace(num_embedding_bytes=0)
 
 
 def test_weights_are_streamed_from_the_start_where_asked_count_as_if_resident(monkeypatch):
@@ -623,7 +670,10 @@ def test_weights_are_streamed_from_the_start_where_asked_count_as_if_resident(mo
     assert asked.cost.embedding_bytes == resident.cost.embedding_bytes > 0
     slots = asked.streamed.num_slot_bytes
     # The device of these tests never sees the bytes go: they are added a second time.
-    assert asked.cost.base_bytes - resident.cost.base_bytes == sum(asked._weight_bytes) - slots + asked.cost.embedding_bytes
+    assert (
+        asked.cost.base_bytes - resident.cost.base_bytes
+        == sum(asked._weight_bytes) - slots + asked.cost.embedding_bytes
+    )
 
 
 def test_resident_weights_stay_where_they_are(monkeypatch):
@@ -654,7 +704,7 @@ def test_weights_are_streamed_from_the_start_where_asked():
 
 def test_layers_of_nobody_cannot_be_streamed():
     checkpointing = OffloadCheckpointing("recompute", weights="stream")
-    checkpointing.attach([nn.Linear(4, 4)], SwapLedger())
+    checkpointing.attach([nn.Linear(4, 4)], ModelPatcher())
     with pytest.raises(OptionError, match="WeightStreamer"):
         checkpointing.place(torch.device("cpu"))
 

@@ -1,14 +1,16 @@
-"""WeightStreamer: whatever the order of use and however late copies and compute run, compute reads the right layer; detach gives every byte back."""
+"""WeightStreamer: whatever the order of use and however late copies and compute run, compute reads the right
+layer; detach gives every byte back.
+"""
 
 import random
 
 import pytest
 import torch
 
-from lightning_fastft.activations.streams import ImmediateLanes
+from lightning_fastft.activations.streams import ImmediateStreams
 from lightning_fastft.activations.weights import WeightStreamer
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 from tests.support.truth import Watch
 
 CPU = torch.device("cpu")
@@ -20,7 +22,14 @@ def make_layers(num_layers, *, seed=0):
     layers = []
     for index in range(num_layers):
         matrix = torch.randn(5 + 3 * (index % 2), 7, generator=generator)
-        layers.append([matrix, matrix.bfloat16().T, torch.randint(0, 256, (600 + index, 1), generator=generator, dtype=torch.uint8), torch.empty(0)])
+        layers.append(
+            [
+                matrix,
+                matrix.bfloat16().T,
+                torch.randint(0, 256, (600 + index, 1), generator=generator, dtype=torch.uint8),
+                torch.empty(0),
+            ]
+        )
     return layers, [[tensor.clone() for tensor in tensors] for tensors in layers]
 
 
@@ -29,8 +38,8 @@ def poison(streamer):
         target.fill_(0xFF)
 
 
-def attached(layers, lanes, **options):
-    streamer = WeightStreamer(layers, lanes=lanes, **options)
+def attached(layers, streams, **options):
+    streamer = WeightStreamer(layers, streams=streams, **options)
     streamer.attach()
     poison(streamer)
     return streamer
@@ -51,7 +60,7 @@ class Operation:
 
 
 class QueuedLanes:
-    """Copy lanes and a compute stream that all run later than the host, in any order that the marks allow.
+    """Copy streams and a compute stream that all run later than the host, in any order that the marks allow.
 
     ``is_faulty_copy`` forgets what a copy must wait for, ``is_faulty_compute`` what compute must wait for.
     """
@@ -112,18 +121,18 @@ def random_order(rng, num_layers):
     return order
 
 
-def run_queued(lanes, *, seed):
+def run_queued(streams, *, seed):
     rng = random.Random(seed)
     num_layers = rng.randint(1, 7)
     layers, truth = make_layers(num_layers, seed=seed)
-    streamer = attached(layers, lanes, num_slots=rng.randint(2, 4))
+    streamer = attached(layers, streams, num_slots=rng.randint(2, 4))
     reads = []
     for index, direction in random_order(rng, num_layers):
         streamer.use(index, direction=direction)
-        lanes.compute(lambda index=index: reads.append((index, [tensor.clone() for tensor in layers[index]])))
+        streams.compute(lambda index=index: reads.append((index, [tensor.clone() for tensor in layers[index]])))
         if rng.random() < 0.1:
-            lanes.run(rng)
-    lanes.run(rng)
+            streams.run(rng)
+    streams.run(rng)
     assert reads
     for index, tensors in reads:
         assert_equal(tensors, truth[index])
@@ -149,7 +158,7 @@ def test_a_forgotten_wait_is_seen(fault):
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_late_copies(num_layers, seed):
     layers, truth = make_layers(num_layers)
-    streamer = attached(layers, LateLanes(seed=seed))
+    streamer = attached(layers, LateStreams(seed=seed))
     for index, direction in random_order(random.Random(num_layers), num_layers):
         streamer.use(index, direction=direction)
         assert_equal(layers[index], truth[index])
@@ -157,7 +166,7 @@ def test_late_copies(num_layers, seed):
 
 def test_views_taken_in_the_forward_are_right_in_the_backward():
     layers, truth = make_layers(6)
-    streamer = attached(layers, LateLanes())
+    streamer = attached(layers, LateStreams())
     views = []
     for index in range(6):
         streamer.use(index, direction=1)
@@ -171,17 +180,17 @@ def test_views_taken_in_the_forward_are_right_in_the_backward():
 @pytest.mark.parametrize("num_layers", range(1, 8))
 def test_a_step_copies_each_layer_at_most_twice_and_nothing_that_is_still_there(num_layers, num_slots):
     layers, _ = make_layers(num_layers)
-    lanes = LateLanes()
-    streamer = attached(layers, lanes, num_slots=num_slots)
+    streams = LateStreams()
+    streamer = attached(layers, streams, num_slots=num_slots)
     counts = []
     for _ in range(3):
-        before = lanes.num_copies
+        before = streams.num_copies
         for index in range(num_layers):
             streamer.use(index, direction=1)
         for index in reversed(range(num_layers)):
             streamer.use(index, direction=-1)
             streamer.use(index, direction=1)  # what a recompute does
-        counts.append(lanes.num_copies - before)
+        counts.append(streams.num_copies - before)
     num_left = max(0, num_layers - num_slots)
     assert counts[0] == num_layers + num_left
     # The first layers are there from the backward before.
@@ -190,7 +199,7 @@ def test_a_step_copies_each_layer_at_most_twice_and_nothing_that_is_still_there(
 
 def test_the_next_layer_is_on_its_way_before_compute_asks_for_it():
     layers, _ = make_layers(7)
-    streamer = attached(layers, LateLanes())
+    streamer = attached(layers, LateStreams())
     for index in range(6):
         streamer.use(index, direction=1)
         assert index + 1 in streamer._content
@@ -202,22 +211,28 @@ def test_the_next_layer_is_on_its_way_before_compute_asks_for_it():
 
 def test_sizes_and_what_the_device_holds():
     layers, _ = make_layers(5)
-    streamer = WeightStreamer(layers, lanes=ImmediateLanes(), num_slots=2)
+    streamer = WeightStreamer(layers, streams=ImmediateStreams(), num_slots=2)
     sizes = [sum(-(-tensor.numel() * tensor.element_size() // 512) * 512 for tensor in tensors) for tensors in layers]
     assert streamer.num_host_bytes == sum(sizes)
     assert streamer.num_slot_bytes == max(sizes[0::2]) + max(sizes[1::2])
     asked = []
-    streamer._allocate_host = lambda num_bytes: asked.append(num_bytes) or torch.empty(num_bytes + 512, dtype=torch.uint8)[512:]
+    streamer._allocate_host = lambda num_bytes: (
+        asked.append(num_bytes) or torch.empty(num_bytes + 512, dtype=torch.uint8)[512:]
+    )
     streamer.attach()
     assert asked == [sum(sizes)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensors in layers for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensors in layers
+        for tensor in tensors
+    }
     assert sum(storages.values()) == streamer.num_slot_bytes
     assert all(tensor.data_ptr() % 64 == 0 for tensors in layers for tensor in tensors)
 
 
 def test_no_use_waits_or_allocates():
     layers, _ = make_layers(5)
-    streamer = attached(layers, ImmediateLanes())
+    streamer = attached(layers, ImmediateStreams())
     with Watch() as watch:
         for index in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 0, 1):
             streamer.use(index, direction=1)
@@ -229,8 +244,8 @@ def test_no_use_waits_or_allocates():
 def test_detach_gives_every_byte_back_and_can_be_repeated(num_uses):
     layers, truth = make_layers(5)
     kept = [tensors[0] for tensors in layers]
-    lanes = LateLanes()
-    streamer = attached(layers, lanes)
+    streams = LateStreams()
+    streamer = attached(layers, streams)
     for _ in range(2):
         streamer.attach()
         for index in range(num_uses):
@@ -238,7 +253,7 @@ def test_detach_gives_every_byte_back_and_can_be_repeated(num_uses):
         streamer.detach()
         streamer.detach()
         # No copy is left that would write into memory that was given back.
-        assert not lanes._in
+        assert not streams._in
         assert all(tensors[0] is tensor for tensors, tensor in zip(layers, kept))
         for tensors, expected in zip(layers, truth):
             assert_equal(tensors, expected)
@@ -251,7 +266,7 @@ def test_detach_gives_every_byte_back_and_can_be_repeated(num_uses):
 
 
 def test_a_copy_that_fails_leaves_nothing_half_done():
-    class Failing(ImmediateLanes):
+    class Failing(ImmediateStreams):
         fails = False
 
         def copy_in(self, device, host, *, after):
@@ -260,15 +275,15 @@ def test_a_copy_that_fails_leaves_nothing_half_done():
             super().copy_in(device, host, after=after)
 
     layers, truth = make_layers(6)
-    lanes = Failing()
-    streamer = attached(layers, lanes)
+    streams = Failing()
+    streamer = attached(layers, streams)
     streamer.use(0, direction=1)
-    lanes.fails = True
+    streams.fails = True
     with pytest.raises(RuntimeError, match="planted"):
         streamer.use(4, direction=1)
     with pytest.raises(RuntimeError, match="planted"):
         streamer.use(4, direction=1)
-    lanes.fails = False
+    streams.fails = False
     for index in (4, 5, 0, 1, 2):
         streamer.use(index, direction=1)
         assert_equal(layers[index], truth[index])
@@ -279,7 +294,7 @@ def test_a_copy_that_fails_leaves_nothing_half_done():
 
 def test_a_device_without_room_gets_host_tensors_and_a_warning(monkeypatch):
     layers, truth = make_layers(3)
-    streamer = attached(layers, ImmediateLanes())
+    streamer = attached(layers, ImmediateStreams())
     restore, calls = streamer._restore, []
 
     def fail_first(device):
@@ -300,7 +315,7 @@ def test_a_device_without_room_gets_host_tensors_and_a_warning(monkeypatch):
 def test_works_for_training_when_attached_in_inference_mode():
     layers, truth = make_layers(4)
     with torch.inference_mode():
-        streamer = attached(layers, LateLanes())
+        streamer = attached(layers, LateStreams())
         streamer.use(0, direction=1)
     x = torch.randn(2, 5, requires_grad=True)
     streamer.use(2, direction=1)
@@ -312,7 +327,7 @@ def test_works_for_training_when_attached_in_inference_mode():
 
 def test_host_views_are_the_weights():
     layers, truth = make_layers(4)
-    streamer = attached(layers, LateLanes())
+    streamer = attached(layers, LateStreams())
     for index in range(4):
         assert_equal(streamer.host_views(index), truth[index])
     streamer.detach()
@@ -322,7 +337,7 @@ def test_host_views_are_the_weights():
 
 def test_a_tensor_that_was_moved_is_refused():
     layers, _ = make_layers(4)
-    streamer = attached(layers, ImmediateLanes())
+    streamer = attached(layers, ImmediateStreams())
     layers[2][1].data = layers[2][1].clone()
     streamer.use(1, direction=1)
     with pytest.raises(SwapError, match="tensor 1 of layer 2"):
@@ -331,7 +346,7 @@ def test_a_tensor_that_was_moved_is_refused():
 
 def test_use_after_detach_is_refused():
     layers, _ = make_layers(2)
-    streamer = attached(layers, ImmediateLanes())
+    streamer = attached(layers, ImmediateStreams())
     streamer.detach()
     with pytest.raises(SwapError, match="before teardown"):
         streamer.use(0, direction=-1)
@@ -350,22 +365,26 @@ def test_tensors_that_cannot_be_streamed_are_refused():
         ([[torch.zeros(2, 2).to_sparse()]], "layout"),
     ):
         with pytest.raises(OptionError, match=message):
-            WeightStreamer(layers, lanes=ImmediateLanes())
+            WeightStreamer(layers, streams=ImmediateStreams())
     with pytest.raises(OptionError, match="num_slots"):
-        WeightStreamer([[shared]], lanes=ImmediateLanes(), num_slots=1)
+        WeightStreamer([[shared]], streams=ImmediateStreams(), num_slots=1)
     # Parts of one block that do not meet are no shared memory.
-    WeightStreamer([[shared[:2]], [shared[2:]]], lanes=ImmediateLanes())
+    WeightStreamer([[shared[:2]], [shared[2:]]], streams=ImmediateStreams())
 
 
 def test_host_memory_that_does_not_do_is_refused_and_nothing_is_changed():
     layers, truth = make_layers(3)
-    for allocate in (lambda n: torch.empty(n - 1, dtype=torch.uint8), lambda n: torch.empty(n), lambda n: torch.empty(n, 1, dtype=torch.uint8)):
-        streamer = WeightStreamer(layers, lanes=ImmediateLanes(), allocate_host=allocate)
+    for allocate in (
+        lambda n: torch.empty(n - 1, dtype=torch.uint8),
+        lambda n: torch.empty(n),
+        lambda n: torch.empty(n, 1, dtype=torch.uint8),
+    ):
+        streamer = WeightStreamer(layers, streams=ImmediateStreams(), allocate_host=allocate)
         with pytest.raises(HostMemoryError, match="allocate_host"):
             streamer.attach()
         streamer.detach()
         for tensors, expected in zip(layers, truth):
             assert_equal(tensors, expected)
-    lanes = ImmediateLanes(torch.device("cuda"))
+    streams = ImmediateStreams(torch.device("cuda"))
     with pytest.raises(HostMemoryError, match="pinned"):
-        WeightStreamer(layers, lanes=lanes).attach()
+        WeightStreamer(layers, streams=streams).attach()

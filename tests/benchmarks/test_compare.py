@@ -1,4 +1,6 @@
-"""The comparison: which processes run in which order, what is pooled, when rows are written, and what is said about systems that are not here."""
+"""The comparison: which processes run in which order, what is pooled, when rows are written, and what is said
+about systems that are not here.
+"""
 
 import csv
 import json
@@ -20,7 +22,12 @@ OURS, PLAIN, UNSLOTH = ("ours", "keep+fused"), ("plain", "recompute"), ("unsloth
 def record_of(setting, *, half, ms=100.0, n=15, repeat="", reason="", **more):
     """Return what one process of a case leaves."""
     case = Case("qwen3-14b-qlora", *setting, half=half, repeat=repeat, num_steps=n)
-    found = {**vars(case), "title": case.title, "reason": reason, "versions": {"torch": "2.11.0", "device": "NVIDIA H200"}}
+    found = {
+        **vars(case),
+        "title": case.title,
+        "reason": reason,
+        "versions": {"torch": "2.11.0", "device": "NVIDIA H200"},
+    }
     if reason:
         return {**found, **more}
     return {
@@ -60,7 +67,10 @@ def measured():
 
 
 def test_both_halves_are_one_sample():
-    (row,) = pool(pairs_of(OURS, 100.0, 110.0, n=3), clocks=[(9.0, 345.0), (12.0, 1900.0), (13.0, 1980.0), (22.0, 1980.0), (16.0, 345.0)])
+    (row,) = pool(
+        pairs_of(OURS, 100.0, 110.0, n=3),
+        clocks=[(9.0, 345.0), (12.0, 1900.0), (13.0, 1980.0), (22.0, 1980.0), (16.0, 345.0)],
+    )
     assert row["ms"] == [100.0] * 3 + [110.0] * 3
     assert row["summary"] == {"median": 105.0, "p10": 100.0, "p90": 110.0, "n": 6}
     assert row["half_medians"] == [100.0, 110.0]
@@ -77,7 +87,10 @@ def test_both_halves_are_one_sample():
     [
         ([record_of(OURS, half=1)], "second process: it was not run"),
         ([record_of(OURS, half=1, reason="OutOfMemoryError: 150 GiB")], "first process: OutOfMemoryError: 150 GiB"),
-        ([record_of(OURS, half=1), record_of(OURS, half=2, reason="not training: x")], "second process: not training: x"),
+        (
+            [record_of(OURS, half=1), record_of(OURS, half=2, reason="not training: x")],
+            "second process: not training: x",
+        ),
         (
             [record_of(OURS, half=1), record_of(OURS, half=2, versions={"torch": "2.12.0", "device": "NVIDIA H200"})],
             "its two processes ran under different versions of torch",
@@ -100,7 +113,9 @@ def test_the_last_try_of_a_half_counts():
 # The control
 
 
-@pytest.mark.parametrize(("ms", "is_passed"), [(100.0, True), (98.1, True), (101.9, True), (102.1, False), (97.9, False)])
+@pytest.mark.parametrize(
+    ("ms", "is_passed"), [(100.0, True), (98.1, True), (101.9, True), (102.1, False), (97.9, False)]
+)
 def test_rows_are_written_only_within_two_percent(ms, is_passed, measured):
     measured[2:4] = pairs_of(OURS, ms, ms, repeat=CONTROL)
     rows = pool(measured)
@@ -120,7 +135,9 @@ def test_without_a_control_no_row_is_written(measured):
 
 
 def test_rows_have_the_columns_of_results_and_every_figure(measured, tmp_path):
-    rows = comparison_rows(pool(measured, clocks=[(12.0, 1965.0)]), command="python -m benchmarks.compare --workload qwen3-14b-qlora")
+    rows = comparison_rows(
+        pool(measured, clocks=[(12.0, 1965.0)]), command="python -m benchmarks.compare --workload qwen3-14b-qlora"
+    )
     results.append_rows(rows, path=tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open(newline="") as file:
         written = [row for row in csv.DictReader(file) if row["system"] == "ours keep+fused, adamw_8bit"]
@@ -202,7 +219,9 @@ def test_what_failed_is_finished():
 def test_without_a_control_that_passed_nothing_is_said_of_who_is_faster(measured):
     assert len(ratios(pool(measured), settings=[], device="cuda")) == 2
     for control in (pairs_of(OURS, 110.0, 110.0, repeat=CONTROL), []):
-        assert "tokens/s;" not in comparison_table(pool([*measured[:2], *control, *measured[4:]]), {}, settings=[], device="cuda")
+        assert "tokens/s;" not in comparison_table(
+            pool([*measured[:2], *control, *measured[4:]]), {}, settings=[], device="cuda"
+        )
 
 
 def test_a_table_of_a_cpu_has_no_ratio_and_no_memory(measured):
@@ -217,7 +236,9 @@ def test_a_table_of_a_cpu_has_no_ratio_and_no_memory(measured):
 
 def test_table_names_what_was_refused_and_what_was_not_run(measured):
     measured.append(record_of(("plain", "keep"), half=1, reason="OutOfMemoryError: 150 GiB"))
-    table = comparison_table(pool(measured), {"torchtune": "ModuleNotFoundError: x; pip install torchtune"}, settings=[], device="cuda")
+    table = comparison_table(
+        pool(measured), {"torchtune": "ModuleNotFoundError: x; pip install torchtune"}, settings=[], device="cuda"
+    )
     assert "no row: plain keep: first process: OutOfMemoryError: 150 GiB" in table
     assert "not run: torchtune: ModuleNotFoundError: x; pip install torchtune" in table
     assert [line.split()[:2] for line in table.splitlines()[1:5]] == [
@@ -228,14 +249,18 @@ def test_table_names_what_was_refused_and_what_was_not_run(measured):
     ]
     assert "plain recompute *" in table
     # Both medians stand in the row.
-    assert {"151.0", "150.0", "152.0"} <= set(next(line for line in table.splitlines() if "unsloth off" in line).split())
+    assert {"151.0", "150.0", "152.0"} <= set(
+        next(line for line in table.splitlines() if "unsloth off" in line).split()
+    )
 
 
 @pytest.mark.parametrize("is_failed", [False, True])
 def test_chart_is_a_picture(is_failed, measured, tmp_path):
     if is_failed:
         measured[2:4] = pairs_of(OURS, 110.0, 110.0, repeat=CONTROL)
-    picture.draw_comparison(pool(measured), {"axolotl": "not here"}, device="cuda", title="qwen3-14b-qlora", path=tmp_path / "chart.png")
+    picture.draw_comparison(
+        pool(measured), {"axolotl": "not here"}, device="cuda", title="qwen3-14b-qlora", path=tmp_path / "chart.png"
+    )
     content = (tmp_path / "chart.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert len(content) > 10_000
@@ -253,7 +278,9 @@ def test_a_chart_of_a_cpu_says_that_nothing_is_compared(measured, monkeypatch, t
 
 
 def test_a_system_that_is_not_installed_is_named_with_its_error_and_its_pip_line():
-    system = System(arm="trl", modules=("no_such_peer.training",), pip="pip install no-such-peer", settings=(Setting("recompute"),))
+    system = System(
+        arm="trl", modules=("no_such_peer.training",), pip="pip install no-such-peer", settings=(Setting("recompute"),)
+    )
     assert systems.find_gap(system) == "ModuleNotFoundError: No module named 'no_such_peer'; pip install no-such-peer"
 
 
@@ -263,9 +290,13 @@ def test_a_system_that_cannot_be_imported_is_named_with_its_error(tmp_path, monk
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     broken = System(arm="trl", modules=("broken_peer",), pip="pip install broken-peer")
-    assert systems.find_gap(broken) == "ModuleNotFoundError: No module named 'json.no_such_part'; pip install broken-peer"
+    assert (
+        systems.find_gap(broken) == "ModuleNotFoundError: No module named 'json.no_such_part'; pip install broken-peer"
+    )
     assert systems.find_gap(System(arm="trl", modules=("sound_peer",), pip="")) == ""
-    assert "has no arm: it is young" in systems.find_gap(System(arm="", modules=("sound_peer",), pip="", why_no_arm="it is young"))
+    assert "has no arm: it is young" in systems.find_gap(
+        System(arm="", modules=("sound_peer",), pip="", why_no_arm="it is young")
+    )
     # Neither is left behind in this process.
     assert not {"broken_peer", "sound_peer"} & set(sys.modules)
 
@@ -280,7 +311,10 @@ def test_settings_are_found_in_order_and_those_without_their_module_are_named(mo
         ("ours", "keep+graphs"), ("ours", "recompute+graphs=auto"), ("ours", "auto+graphs=auto"),
         ("trl", "recompute+liger"), ("trl", "keep+liger"),
     ]  # fmt: skip
-    assert gaps == {"plain keep+liger": "ModuleNotFoundError: No module named 'liger_kernel'", "unsloth": "it is broken"}
+    assert gaps == {
+        "plain keep+liger": "ModuleNotFoundError: No module named 'liger_kernel'",
+        "unsloth": "it is broken",
+    }
 
 
 def test_every_system_has_one_default_and_modes_that_its_arm_knows():
@@ -312,7 +346,10 @@ def test_default_root_is_in_memory_only_where_the_weights_fit(monkeypatch, tmp_p
 
 def test_clocks_are_read_while_the_log_is_open(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho \"$@\" >arguments\necho '2026/11/22 04:10:19.250, 1980'\necho '2026/11/22 04:10:19.750, [N/A]'\nsleep 60\n")
+    program.write_text(
+        "#!/bin/sh\necho \"$@\" >arguments\necho '2026/11/22 04:10:19.250, 1980'\necho '2026/11/22 04:10:19.750, "
+        "[N/A]'\nsleep 60\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -353,7 +390,13 @@ def processes(monkeypatch):
             return
         answer = answers.get((case.title, case.half), {})
         reason = "not started: no time" if budget_seconds == 0 else answer.get("reason", "")
-        CaseLog(raw).write({**record_of((case.system, case.mode), half=case.half, repeat=case.repeat, reason=reason), **vars(case), **answer})
+        CaseLog(raw).write(
+            {
+                **record_of((case.system, case.mode), half=case.half, repeat=case.repeat, reason=reason),
+                **vars(case),
+                **answer,
+            }
+        )
 
     monkeypatch.setattr(compare, "run_arms", run_arms)
     return started, answers
@@ -364,7 +407,17 @@ def run(processes, tmp_path):
     """Return a function that measures settings, as often as it is called with the same folder of results."""
 
     def measure(*settings, has_reference=True, budget_s="1000", device="cuda"):
-        words = ["--workload", "tiny", "--root", str(tmp_path), "--device", device, "--budget-s", budget_s, "--no-chart"]
+        words = [
+            "--workload",
+            "tiny",
+            "--root",
+            str(tmp_path),
+            "--device",
+            device,
+            "--budget-s",
+            budget_s,
+            "--no-chart",
+        ]
         files = compare.WorkloadFiles(tmp_path, WORKLOADS["tiny"])
         files.folder.mkdir(exist_ok=True)
         if has_reference:
@@ -379,7 +432,9 @@ def run(processes, tmp_path):
 def test_settings_run_forwards_and_backwards_with_the_control_in_the_middle(run, processes):
     run(PLAIN, OURS, ("ours", "auto"), UNSLOTH)
     titles = ["plain recompute", "ours keep+fused", "ours auto", "unsloth off", "ours keep+fused A/A"]
-    assert [(title, half) for title, half, *_ in processes[0]] == [(title, 1) for title in titles] + [(title, 2) for title in reversed(titles)]
+    assert [(title, half) for title, half, *_ in processes[0]] == [(title, 1) for title in titles] + [
+        (title, 2) for title in reversed(titles)
+    ]
     # Plain leaves the reference once, and is judged by it when it comes again; each process takes half of the steps.
     assert [is_judged for _, _, is_judged, _ in processes[0]] == [False] + [True] * 9
     assert {num_steps for *_, num_steps in processes[0]} == {15}
@@ -470,7 +525,9 @@ def check_results(out, status):
     """Check what a run of plain and ours on a CPU has left."""
     records = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     titles = ["plain recompute", "ours keep", "ours keep A/A"]
-    assert [(record["title"], record["half"]) for record in records] == [(title, 1) for title in titles] + [(title, 2) for title in reversed(titles)]
+    assert [(record["title"], record["half"]) for record in records] == [(title, 1) for title in titles] + [
+        (title, 2) for title in reversed(titles)
+    ]
     assert {record["reason"] for record in records} == {""}
     assert len({record["num_trained"] for record in records}) == 1
     table = (out / "table.txt").read_text()
@@ -485,7 +542,17 @@ def test_plain_and_ours_are_compared_on_a_cpu(monkeypatch, tmp_path):
     def in_this_process(arms, *, root, raw, device, **_):
         for cases in arms:
             train_step.main(
-                ["arm", "--cases", json.dumps([vars(case) for case in cases]), "--root", str(root), "--raw", str(raw), "--device", device]
+                [
+                    "arm",
+                    "--cases",
+                    json.dumps([vars(case) for case in cases]),
+                    "--root",
+                    str(root),
+                    "--raw",
+                    str(raw),
+                    "--device",
+                    device,
+                ]
             )
 
     monkeypatch.setattr(compare, "run_arms", in_this_process)
@@ -496,5 +563,17 @@ def test_plain_and_ours_are_compared_on_a_cpu(monkeypatch, tmp_path):
 
 @pytest.mark.fault
 def test_plain_and_ours_are_compared_in_processes_of_their_own(tmp_path):
-    words = ["--workload", "tiny", "--device", "cpu", "--systems", "plain", "ours", "--root", str(tmp_path), "--out", str(tmp_path / "out")]
+    words = [
+        "--workload",
+        "tiny",
+        "--device",
+        "cpu",
+        "--systems",
+        "plain",
+        "ours",
+        "--root",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     check_results(tmp_path / "out", compare.main(words))

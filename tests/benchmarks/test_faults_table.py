@@ -1,4 +1,6 @@
-"""The faults beside the default stack: two cheap ones for real, how rows become a table, and that the page shows the rows that are stored."""
+"""The faults beside the default stack: two cheap ones for real, how rows become a table, and that the page shows
+the rows that are stored.
+"""
 
 import importlib.util
 import os
@@ -11,7 +13,17 @@ import pytest
 
 from benchmarks.faults import __main__ as command
 from benchmarks.faults import child
-from benchmarks.faults.table import COLUMNS, GOOD, ROWS_PATH, STACKS, TITLES, append_rows, make_row, read_rows, render_table
+from benchmarks.faults.table import (
+    COLUMNS,
+    GOOD,
+    ROWS_PATH,
+    STACKS,
+    TITLES,
+    append_rows,
+    make_row,
+    read_rows,
+    render_table,
+)
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {"date": "2026-01-02", "versions": "torch 0", "command": "python -m benchmarks.faults run"}
@@ -30,7 +42,8 @@ def test_two_faults_end_badly_in_the_default_stack_and_well_in_ours(tmp_path, en
     assert command.main(["run", "--quick", "--only", "R2", "R3", "--out", str(tmp_path)]) == 0
     rows = {(row["fault"], row["stack"]): row for row in read_rows(tmp_path / "faults.csv")}
     assert set(rows) == {(fault, stack) for fault in ("R2", "R3") for stack in STACKS}
-    # Four fifths of the damages are flipped bits, of which the default stack notices few; what is cut off raises everywhere.
+    # Four fifths of the damages are flipped bits, of which the default stack notices few; what is cut off raises
+    # everywhere.
     assert 30 <= int(rows["R2", "default"]["bad"]) <= 40
     assert rows["R2", "default"]["how"].endswith("loaded without a word, values differ")
     assert "returned without an error, nothing saved (read only)" in rows["R3", "default"]["how"]
@@ -53,7 +66,9 @@ def test_a_bad_end_of_ours_is_seen(tmp_path, environment, monkeypatch, capsys):
 @pytest.mark.parametrize("fault", [name for name in command.FAULTS if name not in ("R2", "R3")])
 def test_every_other_fault_runs(tmp_path, environment, fault):
     assert command.main(["run", "--quick", "--only", fault, "--out", str(tmp_path)]) == 0
-    assert [(row["stack"], int(row["trials"]) > 0) for row in read_rows(tmp_path / "faults.csv")] == [(stack, True) for stack in STACKS]
+    assert [(row["stack"], int(row["trials"]) > 0) for row in read_rows(tmp_path / "faults.csv")] == [
+        (stack, True) for stack in STACKS
+    ]
 
 
 def test_every_fault_has_a_title_and_trials():
@@ -63,7 +78,15 @@ def test_every_fault_has_a_title_and_trials():
 
 def test_rows_are_counted_by_how_they_ended():
     row = make_row("R1", "default", ["torn", GOOD, "lost", "torn"], seconds=3.7, **ORIGIN)
-    assert row == {"fault": "R1", "stack": "default", "trials": "4", "bad": "3", "how": "2 torn; 1 lost", "seconds": "4", **ORIGIN}
+    assert row == {
+        "fault": "R1",
+        "stack": "default",
+        "trials": "4",
+        "bad": "3",
+        "how": "2 torn; 1 lost",
+        "seconds": "4",
+        **ORIGIN,
+    }
 
 
 def test_rows_are_appended_and_never_edited(tmp_path):
@@ -116,7 +139,9 @@ def generate():
 
 def test_the_page_shows_the_rows_that_are_stored(generate):
     page = (ROOT / "docs" / "reliability.md").read_text()
-    assert page.partition("<!-- faults -->\n")[2] == generate.write_faults(), "faults.csv has changed: python docs/generate.py"
+    assert page.partition("<!-- faults -->\n")[2] == generate.write_faults(), (
+        "faults.csv has changed: python docs/generate.py"
+    )
 
 
 def test_every_fault_was_run_in_both_stacks_and_ours_ended_well():

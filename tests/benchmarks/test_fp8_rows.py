@@ -1,4 +1,6 @@
-"""Rows with an fp8 base: told apart by their mode, judged by limits that stand in them, refused where nothing computed in fp8."""
+"""Rows with an fp8 base: told apart by their mode, judged by limits that stand in them, refused where nothing
+computed in fp8.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Full fine-tuning in the ruler: the same weights in every system, each trained once, and systems that train less get no row."""
+"""Full fine-tuning in the ruler: the same weights in every system, each trained once, and systems that train less
+get no row.
+"""
 
 import importlib
 import sys
@@ -106,7 +108,10 @@ def test_full_workloads_share_the_weights_of_the_adapters_and_nothing_else(root,
 @pytest.mark.parametrize("name", ["qwen3-8b-full", "qwen3-0.6b-full"])
 def test_large_full_workloads_read_the_folder_of_their_lora_workload(name, tmp_path):
     workload = WORKLOADS[name]
-    assert WorkloadFiles(tmp_path, workload).model == WorkloadFiles(tmp_path, WORKLOADS[name.replace("-full", "-lora")]).model
+    assert (
+        WorkloadFiles(tmp_path, workload).model
+        == WorkloadFiles(tmp_path, WORKLOADS[name.replace("-full", "-lora")]).model
+    )
     assert lora_config(workload) is None
 
 
@@ -136,7 +141,11 @@ def test_the_plain_loop_trains_at_the_rate_of_its_workload(reason, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_tensors_are_what_the_library_reads(dtype, tmp_path):
-    wanted = {"a": torch.randn(3, 5).to(dtype), "turned": torch.randn(4, 6).to(dtype).T, "scalar": torch.tensor(2.5, dtype=dtype)}
+    wanted = {
+        "a": torch.randn(3, 5).to(dtype),
+        "turned": torch.randn(4, 6).to(dtype).T,
+        "scalar": torch.tensor(2.5, dtype=dtype),
+    }
     tensors.write_tensors(wanted, tmp_path / "x.safetensors")
     found, lazy = load_file(tmp_path / "x.safetensors"), tensors.TensorFiles([tmp_path / "x.safetensors"])
     assert list(tmp_path.iterdir()) == [tmp_path / "x.safetensors"]
@@ -181,7 +190,9 @@ def test_weight_name_does_not_depend_on_the_wrapper(name, expected):
     assert judge.weight_name(name) == expected
 
 
-@pytest.mark.parametrize(("workload", "num_tensors"), [(FULL, NUM_TENSORS), (TIED, NUM_TENSORS - 1)], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("workload", "num_tensors"), [(FULL, NUM_TENSORS), (TIED, NUM_TENSORS - 1)], ids=["untied", "tied"]
+)
 def test_every_weight_is_trained_once(workload, num_tensors, root):
     trained = judge.trainable_tensors(plain.load_model(WorkloadFiles(root, workload), device="cpu"))
     assert len(trained) == num_tensors
@@ -218,7 +229,9 @@ def test_load_weights_refuses_another_set_of_tensors(files):
     with pytest.raises(ValueError, match=r"has the shape \(64,\) in the model and \(63,\)"):
         judge.load_weights(model, {**values, "model.norm.weight": torch.ones(63)})
     model.lm_head.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"trains 24 tensors, the model's file has 25; they differ in \['lm_head.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"trains 24 tensors, the model's file has 25; they differ in \['lm_head.weight'\]"
+    ):
         judge.load_weights(model, values)
 
 
@@ -253,7 +266,10 @@ def test_gradients_are_judged_where_they_lie_and_kept_in_their_dtype(files):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     found = judge.view_gradients(model)
-    assert all(found[name].data_ptr() == parameter.grad.data_ptr() for name, parameter in judge.trainable_tensors(model).items())
+    assert all(
+        found[name].data_ptr() == parameter.grad.data_ptr()
+        for name, parameter in judge.trainable_tensors(model).items()
+    )
     judge.save_gradients(found, files.folder / "kept.safetensors")
     kept = judge.load_gradients(files.folder / "kept.safetensors")
     assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16}
@@ -266,7 +282,10 @@ def test_gradients_are_judged_where_they_lie_and_kept_in_their_dtype(files):
 def test_a_frozen_part_is_refused(reason, change_model):
     change_model(lambda model: model.model.layers[1].mlp.requires_grad_(False))
     found = reason()
-    assert "3 tensors without a gradient ['1.mlp.down_proj.weight', '1.mlp.gate_proj.weight', '1.mlp.up_proj.weight']" in found
+    assert (
+        "3 tensors without a gradient ['1.mlp.down_proj.weight', '1.mlp.gate_proj.weight', '1.mlp.up_proj.weight']"
+        in found
+    )
     assert f"it trains {NUM_TENSORS - 3} tensors of" in found
 
 
@@ -296,7 +315,10 @@ def test_an_optimizer_that_does_nothing_is_refused(reason, idle_optimizer):
 def test_a_weight_that_the_optimizer_was_not_given_is_refused(reason, monkeypatch):
     own = plain.make_optimizer
     monkeypatch.setattr(plain, "make_optimizer", lambda parameters, **options: own(list(parameters)[:-1], **options))
-    assert reason() == f"not training: the optimizer moved {NUM_TENSORS - 1} of {NUM_TENSORS} tensors, not ['lm_head.weight']"
+    assert (
+        reason()
+        == f"not training: the optimizer moved {NUM_TENSORS - 1} of {NUM_TENSORS} tensors, not ['lm_head.weight']"
+    )
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["at once", "after the judged step"])
@@ -377,24 +399,37 @@ def test_norms_may_be_trained_in_fp32_and_nothing_else_in_another_dtype(name, as
     found = proof.TrainingProof(share=1.0, learning_rate=FULL_LEARNING_RATE, dtype=asked)
     model = _Block().to(asked)
     getattr(model, name).to(dtype)
-    problem = f"it trains weights in {sorted(map(str, (asked, dtype)))}, and not all of them in {asked}: 1 tensors, ['{name}.weight']"
+    problem = (
+        f"it trains weights in {sorted(map(str, (asked, dtype)))}, and not all of them in {asked}: 1 tensors, "
+        f"['{name}.weight']"
+    )
     assert found.see_model(model, None) == ("" if is_allowed else problem)
     matrix, vector = ((dtype if name == part else asked) for part in ("up_proj", "norm"))
-    assert found.dtypes == {"matrices": {str(matrix).removeprefix("torch."): 1}, "vectors": {str(vector).removeprefix("torch."): 1}}
+    assert found.dtypes == {
+        "matrices": {str(matrix).removeprefix("torch."): 1},
+        "vectors": {str(vector).removeprefix("torch."): 1},
+    }
 
 
 def test_norms_in_fp32_beside_bf16_must_move():
     model = _Block()
     model.norm.float()
-    found, problem = _proof_of(model, change=lambda model: torch.optim.AdamW(model.parameters(), lr=FULL_LEARNING_RATE).step())
+    found, problem = _proof_of(
+        model, change=lambda model: torch.optim.AdamW(model.parameters(), lr=FULL_LEARNING_RATE).step()
+    )
     assert (found.num_movable, problem) == (2, "")
-    _, problem = _proof_of(model, change=lambda model: torch.optim.AdamW([model.up_proj.weight], lr=FULL_LEARNING_RATE).step())
+    _, problem = _proof_of(
+        model, change=lambda model: torch.optim.AdamW([model.up_proj.weight], lr=FULL_LEARNING_RATE).step()
+    )
     assert problem == "the optimizer moved 1 of 2 tensors, not ['norm.weight']"
 
 
 @pytest.mark.parametrize(
     ("vectors", "note"),
-    [({"float32": 9}, "  note: plain recompute, labels 100%, adamw_8bit: 9 norm weights in float32"), ({"bfloat16": 9}, None)],
+    [
+        ({"float32": 9}, "  note: plain recompute, labels 100%, adamw_8bit: 9 norm weights in float32"),
+        ({"bfloat16": 9}, None),
+    ],
 )
 def test_the_table_says_which_norms_are_wider(vectors, note, records):
     (record,) = records("plain:recompute")
@@ -427,7 +462,11 @@ def test_what_a_trainer_trains_is_printed():
     model = _Block()
     model.norm.requires_grad_(False)
     text = sft.describe_model(model)
-    assert text == "trains 4096 values in 1 tensors of torch.bfloat16; frozen: 1 tensors ['norm.weight']; checkpointing in 0 modules"
+    assert (
+        text
+        == "trains 4096 values in 1 tensors of torch.bfloat16; frozen: 1 tensors ['norm.weight']; checkpointing in 0 "
+        "modules"
+    )
 
 
 class _Peers:
@@ -466,7 +505,12 @@ def peers(monkeypatch):
 
 def _run_unsloth(mode, workload, root):
     arm = importlib.import_module("benchmarks.ruler.arms.unsloth")
-    arm.run([Case(workload.name, "unsloth", mode)], files=WorkloadFiles(root, workload), log=CaseLog(root / "unsloth.jsonl"), device="cpu")
+    arm.run(
+        [Case(workload.name, "unsloth", mode)],
+        files=WorkloadFiles(root, workload),
+        log=CaseLog(root / "unsloth.jsonl"),
+        device="cpu",
+    )
 
 
 @pytest.mark.parametrize(("mode", "checkpointing"), [("unsloth", "unsloth"), ("off", False)])
@@ -496,7 +540,9 @@ def test_unsloth_leaves_no_layers_out_where_all_weights_are_trained(peers, root)
 def test_trl_is_given_no_adapters(peers, root):
     from benchmarks.ruler.arms import trl
 
-    trl.run([Case(FULL.name, "trl", "keep")], files=WorkloadFiles(root, FULL), log=CaseLog(root / "trl.jsonl"), device="cpu")
+    trl.run(
+        [Case(FULL.name, "trl", "keep")], files=WorkloadFiles(root, FULL), log=CaseLog(root / "trl.jsonl"), device="cpu"
+    )
     assert peers.calls["trainer"]["peft_config"] is None
 
 
@@ -505,7 +551,18 @@ def test_trl_is_given_no_adapters(peers, root):
 
 def _step_of_profile(root, out, *, workload):
     """Return step time, times of its phases and lines of kernels in the profile that the command writes."""
-    arguments = ["--root", str(root), "--workload", workload, "--out", str(out), "--modes", "keep+fused", "--optimizer", "adamw_8bit"]
+    arguments = [
+        "--root",
+        str(root),
+        "--workload",
+        workload,
+        "--out",
+        str(out),
+        "--modes",
+        "keep+fused",
+        "--optimizer",
+        "adamw_8bit",
+    ]
     assert step_profile.main([*arguments, "--device", "cpu", "--warmup", "1", "--steps", "3"]) == 0
     name, head, phases, *kernels = (out / "profile.txt").read_text(encoding="utf-8").splitlines()
     assert name == workload
@@ -517,7 +574,11 @@ def _step_of_profile(root, out, *, workload):
 def test_a_step_is_profiled_and_split_into_its_phases(workload, root, tmp_path, monkeypatch):
     own, loaded = {name: getattr(judge, name) for name in ("load_adapter", "load_weights")}, []
     for name in own:
-        monkeypatch.setattr(judge, name, lambda model, tensors, name=name: (loaded.append((name, len(tensors))), own[name](model, tensors)))
+        monkeypatch.setattr(
+            judge,
+            name,
+            lambda model, tensors, name=name: (loaded.append((name, len(tensors))), own[name](model, tensors)),
+        )
     _, phases, kernels = _step_of_profile(root, tmp_path, workload=workload)
     assert loaded == [("load_weights", NUM_TENSORS) if workload == "tiny-full" else ("load_adapter", 28)]
     assert list(phases) == list(step_profile.PHASES)
@@ -526,7 +587,12 @@ def test_a_step_is_profiled_and_split_into_its_phases(workload, root, tmp_path, 
 
 @pytest.mark.parametrize(
     ("phase", "name"),
-    [("forward", "training_step"), ("backward", "backward"), ("clip", "configure_gradient_clipping"), ("optimizer", "optimizer_step")],
+    [
+        ("forward", "training_step"),
+        ("backward", "backward"),
+        ("clip", "configure_gradient_clipping"),
+        ("optimizer", "optimizer_step"),
+    ],
 )
 def test_a_phase_has_the_time_that_is_spent_in_it(phase, name, root, tmp_path, monkeypatch):
     own, pause_ms = getattr(FineTuner, name), 300

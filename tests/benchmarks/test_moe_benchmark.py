@@ -15,7 +15,7 @@ from benchmarks.ruler import driver, judge, report
 from benchmarks.ruler.cases import Case, CaseLog
 from benchmarks.ruler.driver import parse_arm
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, build, busiest_share, make_packs, num_busy
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from tests.support.host_waits import count_host_waits
 
 TINY = ("tiny-moe", "tiny-moe-skewed", "tiny-gpt-oss", "tiny-gpt-oss-skewed")
@@ -44,14 +44,18 @@ def first_batch(files):
     from transformers import DataCollatorWithFlattening
 
     documents = files.read_packs()[0].documents(1.0)
-    return DataCollatorWithFlattening()([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in documents])
+    return DataCollatorWithFlattening()(
+        [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in documents]
+    )
 
 
 # Workloads
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "experts", "chosen"), [("qwen3-30b-a3b-lora", 48, 128, 8), ("gpt-oss-20b-lora", 24, 32, 4)], ids=["qwen3", "gpt-oss"]
+    ("name", "layers", "experts", "chosen"),
+    [("qwen3-30b-a3b-lora", 48, 128, 8), ("gpt-oss-20b-lora", 24, 32, 4)],
+    ids=["qwen3", "gpt-oss"],
 )
 def test_mixture_workloads_are_the_real_models(name, layers, experts, chosen):
     from transformers import AutoConfig
@@ -107,7 +111,9 @@ def test_the_adapter_file_has_the_names_and_shapes_of_peft(root):
         files = files_of(root, name)
         adapter, own = files.read_adapter(), get_peft_model_state_dict(moe._load_plain(files, device="cpu"))
         assert {key: value.shape for key, value in adapter.items()} == {key: value.shape for key, value in own.items()}
-        assert all(torch.equal(value, value.to(torch.bfloat16).float()) and value.abs().max() > 0 for value in adapter.values())
+        assert all(
+            torch.equal(value, value.to(torch.bfloat16).float()) and value.abs().max() > 0 for value in adapter.values()
+        )
         assert len({judge.canonical_name(key) for key in adapter}) == 2 * 2 * 6
 
 
@@ -151,7 +157,9 @@ FILE_NAMES = {
 }
 
 
-@pytest.mark.parametrize("order", [("gate_up_proj", "down_proj"), ("down_proj", "gate_up_proj")], ids=["as PEFT", "the other way"])
+@pytest.mark.parametrize(
+    "order", [("gate_up_proj", "down_proj"), ("down_proj", "gate_up_proj")], ids=["as PEFT", "the other way"]
+)
 def test_adapters_of_stacks_are_found_by_what_they_wrap(order):
     model = Wrapped(order, STACKS)
     tensors = {name: torch.randn(shape) for name, shape in FILE_NAMES.items()}
@@ -178,7 +186,10 @@ def test_exchanged_factors_are_those_of_the_transposed_stack():
 def test_a_system_that_reads_stacks_the_other_way_round_is_served_and_judged():
     # gate_up: A for 10 columns, B for 6; down: A for 6, B for 5.
     turned = {"gate_up_proj.A": (6, 10), "gate_up_proj.B": (6, 6), "down_proj.A": (6, 6), "down_proj.B": (5, 6)}
-    model, tensors = Wrapped(("gate_up_proj", "down_proj"), turned), {name: torch.randn(shape) for name, shape in FILE_NAMES.items()}
+    model, tensors = (
+        Wrapped(("gate_up_proj", "down_proj"), turned),
+        {name: torch.randn(shape) for name, shape in FILE_NAMES.items()},
+    )
     judge.load_adapter(model, tensors)
     held = judge.trainable_adapters(model)
     wanted = {judge.canonical_name(name): tensor for name, tensor in tensors.items()}
@@ -208,8 +219,8 @@ def test_stacks_of_another_shape_are_refused_with_both_shapes():
 
 def layer_of(shape, arm, *, adapter="lora", load="balanced", num_tokens=48):
     model = moe_layer.make_model(shape, adapter=adapter, device="cpu", dtype=torch.float32)
-    ledger = SwapLedger()
-    moe_layer.set_arm(model, arm, ledger)
+    patcher = ModelPatcher()
+    moe_layer.set_arm(model, arm, patcher)
     inputs, share = moe_layer.make_inputs(shape, num_tokens=num_tokens, load=load, device="cpu")
     return moe_layer.Layer(model, inputs), share
 
@@ -238,7 +249,9 @@ def test_host_waits_of_the_arms():
         with count_host_waits() as backward:
             layer.backward(y_TD)
         # On a CPU our grouped products are loops in plain PyTorch; on CUDA these lines do not run.
-        found[arm] = tuple(sum("grouped_mm/reference.py" not in origin for origin in waits.origin) for waits in (forward, backward))
+        found[arm] = tuple(
+            sum("grouped_mm/reference.py" not in origin for origin in waits.origin) for waits in (forward, backward)
+        )
     assert found["ours"] == found["grouped_mm"] == (0, 0)
     # One bincount and one tolist, however many experts there are; on CUDA bincount itself waits more than once.
     assert found["published"] == (2, 0)
@@ -258,7 +271,20 @@ def test_skewed_routing_of_a_layer_gives_half_of_the_rows_to_a_tenth(num_experts
 
 
 def run_layers(tmp_path, *arguments):
-    options = ["--out", str(tmp_path), "--shapes", "tiny-gpt-oss", "--tokens", "32", "--runs", "2", "--device", "cpu", "--adapters", "lora"]
+    options = [
+        "--out",
+        str(tmp_path),
+        "--shapes",
+        "tiny-gpt-oss",
+        "--tokens",
+        "32",
+        "--runs",
+        "2",
+        "--device",
+        "cpu",
+        "--adapters",
+        "lora",
+    ]
     assert moe_layer.main([*options, *arguments]) == 0
     return report.read_records(tmp_path / "raw.jsonl"), (tmp_path / "table.txt").read_text()
 
@@ -389,7 +415,9 @@ class Trainer:
         control = SimpleNamespace(should_training_stop=False)
         for row in self.train_dataset:
             self.training_step(self.model, self.data_collator([row]))
-            torch.optim.SGD([parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=0.1).step()
+            torch.optim.SGD(
+                [parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=0.1
+            ).step()
             self.model.zero_grad(set_to_none=True)
             for callback in self.callbacks:
                 callback.on_step_end(None, None, control)
@@ -408,7 +436,9 @@ def reference(root, tmp_path):
 
 def run_padded(files, tmp_path, trainer):
     (case,) = parse_arm("unsloth:unsloth+padded4", template=Case("tiny-gpt-oss", "", "", num_warmup=3, num_steps=5))
-    moe.run_padded_cases([case], trainer=trainer, files=files, log=CaseLog(tmp_path / "raw.jsonl"), is_cuda=False, batch_size=4)
+    moe.run_padded_cases(
+        [case], trainer=trainer, files=files, log=CaseLog(tmp_path / "raw.jsonl"), is_cuda=False, batch_size=4
+    )
     return report.read_records(tmp_path / "raw.jsonl")
 
 
@@ -419,7 +449,9 @@ def test_padded_batches_have_the_gradients_of_the_packed_step(reference, tmp_pat
     assert record["summary"]["n"] == 5
     timed = moe.padded_batches(reference.read_packs(), batch_size=4, num_warmup=3, num_steps=5)[3:]
     # Real tokens of all timed steps over the time of all timed steps.
-    assert record["tokens_per_s"] == pytest.approx(sum(group.input_id_T.size for group in timed) / sum(record["ms"]) * 1e3)
+    assert record["tokens_per_s"] == pytest.approx(
+        sum(group.input_id_T.size for group in timed) / sum(record["ms"]) * 1e3
+    )
     assert record["real_share"] == pytest.approx(moe.real_share(timed))
 
 
@@ -433,7 +465,9 @@ def test_padded_batches_of_other_tokens_or_without_a_mask_are_refused(reference,
     (record,) = run_padded(reference, tmp_path, Trainer(load(reference), collator=shifted))
     assert "is not document 0" in record["reason"]
     trainer = Trainer(load(reference), collator=one_document_less)
-    trainer.training_step = lambda model, inputs: Trainer.training_step(trainer, model, {name: value[1:] for name, value in inputs.items()})
+    trainer.training_step = lambda model, inputs: Trainer.training_step(
+        trainer, model, {name: value[1:] for name, value in inputs.items()}
+    )
     record = run_padded(reference, tmp_path, trainer)[-1]
     assert "differ from the plain arm's" in record["reason"]
 
@@ -450,7 +484,14 @@ def test_packed_documents_of_gpt_oss_do_not_see_each_other_in_the_plain_arm(root
 
 
 def record_of(system, mode, rate, gib, *, workload="qwen3-30b-a3b-12l-lora", **more):
-    found = {"workload": workload, "system": system, "mode": mode, "title": f"{system} {mode}", "label_share": 1.0, "optimizer": "adamw_8bit"}
+    found = {
+        "workload": workload,
+        "system": system,
+        "mode": mode,
+        "title": f"{system} {mode}",
+        "label_share": 1.0,
+        "optimizer": "adamw_8bit",
+    }
     return {**found, "reason": "", "tokens_per_s": rate, "peak_gib": {"allocated": gib}, "num_steps": 30, **more}
 
 
@@ -469,7 +510,10 @@ def test_bars_compare_with_the_right_rival():
     (line,) = moe.bars([*padded, record_of("ours", "keep", 29.0, 1.0, **gpt)])
     assert "MISSED: ours keep 2.42x unsloth off+padded32" in line
     refused = {**padded[1], "reason": "3 of 144 gradients differ"}
-    assert "met: ours keep 2.90x unsloth off+padded16" in moe.bars([padded[0], refused, record_of("ours", "keep", 29.0, 1.0, **gpt)])[0]
+    assert (
+        "met: ours keep 2.90x unsloth off+padded16"
+        in moe.bars([padded[0], refused, record_of("ours", "keep", 29.0, 1.0, **gpt)])[0]
+    )
 
 
 def test_a_case_is_done_when_another_try_would_say_the_same(root, tmp_path):
@@ -504,8 +548,12 @@ def run_moe(root, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "is_apart"), [pytest.param("tiny-moe-skewed", True, marks=pytest.mark.fault), ("tiny-gpt-oss", False)])
-def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(run_moe, tmp_path, monkeypatch, name, is_apart):
+@pytest.mark.parametrize(
+    ("name", "is_apart"), [pytest.param("tiny-moe-skewed", True, marks=pytest.mark.fault), ("tiny-gpt-oss", False)]
+)
+def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(
+    run_moe, tmp_path, monkeypatch, name, is_apart
+):
     if not is_apart:
         # That an arm is a process of its own is shown by the other workload, and by the session script.
         monkeypatch.setattr(driver, "_run_process", run_arm_here)
@@ -513,7 +561,8 @@ def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(run_
     first = run_moe(name, *arms)
     records = [record for record in report.read_records(tmp_path / "raw.jsonl") if record["num_steps"]]
     assert [(record["title"], record["reason"]) for record in records] == [
-        (title, "") for title in ("plain recompute", "plain keep+eager", "plain keep+published", "ours recompute", "ours keep")
+        (title, "")
+        for title in ("plain recompute", "plain keep+eager", "plain keep+published", "ours recompute", "ours keep")
     ]
     assert all(record["verdict"]["worst_cosine"][1] > 0.99999 for record in records)
     assert [status["state"] for status in records[-1]["router"]] == ["active"]
@@ -529,7 +578,10 @@ def test_whole_steps_of_plain_and_ours_have_the_same_gradients_and_get_rows(run_
 
 def run_arm_here(cases, *, root, raw, device, module, **_):
     given = ["--root", str(root), "--device", device, "--raw", str(raw)]
-    assert (module, moe.main(["arm", "--cases", json.dumps([asdict(case) for case in cases]), *given])) == ("benchmarks.moe", 0)
+    assert (module, moe.main(["arm", "--cases", json.dumps([asdict(case) for case in cases]), *given])) == (
+        "benchmarks.moe",
+        0,
+    )
     return ""
 
 
@@ -554,18 +606,31 @@ def test_ours_with_a_fault_in_its_experts_gets_no_row(root, tmp_path, monkeypatc
 
     files = files_of(root, name)
     template = Case(name, "", "", num_warmup=2, num_steps=2)
-    moe.run_plain(parse_arm("plain:reference", template=template), files=files, log=CaseLog(tmp_path / "raw.jsonl"), device="cpu")
+    moe.run_plain(
+        parse_arm("plain:reference", template=template), files=files, log=CaseLog(tmp_path / "raw.jsonl"), device="cpu"
+    )
     monkeypatch.setattr(experts, "fastft_experts_forward", spoil(experts.fastft_experts_forward))
-    moe.run_ours(parse_arm("ours:keep", template=template), files=files, log=CaseLog(tmp_path / "raw.jsonl"), device="cpu")
+    moe.run_ours(
+        parse_arm("ours:keep", template=template), files=files, log=CaseLog(tmp_path / "raw.jsonl"), device="cpu"
+    )
     record = report.read_records(tmp_path / "raw.jsonl")[-1]
     assert record["reason"]
     assert "summary" not in record
 
 
 def run_script(call, **environment):
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DEVICE": "cpu", "PYTHON": sys.executable, "BUDGET_S": "400", **environment}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DEVICE": "cpu",
+        "PYTHON": sys.executable,
+        "BUDGET_S": "400",
+        **environment,
+    }
     command = ["bash", "benchmarks/gpu_moe.sh", call]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500, env=variables, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=500, env=variables, cwd=Path(__file__).parents[2]
+    )
     return done.stdout
 
 

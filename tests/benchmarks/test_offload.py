@@ -283,7 +283,11 @@ def test_full_host_segments_are_spaced_so_that_copies_hide(monkeypatch):
 
 
 def test_cells_and_guesses():
-    assert offload.parse_cells(["tiny@256,512", "qwen3-8b-qlora@16384"]) == [("tiny", 256), ("tiny", 512), ("qwen3-8b-qlora", 16384)]
+    assert offload.parse_cells(["tiny@256,512", "qwen3-8b-qlora@16384"]) == [
+        ("tiny", 256),
+        ("tiny", 512),
+        ("qwen3-8b-qlora", 16384),
+    ]
     with pytest.raises(ValueError, match="A cell is"):
         offload.parse_cells(["qwen3-9b@16384"])
     # The measured step that the guess is scaled by.
@@ -305,11 +309,24 @@ def _buffers_record(mode, ms, gib, **changes):
         "late_host_ms": 0.0,
     }
     return {
-        "workload": "qwen3-8b-qlora", "num_tokens": 16384, "mode": mode, "title": mode, "reason": "", "seconds": 1.0, "num_layers": 41,
-        "is_serial": False, "delay_ms": 0.0, "summary": {"median": ms, "p10": ms, "p90": ms, "n": 10}, "tokens_per_s": 1.0,
-        "peak_gib": {"allocated": gib, "reserved": gib}, "backward_ms": {"median": 410.0}, "versions": {},
-        "command_name": "buffers", "copies": [use], **changes,
-    }  # fmt: skip
+        "workload": "qwen3-8b-qlora",
+        "num_tokens": 16384,
+        "mode": mode,
+        "title": mode,
+        "reason": "",
+        "seconds": 1.0,
+        "num_layers": 41,
+        "is_serial": False,
+        "delay_ms": 0.0,
+        "summary": {"median": ms, "p10": ms, "p90": ms, "n": 10},
+        "tokens_per_s": 1.0,
+        "peak_gib": {"allocated": gib, "reserved": gib},
+        "backward_ms": {"median": 410.0},
+        "versions": {},
+        "command_name": "buffers",
+        "copies": [use],
+        **changes,
+    }
 
 
 def test_buffers_table_sets_gain_formula_and_published_side_by_side():
@@ -354,19 +371,35 @@ def test_exposed_time_is_the_median_of_the_profiled_steps():
 
 def _front_record(mode, ms, gib, *, predicted=None, **changes):
     record = {
-        "workload": "w", "system": "ours", "mode": mode, "title": f"ours {mode}", "reason": "", "label_share": 1.0, "optimizer": "adamw_8bit",
-        "summary": {"median": ms, "p10": ms, "p90": ms, "n": 10}, "peak_gib": {"allocated": gib, "reserved": gib}, "tokens_per_s": 1.0,
-        "labelled_tokens_per_s": 1.0, "versions": {}, "verdict": {"worst_cosine": ["a", 1.0]}, **changes,
-    }  # fmt: skip
+        "workload": "w",
+        "system": "ours",
+        "mode": mode,
+        "title": f"ours {mode}",
+        "reason": "",
+        "label_share": 1.0,
+        "optimizer": "adamw_8bit",
+        "summary": {"median": ms, "p10": ms, "p90": ms, "n": 10},
+        "peak_gib": {"allocated": gib, "reserved": gib},
+        "tokens_per_s": 1.0,
+        "labelled_tokens_per_s": 1.0,
+        "versions": {},
+        "verdict": {"worst_cosine": ["a", 1.0]},
+        **changes,
+    }
     if predicted is not None:
-        record["plan"] = {"predicted": {"step_ms": predicted[0], "peak_gib": predicted[1], "exposed_ms": 0.5}, "engine": {"pinned_bytes": 2**31}}
+        record["plan"] = {
+            "predicted": {"step_ms": predicted[0], "peak_gib": predicted[1], "exposed_ms": 0.5},
+            "engine": {"pinned_bytes": 2**31},
+        }
     return record
 
 
 FRONT = [
     _front_record("recompute", 1000.0, 20.0),
     _front_record("keep", 600.0, 60.0),
-    _front_record("auto=20:32", 940.0, 20.0, predicted=(950.0, 20.5), plan_check={"is_bitwise": True, "worst_cosine": ["a", 1.0]}),
+    _front_record(
+        "auto=20:32", 940.0, 20.0, predicted=(950.0, 20.5), plan_check={"is_bitwise": True, "worst_cosine": ["a", 1.0]}
+    ),
     _front_record("auto=40:32", 780.0, 40.0, predicted=(800.0, 41.0)),
     _front_record("unsloth", 900.0, 18.0, system="unsloth"),
 ]
@@ -387,10 +420,18 @@ def test_front_bars_pass_on_a_good_front():
     ("number", "changed", "which"),
     [
         (2, _front_record("auto=20:32", 970.0, 20.0, predicted=(950.0, 20.5)), "at the memory of recompute all"),
-        (3, _front_record("auto=40:32", 820.0, 40.0, predicted=(800.0, 41.0)), "auto=40:32 at 40.00 GiB is +2.5% of the line"),
+        (
+            3,
+            _front_record("auto=40:32", 820.0, 40.0, predicted=(800.0, 41.0)),
+            "auto=40:32 at 40.00 GiB is +2.5% of the line",
+        ),
         (3, _front_record("auto=40:32", 780.0, 40.0, predicted=(800.0, 43.0)), "predicted peak 7.5%"),
         (3, _front_record("auto=40:32", 780.0, 40.0, predicted=(900.0, 41.0)), "predicted step time 15.4%"),
-        (2, _front_record("auto=20:32", 940.0, 21.0, predicted=(950.0, 20.5)), "no plan within the memory of recompute all"),
+        (
+            2,
+            _front_record("auto=20:32", 940.0, 21.0, predicted=(950.0, 20.5)),
+            "no plan within the memory of recompute all",
+        ),
     ],
 )
 def test_front_bars_fail_where_they_should(number, changed, which):
@@ -407,7 +448,10 @@ def test_fused_layers_are_held_to_more_and_every_point_to_the_peers_line():
             _front_record("keep+fused", 600.0, 60.0),
             _front_record("auto=20:32+fused", budget_ms, 20.0),
         ]
-        peers = [_front_record("unsloth", 1100.0, 10.0, system="unsloth"), _front_record("off", off_ms, 70.0, system="unsloth")]
+        peers = [
+            _front_record("unsloth", 1100.0, 10.0, system="unsloth"),
+            _front_record("off", off_ms, 70.0, system="unsloth"),
+        ]
         return {bar.split()[0]: bar for bar in _bars([*fused, *peers]) if "Unsloth" in bar or "faster" in bar}
 
     good = bars(900.0, 700.0)
@@ -421,7 +465,14 @@ def test_fused_layers_are_held_to_more_and_every_point_to_the_peers_line():
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("keep", ""), ("keep+liger", "liger"), ("keep+fused", "fused"), ("keep+graphs", "graphs"), ("keep+fused+graphs", "graphs")]
+    ("mode", "kind"),
+    [
+        ("keep", ""),
+        ("keep+liger", "liger"),
+        ("keep+fused", "fused"),
+        ("keep+graphs", "graphs"),
+        ("keep+fused+graphs", "graphs"),
+    ],
 )
 def test_every_mode_is_drawn_with_the_layers_that_it_ran(mode, kind):
     assert offload_front._layers_of(f"ours {mode}, adamw_8bit") == kind
@@ -470,8 +521,17 @@ def test_front_rows_and_plot_are_made_from_the_same_records(tmp_path, capsys):
 
 def test_budgets_lie_between_the_ends(tmp_path, monkeypatch):
     options = SimpleNamespace(
-        out=tmp_path, root=tmp_path, liger=["tiny"], fused=[], optimizer="adamw_8bit", warmup=6, steps=3, num_budgets=9, device="cpu", host_gib=8.0,
-    )  # fmt: skip
+        out=tmp_path,
+        root=tmp_path,
+        liger=["tiny"],
+        fused=[],
+        optimizer="adamw_8bit",
+        warmup=6,
+        steps=3,
+        num_budgets=9,
+        device="cpu",
+        host_gib=8.0,
+    )
     front = offload_front.Front("tiny", options)
     assert front._budgets() == []
     raw = tmp_path / "raw.jsonl"
@@ -504,7 +564,19 @@ def test_buffers_call_flushes_rows_and_goes_on_where_it_ended(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_small_cards_try_modes_until_one_trains(tmp_path, capsys):
-    arguments = ["small-cards", "--out", str(tmp_path), "--device", "cpu", "--steps", "2", "--tokens", "256", "--cards", "tiny=4"]
+    arguments = [
+        "small-cards",
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--tokens",
+        "256",
+        "--cards",
+        "tiny=4",
+    ]
     assert offload.main([*arguments, "--modes", "auto=0.0000001", "offload", "keep"]) == 0
     table = (tmp_path / "table.txt").read_text()
     assert "auto=0.0000001: FAILED: OptionError" in table
@@ -517,11 +589,23 @@ def test_small_cards_try_modes_until_one_trains(tmp_path, capsys):
 
 def _rank_record(title, *, strategy="one", accumulate=1, tokens_per_s=100.0, losses=(5.0, 4.9), num_ranks=1, reason=""):
     return {
-        "title": title, "strategy": strategy, "accumulate": accumulate, "num_ranks": num_ranks, "tokens_per_s": tokens_per_s, "losses": list(losses),
-        "reason": reason, "summary": {"median": 1.0, "p10": 1.0, "p90": 1.0, "n": 3}, "peak_gib": [1.0] * num_ranks,
-        "reserved_gib": [1.0] * num_ranks, "peak_gib_build": [1.0] * num_ranks,
-        "build_s": 2.0, "workload": "w", "num_tokens": 8, "mode": "offload", "versions": {},
-    }  # fmt: skip
+        "title": title,
+        "strategy": strategy,
+        "accumulate": accumulate,
+        "num_ranks": num_ranks,
+        "tokens_per_s": tokens_per_s,
+        "losses": list(losses),
+        "reason": reason,
+        "summary": {"median": 1.0, "p10": 1.0, "p90": 1.0, "n": 3},
+        "peak_gib": [1.0] * num_ranks,
+        "reserved_gib": [1.0] * num_ranks,
+        "peak_gib_build": [1.0] * num_ranks,
+        "build_s": 2.0,
+        "workload": "w",
+        "num_tokens": 8,
+        "mode": "offload",
+        "versions": {},
+    }
 
 
 @pytest.mark.parametrize(
@@ -541,7 +625,10 @@ def test_several_devices_are_held_to_speed_and_losses(changes, num_failed):
 
 
 def test_losses_that_do_not_fall_prove_nothing():
-    records = [_rank_record("acc", accumulate=2, losses=(5.0, 5.0)), _rank_record("ddp x2", strategy="ddp", num_ranks=2, losses=(5.0, 5.0))]
+    records = [
+        _rank_record("acc", accumulate=2, losses=(5.0, 5.0)),
+        _rank_record("ddp x2", strategy="ddp", num_ranks=2, losses=(5.0, 5.0)),
+    ]
     assert "FAIL" in multi_gpu.multi_table(records)
     assert "FAIL" in multi_gpu.full_table([_rank_record("full", losses=(5.0, math.nan))])
     assert "pass" in multi_gpu.full_table([_rank_record("full")])

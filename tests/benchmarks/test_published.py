@@ -9,7 +9,17 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from benchmarks import moe_layer, offload, packed_metadata, published, published_arms, published_padded, published_table, published_waits, results
+from benchmarks import (
+    moe_layer,
+    offload,
+    packed_metadata,
+    published,
+    published_arms,
+    published_padded,
+    published_table,
+    published_waits,
+    results,
+)
 from benchmarks.published import find_files
 from benchmarks.published_arms import all_combinations, first_step_difference, parse_combination
 from benchmarks.published_padded import TRADITIONAL, Padding, group_documents, pad_documents, read_documents
@@ -25,11 +35,32 @@ MIXTURE = "tiny-moe"
 # The table
 
 
-def row(benchmark, workload, system, metric, value, *, command="python -m benchmarks.run", device="NVIDIA H200", date="2026-11-22"):
+def row(
+    benchmark,
+    workload,
+    system,
+    metric,
+    value,
+    *,
+    command="python -m benchmarks.run",
+    device="NVIDIA H200",
+    date="2026-11-22",
+):
     return {
-        "date": date, "benchmark": benchmark, "workload": workload, "system": system, "version": "", "metric": metric, "value": f"{value:g}",
-        "p10": "", "p90": "", "n": "10", "unit": "", "command": command, "device": device,
-    }  # fmt: skip
+        "date": date,
+        "benchmark": benchmark,
+        "workload": workload,
+        "system": system,
+        "version": "",
+        "metric": metric,
+        "value": f"{value:g}",
+        "p10": "",
+        "p90": "",
+        "n": "10",
+        "unit": "",
+        "command": command,
+        "device": device,
+    }
 
 
 def line_of(text, *parts):
@@ -45,7 +76,17 @@ def test_without_rows_every_figure_has_its_source_and_the_command_that_measures_
         assert f"| {figure.source} |" in line
         assert f"`{figure.command}`" in text
     buffers = ("+8.40 %", "+6.70 %", "+4.61 %", "+0.37 GB", "+0.47 GB", "+0.23 GB", "(L-1)*min(c, g)")
-    others = ("13.7 ms", "+11.5 %", "+14.8 %", "(L-1)*m", "forward +23 %", "backward +13 %", "10 to 15 %", "about 25 %", "80 % less memory")
+    others = (
+        "13.7 ms",
+        "+11.5 %",
+        "+14.8 %",
+        "(L-1)*m",
+        "forward +23 %",
+        "backward +13 %",
+        "10 to 15 %",
+        "about 25 %",
+        "80 % less memory",
+    )
     for claim in (*buffers, *others, "2x the speed, 24-32 GB down to 16-20 GB"):
         assert claim in text
 
@@ -54,7 +95,11 @@ def test_without_rows_every_figure_has_its_source_and_the_command_that_measures_
 def test_commands_of_the_table_can_be_given(command):
     head, module, *arguments = shlex.split(command.removeprefix("python "))
     assert head == "-m"
-    parser = {"benchmarks.published": published, "benchmarks.offload": offload, "benchmarks.packed_metadata": packed_metadata}[module]._parser()
+    parser = {
+        "benchmarks.published": published,
+        "benchmarks.offload": offload,
+        "benchmarks.packed_metadata": packed_metadata,
+    }[module]._parser()
     parser.parse_args(arguments)
 
 
@@ -95,31 +140,70 @@ def test_rows_of_two_gpus_are_never_compared():
 
 
 def test_every_figure_is_answered_by_the_rows_that_benchmarks_write():
-    rows = [row("packed_metadata", "8192 tokens, 19 documents", f"dense, {kind}", "one build", ms) for kind, ms in
-            (("loop over documents", 2.0), ("transformers", 1.0), ("ours", 0.5))]  # fmt: skip
+    rows = [
+        row("packed_metadata", "8192 tokens, 19 documents", f"dense, {kind}", "one build", ms)
+        for kind, ms in (("loop over documents", 2.0), ("transformers", 1.0), ("ours", 0.5))
+    ]
     for name in ("llama-3.2-1b-lora", "qwen3-0.6b-lora", "qwen3-14b-qlora"):
-        for arm, ms in (("sdpa/every-layer-loop", 120.0), ("sdpa/once", 100.0), ("varlen/every-layer", 101.0), ("varlen/once", 100.0)):
-            rows += [row("packed_metadata", f"{name}, recompute", arm, part, ms) for part in ("forward", "backward", "step")]
+        for arm, ms in (
+            ("sdpa/every-layer-loop", 120.0),
+            ("sdpa/once", 100.0),
+            ("varlen/every-layer", 101.0),
+            ("varlen/once", 100.0),
+        ):
+            rows += [
+                row("packed_metadata", f"{name}, recompute", arm, part, ms) for part in ("forward", "backward", "step")
+            ]
     for name in offload.PUBLISHED:
         for system, ms in (("ours offload1", 110.0), ("ours offload", 100.0)):
             cell = f"{name}, packed, 16384 tokens"
-            rows += [row("offload buffers", cell, system, metric, ms) for metric in ("step", "peak allocated", "exposed copies")]
+            rows += [
+                row("offload buffers", cell, system, metric, ms)
+                for metric in ("step", "peak allocated", "exposed copies")
+            ]
     for arm, ms in (("eager", 12.0), ("published", 10.0), ("ours", 4.0)):
-        rows += [row("moe_layer", "gpt-oss-20b, 8192 tokens, balanced, frozen experts", arm, part, ms) for part in ("forward", "backward")]
-        rows += [row("published waits", "a layer of gpt-oss-20b, 8192 tokens", arm, f"host waits, {part}", ms) for part in ("forward", "backward")]
+        rows += [
+            row("moe_layer", "gpt-oss-20b, 8192 tokens, balanced, frozen experts", arm, part, ms)
+            for part in ("forward", "backward")
+        ]
+        rows += [
+            row("published waits", "a layer of gpt-oss-20b, 8192 tokens", arm, f"host waits, {part}", ms)
+            for part in ("forward", "backward")
+        ]
     kinds = ("dense, loop over documents", "varlen, transformers", "dense, ours", "varlen, ours")
-    rows += [row("published waits", "8192 tokens", kind, "host waits, one build", number) for number, kind in enumerate(kinds)]
+    rows += [
+        row("published waits", "8192 tokens", kind, "host waits, one build", number)
+        for number, kind in enumerate(kinds)
+    ]
     for name in (published_table.DENSE, published_table.MIXTURE):
         for combination in all_combinations(WORKLOADS[name], attention="varlen"):
-            ms = 100.0 + 10.0 * (combination.metadata == "every") + 20.0 * (combination.buffers == "one") + 50.0 * (combination.routing == "loop")
-            rows += [row("published combinations", f"{name}, packed, offload", combination.mode, metric, value) for metric, value in
-                     (("step", ms), ("difference of two rounds", 1.0), ("copy of a layer's input", 0.5), ("backward of a layer", 2.0))]  # fmt: skip
+            ms = (
+                100.0
+                + 10.0 * (combination.metadata == "every")
+                + 20.0 * (combination.buffers == "one")
+                + 50.0 * (combination.routing == "loop")
+            )
+            rows += [
+                row("published combinations", f"{name}, packed, offload", combination.mode, metric, value)
+                for metric, value in (
+                    ("step", ms),
+                    ("difference of two rounds", 1.0),
+                    ("copy of a layer's input", 0.5),
+                    ("backward of a layer", 2.0),
+                )
+            ]
     for system, rate, gib in (("plain padded+recompute", 1000.0, 30.0), ("ours recompute+fused@full", 2500.0, 15.0)):
         cell, system = "llama-7b-lora, documents of at most 2048 tokens, 8 a batch", f"{system}, adamw_fused"
-        rows += [row("published traditional", cell, system, "tokens", rate), row("published traditional", cell, system, "peak allocated", gib)]
+        rows += [
+            row("published traditional", cell, system, "tokens", rate),
+            row("published traditional", cell, system, "peak allocated", gib),
+        ]
     text = render(Rows(rows))
     assert "not measured" not in text
-    dense, mixture = (int(WORKLOADS[name].model_config["num_hidden_layers"]) for name in (published_table.DENSE, published_table.MIXTURE))
+    dense, mixture = (
+        int(WORKLOADS[name].model_config["num_hidden_layers"])
+        for name in (published_table.DENSE, published_table.MIXTURE)
+    )
     assert "step +20.0 % (20.0 ms a step)" in line_of(text, "qwen3-14b: forward +43.3 %")
     assert "(L-1)*m = 15 * 2.00 = 30.0 ms" in line_of(text, "+11.5 %")
     assert f"(L-1)*min(c, g) = {(dense - 1) * 0.5:.1f} ms, 20.0 measured" in line_of(text, "207 to 279 ms")
@@ -166,12 +250,27 @@ def test_a_mixture_has_eight_combinations_and_a_dense_model_four():
 
 def record(mode, ms, *, waits=0, gib=10.0, **changes):
     return {
-        "workload": "qwen3-0.6b-lora", "system": "ours", "mode": mode, "title": f"ours {mode}", "label_share": 1.0, "optimizer": "adamw_fused",
-        "reason": "", "ms": [ms] * 3, "summary": {"median": ms, "p10": ms, "p90": ms, "n": 3}, "tokens_per_s": 1e6 / ms,
-        "labelled_tokens_per_s": 9e5 / ms, "peak_gib": {"allocated": gib, "reserved": gib}, "host_waits": waits, "num_layers": 10,
-        "backward": {"median": 50.0, "n": 3}, "copies": {"h2d_ms": 20.0, "num_h2d": 10, "exposed_ms": 1.0}, "versions": {"device": "NVIDIA H200"},
-        "verdict": {"passed": True, "worst_cosine": ["a", 1.0]}, "bits": {"num_equal": 4, "num_tensors": 4}, **changes,
-    }  # fmt: skip
+        "workload": "qwen3-0.6b-lora",
+        "system": "ours",
+        "mode": mode,
+        "title": f"ours {mode}",
+        "label_share": 1.0,
+        "optimizer": "adamw_fused",
+        "reason": "",
+        "ms": [ms] * 3,
+        "summary": {"median": ms, "p10": ms, "p90": ms, "n": 3},
+        "tokens_per_s": 1e6 / ms,
+        "labelled_tokens_per_s": 9e5 / ms,
+        "peak_gib": {"allocated": gib, "reserved": gib},
+        "host_waits": waits,
+        "num_layers": 10,
+        "backward": {"median": 50.0, "n": 3},
+        "copies": {"h2d_ms": 20.0, "num_h2d": 10, "exposed_ms": 1.0},
+        "versions": {"device": "NVIDIA H200"},
+        "verdict": {"passed": True, "worst_cosine": ["a", 1.0]},
+        "bits": {"num_equal": 4, "num_tensors": 4},
+        **changes,
+    }
 
 
 OFF, ON = "every+one+dense+varlen", "once+two+dense+varlen"
@@ -202,11 +301,19 @@ def test_a_round_that_was_refused_takes_the_row_and_one_without_time_does_not():
 
 
 def test_gains_are_said_plainly():
-    steps = ((OFF, 130.0, 28), ("every+two+dense+varlen", 100.4, 28), ("once+one+dense+varlen", 120.0, 0), (ON, 100.0, 0))
+    steps = (
+        (OFF, 130.0, 28),
+        ("every+two+dense+varlen", 100.4, 28),
+        ("once+one+dense+varlen", 120.0, 0),
+        (ON, 100.0, 0),
+    )
     records = [record(mode, ms, waits=waits) for mode, ms, waits in steps]
     records += [record(f"{mode}#2", ms * 1.01, waits=waits) for mode, ms, waits in steps]
     text = published.describe_combinations(records)
-    assert "metadata once: +0.4 % steps/s: near 0: two rounds of one combination differ by up to 1.0 %; host waits a step 28 -> 0" in text
+    assert (
+        "metadata once: +0.4 % steps/s: near 0: two rounds of one combination differ by up to 1.0 %; host waits a step "
+        "28 -> 0" in text
+    )
     assert "two staging buffers: +20.0 % steps/s: more than two rounds" in text
     assert "host waits a step 0 -> 0: none to remove" in text
     assert "both together: +30.0 % steps/s" in text
@@ -237,7 +344,9 @@ def cases_of(*modes, system="ours", workload=MIXTURE, num_steps=1):
 def run(root, tmp_path, *modes, system="ours", workload=MIXTURE, num_steps=1):
     raw = tmp_path / "raw.jsonl"
     num_before = len(read_records(raw))
-    published.run_arm(cases_of(*modes, system=system, workload=workload, num_steps=num_steps), root=root, raw=raw, device="cpu")
+    published.run_arm(
+        cases_of(*modes, system=system, workload=workload, num_steps=num_steps), root=root, raw=raw, device="cpu"
+    )
     return read_records(raw)[num_before:]
 
 
@@ -261,7 +370,9 @@ def test_all_combinations_train_the_same_step(fresh, tmp_path):
     assert "bits" not in records[-1]
     # Other sums, so routings are not equal to the bit; the same routing is, by construction of the reference files.
     paths = {path.name for path in find_files(fresh, MIXTURE).folder.glob("published_bits_*")}
-    assert paths == {f"published_bits_{routing}_sdpa.safetensors" for routing in ("loop", "bincount", "published", "grouped")}
+    assert paths == {
+        f"published_bits_{routing}_sdpa.safetensors" for routing in ("loop", "bincount", "published", "grouped")
+    }
     text = published.describe_combinations(records)
     assert "all three together" in text
     # Nothing waits for a CPU, which is no finding.
@@ -358,7 +469,9 @@ def refuse_when_deterministic(call):
 
 @pytest.mark.slow
 def test_a_kernel_without_a_deterministic_form_promises_no_bits_and_is_measured(fresh, tmp_path, monkeypatch):
-    monkeypatch.setattr(moe_layer, "published_experts_forward", refuse_when_deterministic(moe_layer.published_experts_forward))
+    monkeypatch.setattr(
+        moe_layer, "published_experts_forward", refuse_when_deterministic(moe_layer.published_experts_forward)
+    )
     (entry,) = run(fresh, tmp_path, "once+two+published+sdpa")
     assert entry["reason"] == ""
     assert not entry["bits"]["is_promised"]
@@ -391,7 +504,9 @@ class Processes:
         for case in cases:
             is_dead = is_dead or case.mode in self.deadly
             reason = "its process ended with code -9: " if is_dead else "refused" if case.mode in self.refused else ""
-            CaseLog(self.raw).write({"workload": case.workload, "system": case.system, "mode": case.mode, "reason": reason})
+            CaseLog(self.raw).write(
+                {"workload": case.workload, "system": case.system, "mode": case.mode, "reason": reason}
+            )
 
 
 def test_a_case_that_kills_its_process_does_not_stop_those_behind_it(tmp_path, monkeypatch):
@@ -421,7 +536,9 @@ def test_a_command_writes_rows_and_table_also_when_it_is_told_to_stop(root, tmp_
 
     monkeypatch.setattr(published, "run_arms", stop)
     with pytest.raises(SystemExit):
-        published.main(["combinations", "--workload", MIXTURE, "--out", str(tmp_path), "--root", str(root), "--device", "cpu"])
+        published.main(
+            ["combinations", "--workload", MIXTURE, "--out", str(tmp_path), "--root", str(root), "--device", "cpu"]
+        )
     assert (tmp_path / "rows.csv").read_text().count("every+one+loop+sdpa") > 5
     assert "no gain can be said" in (tmp_path / "table.txt").read_text()
 
@@ -524,9 +641,24 @@ def test_a_layer_with_other_results_has_no_waits_to_tell(tmp_path, monkeypatch):
 @pytest.mark.fault
 def test_the_script_of_the_gpu_runs_on_a_cpu(tmp_path):
     out = tmp_path / "out"
-    settings = {"DEVICE": "cpu", "OUT": str(out), "ROOT": str(tmp_path / "root"), "PYTHON": sys.executable, "STEPS": "4", "BUDGET_S": "600"}
+    settings = {
+        "DEVICE": "cpu",
+        "OUT": str(out),
+        "ROOT": str(tmp_path / "root"),
+        "PYTHON": sys.executable,
+        "STEPS": "4",
+        "BUDGET_S": "600",
+    }
     command = ["bash", "benchmarks/gpu_published.sh"]
-    found = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **settings}, capture_output=True, text=True, timeout=660, check=False)
+    found = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=660,
+        check=False,
+    )
     assert found.returncode == 0, found.stdout
     assert found.stdout.count("code 0") == 6, found.stdout
     for text in ("host waits, cpu", "x the real tokens/s", "both together", "all three together"):
@@ -536,9 +668,11 @@ def test_the_script_of_the_gpu_runs_on_a_cpu(tmp_path):
     files = {path.name for path in out.iterdir()}
     assert files >= {"raw.jsonl", "rows.csv", "table.txt", "published.md", "driver.log", "log.txt"}
     assert len(files) <= 8
-    # Two shapes in four arms; six modes beside a padded loop; four combinations and ten, twice each; nothing is measured again for the mask.
+    # Two shapes in four arms; six modes beside a padded loop; four combinations and ten, twice each; nothing is
+    # measured again for the mask.
     assert len(read_records(out / "raw.jsonl")) == 2 * 4 + 6 + 2 * 4 + 2 * 10
-    # The table is that of results.csv, in which every published figure has ours beside it; what this run measured on a CPU is not in it.
+    # The table is that of results.csv, in which every published figure has ours beside it; what this run measured on a
+    # CPU is not in it.
     table = (out / "published.md").read_text()
     assert "| optimisation | published | source | ours | GPU, date | command |" in table
     assert "| all three |" in table

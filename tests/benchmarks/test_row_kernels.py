@@ -1,4 +1,6 @@
-"""The benchmark of the kernels that move rows, in its tiny form in Triton's interpreter, and what it refuses to time."""
+"""The benchmark of the kernels that move rows, in its tiny form in Triton's interpreter, and what it refuses to
+time.
+"""
 
 import csv
 import importlib
@@ -11,7 +13,18 @@ import pytest
 import torch
 
 from benchmarks.results import COLUMNS
-from benchmarks.row_kernels import CANDIDATES, CONSTANTS, FORMS, TINY_SIZES, Form, all_cases, compare, constants_set, load_form, measure
+from benchmarks.row_kernels import (
+    CANDIDATES,
+    CONSTANTS,
+    FORMS,
+    TINY_SIZES,
+    Form,
+    all_cases,
+    compare,
+    constants_set,
+    load_form,
+    measure,
+)
 from lightning_fastft.kernels.block_diagonal import reference as block_diagonal
 from tests.support.children import ROOT
 
@@ -30,9 +43,22 @@ raise SystemExit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_every_kernel_and_every_form_has_a_time(tmp_path):
     pytest.importorskip("triton")
-    arguments = ["--device", "cpu", "--runs", "1", "--out", str(tmp_path), "--forms", "--tiles", "block_diagonal=512,4", "adamw_step=256,4,64,1,1"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--runs",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--forms",
+        "--tiles",
+        "block_diagonal=512,4",
+        "adamw_step=256,4,64,1,1",
+    ]
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -40,7 +66,10 @@ def test_every_kernel_and_every_form_has_a_time(tmp_path):
     timed = {(row["workload"], row["system"]) for row in rows if row["metric"] == "time"}
     expected = set()
     for case in CASES:
-        arms = [*FORMS.get(case.kernel, {}), *{"block_diagonal": ["512,4"], "adamw_step": ["256,4,64,1,1"]}.get(case.kernel, [])]
+        arms = [
+            *FORMS.get(case.kernel, {}),
+            *{"block_diagonal": ["512,4"], "adamw_step": ["256,4,64,1,1"]}.get(case.kernel, []),
+        ]
         expected |= {(f"{case.name}, {case.workload}", arm) for arm in arms}
         assert sum(workload == f"{case.name}, {case.workload}" for workload, _ in timed) == len(arms) + 1
     assert expected < timed

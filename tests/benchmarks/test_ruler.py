@@ -13,7 +13,16 @@ from benchmarks.ruler.arms import sft
 from benchmarks.ruler.cases import Case, CaseLog, CaseRecorder, run_case
 from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.measure import HostWaits, StepClock, percentile, summarise_ms
-from benchmarks.ruler.workloads import WORKLOADS, Pack, WorkloadFiles, build, generate_lengths, make_packs, plan_packs, read_lengths
+from benchmarks.ruler.workloads import (
+    WORKLOADS,
+    Pack,
+    WorkloadFiles,
+    build,
+    generate_lengths,
+    make_packs,
+    plan_packs,
+    read_lengths,
+)
 from lightning_fastft.training.optimizer import FusedAdamW
 
 TINY = WORKLOADS["tiny"]
@@ -38,7 +47,12 @@ def records(files, tmp_path):
     def run(arm, *texts):
         log = tmp_path / "raw.jsonl"
         template = Case("tiny", "", "", num_warmup=2, num_steps=3)
-        arm.run([case for text in texts for case in parse_arm(text, template=template)], files=files, log=CaseLog(log), device="cpu")
+        arm.run(
+            [case for text in texts for case in parse_arm(text, template=template)],
+            files=files,
+            log=CaseLog(log),
+            device="cpu",
+        )
         return report.read_records(log)
 
     return run
@@ -51,7 +65,12 @@ def test_stored_lengths_are_what_the_generator_makes():
     stored = read_lengths()
     assert (
         generate_lengths(
-            stored["num_documents"], seed=stored["seed"], mean=stored["mean"], sigma=stored["sigma"], low=stored["low"], high=stored["high"]
+            stored["num_documents"],
+            seed=stored["seed"],
+            mean=stored["mean"],
+            sigma=stored["sigma"],
+            low=stored["low"],
+            high=stored["high"],
         )
         == stored["lengths"]
     )
@@ -185,7 +204,12 @@ def test_load_adapter_refuses_another_set_of_tensors(files):
 
 def test_percentile_and_summary():
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert summarise_ms([float(number) for number in range(101)]) == {"median": 50.0, "p10": 10.0, "p90": 90.0, "n": 101}
+    assert summarise_ms([float(number) for number in range(101)]) == {
+        "median": 50.0,
+        "p10": 10.0,
+        "p90": 90.0,
+        "n": 101,
+    }
 
 
 def test_clock_counts_the_steps_between_marks():
@@ -223,7 +247,10 @@ def _drive(recorder, *, gradient=1.0):
     model = _Model()
     for step in range(100):
         pack = recorder.pack_at(step)
-        ids, labels = torch.from_numpy(pack.input_id_T)[None], torch.from_numpy(pack.label_T(recorder.case.label_share))[None]
+        ids, labels = (
+            torch.from_numpy(pack.input_id_T)[None],
+            torch.from_numpy(pack.label_T(recorder.case.label_share))[None],
+        )
         recorder.batch_arrived({"input_ids": ids, "labels": labels})
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
@@ -345,7 +372,9 @@ def test_ours_trains_with_averages_in_8_bits_on_either_device(files, records):
     records(plain, "plain:reference")
     (record,) = [row for row in records(ours, "ours:keep+fused/adamw_fused_8bit") if row["system"] == "ours"]
     assert not record["reason"]
-    optimizer = ours.make_tuner(files, optimizer="adamw_fused_8bit", is_cuda=False).optimizer_factory([torch.nn.Parameter(torch.zeros(4096))])
+    optimizer = ours.make_tuner(files, optimizer="adamw_fused_8bit", is_cuda=False).optimizer_factory(
+        [torch.nn.Parameter(torch.zeros(4096))]
+    )
     assert isinstance(optimizer, FusedAdamW)
     assert optimizer.optim_bits == 8
 
@@ -353,7 +382,10 @@ def test_ours_trains_with_averages_in_8_bits_on_either_device(files, records):
 def test_liger_flag_adds_to_every_mode_of_ours():
     from benchmarks.train_step import _with_liger
 
-    assert _with_liger("ours:keep,recompute@0.3/adamw_fused,keep+liger") == "ours:keep+liger,recompute+liger@0.3/adamw_fused,keep+liger"
+    assert (
+        _with_liger("ours:keep,recompute@0.3/adamw_fused,keep+liger")
+        == "ours:keep+liger,recompute+liger@0.3/adamw_fused,keep+liger"
+    )
     assert _with_liger("plain:keep") == "plain:keep"
 
 
@@ -399,7 +431,9 @@ def test_a_system_whose_documents_see_each_other_is_refused(records, monkeypatch
 
     records(plain, "plain:reference")
     own = ours.make_batch
-    monkeypatch.setattr(ours, "make_batch", lambda documents: own([tuple(np.concatenate(part) for part in zip(*documents))]))
+    monkeypatch.setattr(
+        ours, "make_batch", lambda documents: own([tuple(np.concatenate(part) for part in zip(*documents))])
+    )
     (row,) = [row for row in records(ours, "ours:keep") if row["system"] == "ours"]
     assert "gradients differ from the plain arm's" in row["reason"]
     assert "summary" not in row
@@ -450,24 +484,26 @@ def _plain_norm(x, weight, eps):
 def test_liger_layers_swap_instances_and_give_them_back(name, monkeypatch):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightning_fastft.core.patcher import SwapLedger
+    from lightning_fastft.core.patcher import ModelPatcher
 
     monkeypatch.setattr(liger_layers, "rms_norm", _plain_norm)
     monkeypatch.setattr(liger_layers, "silu_mul", lambda gate, up: torch.nn.functional.silu(gate) * up)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3" if name == "tiny" else "llama", **TINY.model_config))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3" if name == "tiny" else "llama", **TINY.model_config)
+    )
     ids = torch.arange(12)[None]
     before, names = model(ids).logits, [type(module) for module in model.modules()]
     keys = list(model.state_dict())
-    ledger = SwapLedger()
-    found = liger_layers.install_liger_layers(model, ledger)
+    patcher = ModelPatcher()
+    found = liger_layers.install_liger_layers(model, patcher)
     assert found == {"norms": 9 if name == "tiny" else 5, "mlps": 2}
     assert torch.allclose(model(ids).logits, before, atol=1e-6)
     assert list(model.state_dict()) == keys
     assert type(model.model.norm).__name__.startswith("Liger")
-    ledger.undo()
+    patcher.undo()
     assert [type(module) for module in model.modules()] == names
     with pytest.raises(ValueError, match="match"):
-        liger_layers.install_liger_layers(torch.nn.Linear(2, 2), SwapLedger())
+        liger_layers.install_liger_layers(torch.nn.Linear(2, 2), ModelPatcher())
 
 
 # Packed metadata
@@ -499,20 +535,40 @@ def test_every_build_of_the_same_metadata_says_the_same(lengths):
 
 def test_gains_are_speed_and_the_published_formula():
     def record(forward, backward, step):
-        return {part: {"median": value} for part, value in zip(("forward", "backward", "step"), (forward, backward, step))} | {"num_layers": 11}
+        return {
+            part: {"median": value} for part, value in zip(("forward", "backward", "step"), (forward, backward, step))
+        } | {"num_layers": 11}
 
     builds = [{"kind": "dense, loop over documents", "num_tokens": 8192, "ms": {"median": 2.0}}]
     (gain,) = packed_metadata.gains(
-        {"sdpa/once": record(10.0, 20.0, 40.0), "sdpa/every-layer-loop": record(15.0, 21.0, 50.0), "flex/every-layer": record(1.0, 1.0, 1.0)},
-        builds, max_tokens=8192,
-    )  # fmt: skip
+        {
+            "sdpa/once": record(10.0, 20.0, 40.0),
+            "sdpa/every-layer-loop": record(15.0, 21.0, 50.0),
+            "flex/every-layer": record(1.0, 1.0, 1.0),
+        },
+        builds,
+        max_tokens=8192,
+    )
     assert (gain["forward"], gain["step"]) == (pytest.approx(50.0), pytest.approx(25.0))
     assert (gain["saved_ms"], gain["saved_forward_ms"], gain["formula_ms"]) == (10.0, 5.0, 20.0)
 
 
 @pytest.mark.slow
 def test_metadata_arms_build_as_often_as_their_name_says(root, tmp_path):
-    arguments = ["--workload", "tiny", "--root", str(root), "--out", str(tmp_path), "--device", "cpu", "--steps", "2", "--build-tokens", "256"]
+    arguments = [
+        "--workload",
+        "tiny",
+        "--root",
+        str(root),
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--build-tokens",
+        "256",
+    ]
     assert packed_metadata.main([*arguments, "--arms", "sdpa/once", "sdpa/every-layer-loop", "sdpa/every-layer"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "metadata_tiny.jsonl").read_text().splitlines()]
     assert [line.get("reason") for line in lines[1:]] == [None, None, None]

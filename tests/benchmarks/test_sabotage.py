@@ -1,4 +1,6 @@
-"""Systems that would look fast for a wrong reason get no row: each sabotage here is refused, and by the check that is there for it."""
+"""Systems that would look fast for a wrong reason get no row: each sabotage here is refused, and by the check
+that is there for it.
+"""
 
 import numpy as np
 import pytest
@@ -21,7 +23,12 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("sabotage")
     build(TINY, root=root, device="cpu", dtype=torch.float32)
     found = WorkloadFiles(root, TINY)
-    plain.run([Case("tiny", "plain", "recompute", num_warmup=1, num_steps=0)], files=found, log=CaseLog(root / "raw.jsonl"), device="cpu")
+    plain.run(
+        [Case("tiny", "plain", "recompute", num_warmup=1, num_steps=0)],
+        files=found,
+        log=CaseLog(root / "raw.jsonl"),
+        device="cpu",
+    )
     return found
 
 
@@ -30,7 +37,9 @@ def reason(files, tmp_path):
     """Return a function that runs one case of an arm and returns why it got no row."""
 
     def run(arm, *, is_judged=True):
-        case = Case("tiny", arm.__name__.rpartition(".")[2], "recompute", num_warmup=2, num_steps=3, is_judged=is_judged)
+        case = Case(
+            "tiny", arm.__name__.rpartition(".")[2], "recompute", num_warmup=2, num_steps=3, is_judged=is_judged
+        )
         log = tmp_path / "raw.jsonl"
         arm.run([case], files=files, log=CaseLog(log), device="cpu")
         (record,) = report.read_records(log)
@@ -46,7 +55,9 @@ def change_batches(monkeypatch):
     """Return a function that puts a change between the collator of the plain arm and its model."""
 
     own = DataCollatorWithFlattening.__call__
-    return lambda change: monkeypatch.setattr(DataCollatorWithFlattening, "__call__", lambda self, documents: change(own(self, documents)))
+    return lambda change: monkeypatch.setattr(
+        DataCollatorWithFlattening, "__call__", lambda self, documents: change(own(self, documents))
+    )
 
 
 @pytest.fixture
@@ -72,7 +83,8 @@ def test_honest_systems_get_rows(arm, reason):
 
 
 def test_documents_that_see_each_other(reason, change_batches):
-    # With a mask of ones transformers looks at no positions: every document sees those before it, with positions as they should be.
+    # With a mask of ones transformers looks at no positions: every document sees those before it, with positions as
+    # they should be.
     change_batches(lambda batch: {**batch, "attention_mask": torch.ones_like(batch["input_ids"])})
     found = reason(plain)
     assert f"of {NUM_TENSORS} gradients differ from the plain arm's" in found
@@ -97,7 +109,9 @@ def test_a_frozen_adapter(reason, monkeypatch):
 
     def load_start(model, tensors):
         own(model, tensors)
-        next(parameter for name, parameter in model.named_parameters() if "layers.1.mlp.up_proj.lora_A" in name).requires_grad_(False)
+        next(
+            parameter for name, parameter in model.named_parameters() if "layers.1.mlp.up_proj.lora_A" in name
+        ).requires_grad_(False)
 
     monkeypatch.setattr(ours, "load_start", load_start)
     found = reason(ours)
@@ -109,7 +123,10 @@ def test_an_adapter_that_the_optimizer_was_not_given(reason, monkeypatch):
     own = plain.make_optimizer
     monkeypatch.setattr(plain, "make_optimizer", lambda parameters, **options: own(list(parameters)[1:], **options))
     # It has its gradient in every step, so that the judge sees nothing.
-    assert reason(plain) == f"not training: the optimizer moved {NUM_TENSORS - 1} of {NUM_TENSORS} tensors, not ['0.self_attn.q_proj.A']"
+    assert (
+        reason(plain)
+        == f"not training: the optimizer moved {NUM_TENSORS - 1} of {NUM_TENSORS} tensors, not ['0.self_attn.q_proj.A']"
+    )
 
 
 def test_a_loss_over_padding(reason, change_batches):
@@ -128,7 +145,10 @@ def test_padding_credited_as_tokens(reason, files, monkeypatch):
     packs = [PaddedPack(pack) for pack in files.read_packs()]
     monkeypatch.setattr(files, "read_packs", lambda: packs)
     # Padding is masked and in no loss, so that gradients are right: only the count tells.
-    assert reason(plain) == f"{TINY.max_tokens + NUM_PADDING} tokens are credited, {TINY.max_tokens} real ones entered the model"
+    assert (
+        reason(plain)
+        == f"{TINY.max_tokens + NUM_PADDING} tokens are credited, {TINY.max_tokens} real ones entered the model"
+    )
 
 
 def test_tokens_of_other_documents_are_not_those_of_the_pack(reason, change_batches):
@@ -144,7 +164,8 @@ def test_tokens_of_other_documents_are_not_those_of_the_pack(reason, change_batc
 
 
 @pytest.mark.parametrize(
-    ("arm_is_reference", "expected"), [(False, "gradients differ from the plain arm's"), (True, "gradients of the plain arm are zero")]
+    ("arm_is_reference", "expected"),
+    [(False, "gradients differ from the plain arm's"), (True, "gradients of the plain arm are zero")],
 )
 def test_a_backward_of_zeros(arm_is_reference, expected, reason, change_model):
     change_model(lambda model: zero_losses(model, first=0))
@@ -154,7 +175,10 @@ def test_a_backward_of_zeros(arm_is_reference, expected, reason, change_model):
 def test_a_backward_that_is_skipped_once_it_was_judged(reason, change_model):
     # What Adam remembers of the first step still moves every parameter.
     change_model(lambda model: zero_losses(model, first=1))
-    assert reason(plain) == "not training: 3 of 3 timed steps had gradients that are missing, zero or not finite: [0, 1, 2]"
+    assert (
+        reason(plain)
+        == "not training: 3 of 3 timed steps had gradients that are missing, zero or not finite: [0, 1, 2]"
+    )
 
 
 def test_an_optimizer_that_does_not_step(reason, idle_optimizer):
@@ -169,7 +193,11 @@ def test_a_system_that_shows_no_batch(reason, monkeypatch):
 
 def add_padding(batch, *, label):
     """Return a flattened batch with padding behind it, as a document of its own."""
-    tail = {"input_ids": torch.zeros(NUM_PADDING), "labels": torch.full((NUM_PADDING,), label), "position_ids": torch.arange(NUM_PADDING)}
+    tail = {
+        "input_ids": torch.zeros(NUM_PADDING),
+        "labels": torch.full((NUM_PADDING,), label),
+        "position_ids": torch.arange(NUM_PADDING),
+    }
     return {name: torch.cat([value, tail[name].to(value.dtype)[None]], dim=1) for name, value in batch.items()}
 
 

@@ -21,7 +21,9 @@ def test_a_curve_inside_the_spread_of_two_seeds_meets_the_bars():
     assert "outside at 0 of 40 steps" in verdict
 
 
-@pytest.mark.parametrize(("ours", "second", "reason"), [(0.05, 0.01, "outside at 40 of 40"), (0.05, 0.2, "final losses differ by 2.2286")])
+@pytest.mark.parametrize(
+    ("ours", "second", "reason"), [(0.05, 0.01, "outside at 40 of 40"), (0.05, 0.2, "final losses differ by 2.2286")]
+)
 def test_a_curve_outside_or_with_another_end_misses_them(ours, second, reason):
     _, verdict = training_curves.judge(curves(ours=ours, second=second))
     assert verdict.startswith("MISSED")
@@ -37,7 +39,9 @@ def test_a_control_has_no_bar():
 
 def test_packs_hold_whole_documents_in_an_order_of_the_seed():
     documents = [Document(np.full(length, length), np.full(length, length)) for length in range(3, 40)]
-    first, again, other = (training_curves.make_packs(documents, num_packs=3, max_tokens=64, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (
+        training_curves.make_packs(documents, num_packs=3, max_tokens=64, seed=seed) for seed in (0, 0, 1)
+    )
     for pack in first:
         assert pack["input_ids"].shape == (1, 64)
         assert sum(set(pack["input_ids"][0].tolist()) - {0}) == pack.context.num_real_tokens
@@ -56,7 +60,16 @@ def test_three_steps_of_every_arm(tmp_path, monkeypatch, capsys):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     rows = [{"question": f"What is {number} and 2?", "answer": f"It is {number + 2}."} for number in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = ["--data", str(tmp_path / "rows.jsonl"), "--tokenizer", str(tmp_path), "--out", str(tmp_path / "out"), "--steps", "3"]
+    given = [
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--tokenizer",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--steps",
+        "3",
+    ]
     assert training_curves.main([*given, "--families", "qwen3", "--max-tokens", "128"]) == 0
     told = capsys.readouterr().out
     assert "qwen3: met: ours, fused" in told

@@ -1,4 +1,6 @@
-"""Train tiny models with FusedKernels under DDP and FSDP2; run by torchrun on two ranks: ``-m tests.callbacks.fused_kernels_worker <folder>``."""
+"""Train tiny models with FusedKernels under DDP and FSDP2; run by torchrun on two ranks: ``-m
+tests.callbacks.fused_kernels_worker <folder>``.
+"""
 
 import functools
 import os
@@ -20,7 +22,8 @@ from tests.support.rank_exit import leave
 
 CASES = [("ddp", "lora", "keep"), ("ddp", "full", "recompute"), ("fsdp", "lora", "recompute"), ("fsdp", "full", "keep")]
 BFLOAT16 = [("ddp", "lora"), ("fsdp", "lora")]
-# From recordings: adapters, every weight, and with the options of DistributedDataParallel. Packs of two lengths, each four times.
+# From recordings: adapters, every weight, and with the options of DistributedDataParallel. Packs of two lengths, each
+# four times.
 RECORDED = [
     ("lora", "keep", ()),
     ("full", "recompute", ()),
@@ -51,9 +54,16 @@ def train_recorded(kind, policy, options, *, rank, folder):
     seed_everything(5, verbose=False)
     module, callback = make_tuner(kind), FusedKernels(cuda_graphs=True)
     strategy = STRATEGIES["ddp"](activations=OffloadCheckpointing(policy), **dict(options))
-    with mock.patch("lightning_fastft.graphs.install.LayerGraphs", functools.partial(LayerGraphs, recorder=Repeating(), backends=CPU)):
+    with mock.patch(
+        "lightning_fastft.graphs.install.LayerGraphs",
+        functools.partial(LayerGraphs, recorder=Repeating(), backends=CPU),
+    ):
         fit(module, strategy=strategy, rank=rank, folder=folder, max_steps=NUM_RECORDED_STEPS, callbacks=[callback])
-    return {"state": trained_state(module), "replays": callback._graphs[0].num_replays, "status": tuple(callback.status()[-1])}
+    return {
+        "state": trained_state(module),
+        "replays": callback._graphs[0].num_replays,
+        "status": tuple(callback.status()[-1]),
+    }
 
 
 def main(folder):

@@ -1,4 +1,6 @@
-"""Train the tiny model under DDP with PackedTraining and write its weights; run by torchrun on two ranks, with the folder as its argument."""
+"""Train the tiny model under DDP with PackedTraining and write its weights; run by torchrun on two ranks, with
+the folder as its argument.
+"""
 
 import os
 import sys
@@ -46,9 +48,18 @@ def main(folder):
     batches = [window[rank] for window in window_batches()]
     callbacks = [PackedTraining(activations=OffloadCheckpointing("recompute")), GradientHealth(num_steps=3)]
     trainer = pl.Trainer(
-        default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_steps=NUM_WINDOWS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, use_distributed_sampler=False,
-    )  # fmt: skip
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=NUM_WINDOWS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+    )
     module = seeded_module()
     trainer.fit(module, DataLoader(batches, batch_size=None))
     assert "moved" in callbacks[1].status().reason

@@ -1,4 +1,6 @@
-"""BincountRouter: installed for each run of any LightningModule, seen in the table, taken back; what cannot be served is an error."""
+"""BincountRouter: installed for each run of any LightningModule, seen in the table, taken back; what cannot be
+served is an error.
+"""
 
 import os
 from unittest import mock
@@ -26,9 +28,19 @@ from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader,
 register_strategies()
 
 CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": False, "eos_token_id": 2, **TINY["qwen3_moe"][1],
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    **TINY["qwen3_moe"][1],
+}
 ACTIVE = "2 MoE layers (4 experts, 2 per token), qwen3_moe; grouped GEMM: reference"
 
 
@@ -56,7 +68,9 @@ MODULES = {
     "tuner": tuner,
     "tuner with a model": lambda: FineTuner(build_tiny("qwen3_moe"), dtype="float32", learning_rate=1e-2),
     "lora": lambda: tuner(lora={"r": 4}),
-    "lora on experts": lambda: tuner(lora={"r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "lora on experts": lambda: tuner(
+        lora={"r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    ),
 }
 
 
@@ -99,7 +113,9 @@ def test_fit_validate_and_test_install_by_themselves(tmp_path, kind):
         "validate": lambda: trainer.validate(module, packed_loader(), verbose=False),
         "fit": lambda: trainer.fit(module, packed_loader()),
         "test": lambda: trainer.test(module, packed_loader(), verbose=False),
-        "fit again": lambda: quiet_trainer(tmp_path, strategy="fastft", callbacks=[callback], max_steps=1).fit(module, packed_loader()),
+        "fit again": lambda: quiet_trainer(tmp_path, strategy="fastft", callbacks=[callback], max_steps=1).fit(
+            module, packed_loader()
+        ),
     }
     for name, run in runs.items():
         with CountedCore() as core:
@@ -109,11 +125,17 @@ def test_fit_validate_and_test_install_by_themselves(tmp_path, kind):
 
 
 def test_a_quantised_tuner_trains_adapters_on_experts_in_nf4(tmp_path):
-    lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    lora = {
+        "r": 4,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
     callback, module = BincountRouter(), tuner(lora=lora, quantization="nf4")
     trainer = quiet_trainer(tmp_path, strategy="fastft", callbacks=[callback], max_steps=2)
     found = []
-    trainer.callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: found.extend(trainer.strategy.statuses())))
+    trainer.callbacks.append(
+        LambdaCallback(on_train_start=lambda trainer, _: found.extend(trainer.strategy.statuses()))
+    )
     trainer.fit(module, packed_loader(2))
     states = {status.name: status for status in found}
     assert states["NF4 experts"].state == states["expert router"].state == "active"
@@ -127,7 +149,9 @@ def test_a_tuner_that_stands_is_served_by_a_later_callback(tmp_path):
     module = tuner()
     quiet_trainer(tmp_path, strategy="fastft", max_steps=1).fit(module, packed_loader())
     with CountedCore() as core:
-        quiet_trainer(tmp_path, strategy="fastft", callbacks=[BincountRouter()], max_steps=1).fit(module, packed_loader())
+        quiet_trainer(tmp_path, strategy="fastft", callbacks=[BincountRouter()], max_steps=1).fit(
+            module, packed_loader()
+        )
     assert core.calls
     assert is_plain(module)
 
@@ -152,14 +176,19 @@ def test_activation_policies_change_nothing(tmp_path, kind, policy):
     }.items():
         torch.manual_seed(0)
         module = MODULES[kind]()
-        quiet_trainer(tmp_path, strategy=FastFTStrategy(**options), accelerator="auto", callbacks=[BincountRouter()]).fit(module, packed_loader())
+        quiet_trainer(
+            tmp_path, strategy=FastFTStrategy(**options), accelerator="auto", callbacks=[BincountRouter()]
+        ).fit(module, packed_loader())
         weights[name] = {key: value.detach() for key, value in module.named_parameters()}
     assert all(torch.equal(weights["plain"][key], value) for key, value in weights[policy].items())
 
 
 def test_a_run_that_ended_before_its_model_was_built_leaves_nothing_to_the_next(tmp_path):
     module, first, second = tuner(), BincountRouter(), BincountRouter()
-    with mock.patch.object(FineTuner, "_open_model", side_effect=RuntimeError("planted")), pytest.raises(RuntimeError, match="planted"):
+    with (
+        mock.patch.object(FineTuner, "_open_model", side_effect=RuntimeError("planted")),
+        pytest.raises(RuntimeError, match="planted"),
+    ):
         quiet_trainer(tmp_path, strategy="fastft", callbacks=[first]).fit(module, packed_loader())
     quiet_trainer(tmp_path, strategy="fastft", callbacks=[second]).fit(module, packed_loader())
     assert not first.is_installed
@@ -196,7 +225,9 @@ def test_a_dense_model_is_left_alone_and_the_table_says_so(tmp_path):
     trainer = quiet_trainer(tmp_path, strategy="fastft", callbacks=[callback])
     trainer.fit(PlainModule(tiny_llama()), packed_loader())
     assert callback.status()[0].state == "inactive"
-    assert "expert router     inactive  no MoE layers in LlamaForCausalLM (llama)" in render_status_table(trainer.strategy.statuses())
+    assert "expert router     inactive  no MoE layers in LlamaForCausalLM (llama)" in render_status_table(
+        trainer.strategy.statuses()
+    )
 
 
 def test_the_table_of_the_strategy_holds_the_status(tmp_path):
@@ -210,7 +241,10 @@ def test_experts_that_are_not_known_are_an_error_and_nothing_stays(tmp_path, kin
     model = AutoModelForCausalLM.from_config(build_tiny("qwen3_moe", hidden_act="mish").config)
     module = PlainModule(model) if kind == "plain" else FineTuner(model, dtype="float32", learning_rate=1e-2)
     callback = BincountRouter()
-    with pytest.raises(UnsupportedModelError, match=r"Qwen3MoeForCausalLM \(qwen3_moe\), model.layers.0.mlp.experts: the activation Mish"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"Qwen3MoeForCausalLM \(qwen3_moe\), model.layers.0.mlp.experts: the activation Mish",
+    ):
         quiet_trainer(tmp_path, strategy="fastft", callbacks=[callback]).fit(module, packed_loader())
     assert not callback.is_installed
     assert is_plain(module)

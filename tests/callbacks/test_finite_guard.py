@@ -1,4 +1,6 @@
-"""FiniteGuard: a step whose loss or gradients are not finite changes no bit, is not counted, and names its packs; the faults are real ones."""
+"""FiniteGuard: a step whose loss or gradients are not finite changes no bit, is not counted, and names its packs;
+the faults are real ones.
+"""
 
 import functools
 import itertools
@@ -56,11 +58,18 @@ OPTIMIZERS = {
     "fused, with momentum": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
     "without a flag": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
 }
-CLIPPING = {"none": {}, "norm": {"gradient_clip_val": 0.05}, "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}}
-# 40 of them: every fault, at both ends of a window, for optimizers that take the flag; the fourth part of them for one that does not.
+CLIPPING = {
+    "none": {},
+    "norm": {"gradient_clip_val": 0.05},
+    "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+}
+# 40 of them: every fault, at both ends of a window, for optimizers that take the flag; the fourth part of them for one
+# that does not.
 CASES = [
     (fault, position, optimizer, list(CLIPPING)[2 - number % 3])
-    for number, (fault, position, optimizer) in enumerate(itertools.product(FAULTS, (0, 1), ("FusedAdamW", "torch, fused")))
+    for number, (fault, position, optimizer) in enumerate(
+        itertools.product(FAULTS, (0, 1), ("FusedAdamW", "torch, fused"))
+    )
 ] + [(fault, 1, "without a flag", "norm") for fault in FAULTS]
 
 
@@ -70,7 +79,11 @@ class Net(pl.LightningModule):
     def __init__(self, optimizer):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last, self.rare = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1), torch.nn.Linear(1, 1)
+        self.first, self.last, self.rare = (
+            torch.nn.Linear(WIDTH, WIDTH),
+            torch.nn.Linear(WIDTH, 1),
+            torch.nn.Linear(1, 1),
+        )
         self.optimizer = optimizer
 
     def training_step(self, batch, batch_idx):
@@ -111,12 +124,20 @@ def bits_of(module, optimizer):
     """Every number that a step may change."""
     found = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     for number, state in enumerate(optimizer.state.values()):
-        found |= {f"{number} {name}": value.clone() for name, value in state.items() if torch.is_tensor(value) and name != "step"}
+        found |= {
+            f"{number} {name}": value.clone()
+            for name, value in state.items()
+            if torch.is_tensor(value) and name != "step"
+        }
     return found
 
 
 def differing(one, other):
-    return [name for name in one.keys() | other.keys() if name not in one or name not in other or not torch.equal(one[name], other[name])]
+    return [
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or name not in other or not torch.equal(one[name], other[name])
+    ]
 
 
 class Recorder(Callback):
@@ -138,9 +159,13 @@ def train(tmp_path, windows, *, optimizer="FusedAdamW", clipping="none", guard=N
     recorder, module = Recorder(), Net(optimizer)
     batches = [batch for batches in windows for batch in batches]
     trainer = quiet_trainer(
-        tmp_path, max_steps=len(windows), accumulate_grad_batches=len(windows[0]), callbacks=[*callbacks, *([guard] if guard else []), recorder],
-        **CLIPPING[clipping], **options,
-    )  # fmt: skip
+        tmp_path,
+        max_steps=len(windows),
+        accumulate_grad_batches=len(windows[0]),
+        callbacks=[*callbacks, *([guard] if guard else []), recorder],
+        **CLIPPING[clipping],
+        **options,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(batches, batch_size=None))
@@ -151,14 +176,23 @@ def train(tmp_path, windows, *, optimizer="FusedAdamW", clipping="none", guard=N
 @pytest.fixture(scope="module")
 def clean_run(tmp_path_factory):
     """The run that never saw the bad pack, each kind once."""
-    return functools.cache(lambda optimizer, clipping: train(
-        tmp_path_factory.mktemp("clean"), [window(number) for number in range(4)], optimizer=optimizer, clipping=clipping, guard=False
-    ))  # fmt: skip
+    return functools.cache(
+        lambda optimizer, clipping: train(
+            tmp_path_factory.mktemp("clean"),
+            [window(number) for number in range(4)],
+            optimizer=optimizer,
+            clipping=clipping,
+            guard=False,
+        )
+    )
 
 
 def same_states(one, other):
     return all(
-        torch.equal(state[name], other["state"][key][name]) for key, state in one["state"].items() for name in state if state[name] is not None
+        torch.equal(state[name], other["state"][key][name])
+        for key, state in one["state"].items()
+        for name in state
+        if state[name] is not None
     )
 
 
@@ -174,7 +208,11 @@ def test_a_bad_step_changes_nothing(tmp_path, clean_run, fault, position, optimi
     assert same_states(state, clean_state)
     assert (guard.num_steps, guard.num_skipped) == (5, 1)
     kind = "gradients" if fault in FINITE_LOSS else "loss"
-    assert [text for text in told if f"step 3 was skipped: {kind} not finite" in text and "rank 0: batch 4 of its epoch, batch 5" in text] == told
+    assert [
+        text
+        for text in told
+        if f"step 3 was skipped: {kind} not finite" in text and "rank 0: batch 4 of its epoch, batch 5" in text
+    ] == told
     assert len(told) == 1
 
 
@@ -195,7 +233,12 @@ def test_the_first_step_may_be_bad(tmp_path, optimizer):
 def test_counts_are_those_of_each_weight(tmp_path):
     """A weight without gradient in a step that is skipped did not skip it."""
     none, both = (False, False), (True, True)
-    windows = [window(0, has_rare=both), window(9, fault="NaN row", has_rare=none), window(1, has_rare=none), window(2, has_rare=both)]
+    windows = [
+        window(0, has_rare=both),
+        window(9, fault="NaN row", has_rare=none),
+        window(1, has_rare=none),
+        window(2, has_rare=both),
+    ]
     windows += [window(8, fault="NaN row", has_rare=both), window(3, has_rare=both)]
     after, state, _, _ = train(tmp_path, windows)
     clean, clean_state, _, _ = train(tmp_path, [windows[index] for index in (0, 2, 3, 5)], guard=False)
@@ -206,7 +249,9 @@ def test_counts_are_those_of_each_weight(tmp_path):
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[:2])
 def test_without_a_bad_step_the_bits_are_those_without_a_guard(tmp_path, clean_run, optimizer):
-    after, state, told, guard = train(tmp_path, [window(number) for number in range(4)], optimizer=optimizer, clipping="norm")
+    after, state, told, guard = train(
+        tmp_path, [window(number) for number in range(4)], optimizer=optimizer, clipping="norm"
+    )
     clean, clean_state, _, _ = clean_run(optimizer, "norm")
     assert differing(after[4], clean[4]) == []
     assert same_states(state, clean_state)
@@ -252,14 +297,23 @@ def test_the_guard_adds_no_wait_and_waiting_is_one_per_step(tmp_path, optimizer)
     counts = []
     for guard in (False, FiniteGuard(check_every_n_steps=100, unsupported="wait")):
         waits = CountsWaits()
-        train(tmp_path, [window(number, num_parts=1) for number in range(3)], optimizer=optimizer, clipping="norm", guard=guard, callbacks=[waits])
+        train(
+            tmp_path,
+            [window(number, num_parts=1) for number in range(3)],
+            optimizer=optimizer,
+            clipping="norm",
+            guard=guard,
+            callbacks=[waits],
+        )
         counts.append(waits.waits.total)
     assert counts[1] - counts[0] == (0 if optimizer in ("FusedAdamW", "torch, fused") else 3)
 
 
 def test_gradients_are_read_once_where_the_step_clips(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr("lightning_fastft.training.optimizer.grad_norm", lambda table: calls.append(1) or grad_norm(table))
+    monkeypatch.setattr(
+        "lightning_fastft.training.optimizer.grad_norm", lambda table: calls.append(1) or grad_norm(table)
+    )
     for clipping, expected in (("norm", 3), ("none", 3), ("value", 6)):
         calls.clear()
         train(tmp_path, [window(number) for number in range(3)], clipping=clipping)
@@ -267,12 +321,17 @@ def test_gradients_are_read_once_where_the_step_clips(tmp_path, monkeypatch):
 
 
 def bad_run(fault_steps, num_steps):
-    return [window(number, fault="NaN loss" if number in fault_steps else None, num_parts=1) for number in range(num_steps)]
+    return [
+        window(number, fault="NaN loss" if number in fault_steps else None, num_parts=1) for number in range(num_steps)
+    ]
 
 
 def test_the_run_stops_when_max_skips_of_the_last_steps_were_skipped(tmp_path):
     guard = FiniteGuard(max_skips=3, check_every_n_steps=2)
-    with pytest.raises(NotTrainingError, match=r"3 of the last 8 optimizer steps were skipped \(max_skips=3\).*step 8 .*rank 0: batch 7") as caught:
+    with pytest.raises(
+        NotTrainingError,
+        match=r"3 of the last 8 optimizer steps were skipped \(max_skips=3\).*step 8 .*rank 0: batch 7",
+    ) as caught:
         train(tmp_path, bad_run({1, 4, 7}, 40), guard=guard)
     assert "learning rate" in str(caught.value)
     assert guard.num_skipped == 3
@@ -364,7 +423,9 @@ def test_a_run_with_a_loss_scaler_is_left_to_it(tmp_path):
     assert "loss scaler" in guard.status().reason
 
 
-@pytest.mark.parametrize("options", [{"max_skips": 0}, {"max_skips": 101}, {"check_every_n_steps": 0}, {"unsupported": "ignore"}])
+@pytest.mark.parametrize(
+    "options", [{"max_skips": 0}, {"max_skips": 101}, {"check_every_n_steps": 0}, {"unsupported": "ignore"}]
+)
 def test_impossible_options_are_refused(options):
     with pytest.raises(OptionError):
         FiniteGuard(**options)
@@ -383,14 +444,22 @@ def test_a_tuner_with_its_narrow_copies_is_left_as_it_was(tmp_path, mode):
                 parameter.register_hook(lambda grad: grad / torch.zeros_like(grad))
 
         def on_train_batch_end(self, trainer, pl_module, *args):
-            shadows = [] if pl_module.adapter_shadows is None else [shadow.tensor.clone() for shadow in pl_module.adapter_shadows._shadows()]
+            shadows = (
+                []
+                if pl_module.low_precision_adapters is None
+                else [shadow.tensor.clone() for shadow in pl_module.low_precision_adapters._shadows()]
+            )
             found.append(({name: value.detach().clone() for name, value in trainable(pl_module).items()}, shadows))
 
     module = tuner(mode)
     data = DataLoader(packed_batches(1) * 2, batch_size=None)
     guard = FiniteGuard()
-    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=2, callbacks=[guard, Poisons()], gradient_clip_val=0.01)
-    with pytest.warns(UserWarning, match=r"step 2 was skipped: gradients not finite.*batch 1 of its epoch \(3 documents\)"):
+    trainer = quiet_trainer(
+        tmp_path, strategy="fastft", max_steps=2, callbacks=[guard, Poisons()], gradient_clip_val=0.01
+    )
+    with pytest.warns(
+        UserWarning, match=r"step 2 was skipped: gradients not finite.*batch 1 of its epoch \(3 documents\)"
+    ):
         trainer.fit(module, data)
     (weights, shadows), (weights_after, shadows_after) = found
     assert guard.num_skipped == 1
@@ -421,7 +490,9 @@ def test_the_pack_is_named_by_its_examples(tmp_path):
     with pytest.raises(NotTrainingError) as caught:
         trainer.fit(Model(), datamodule=data)
     _, numbers = data.find_examples(1)
-    assert f"micro-batch 1 of the plan with examples {', '.join(map(str, numbers))} of {str(path)!r}" in str(caught.value)
+    assert f"micro-batch 1 of the plan with examples {', '.join(map(str, numbers))} of {str(path)!r}" in str(
+        caught.value
+    )
     # Their first ids are those that were trained.
     assert {1 + number for number in numbers} - {2, 3, 4} == set(trained[1])
 
@@ -432,9 +503,12 @@ RANK_CASES = [
     (strategy, fault, bad_ranks, position)
     for strategy, optimizer in (("ddp", "FusedAdamW"), ("fsdp", "torch, fused"))
     for fault, bad_ranks, position in (
-        ("NaN row", (1,), 0), ("infinite loss", (1,), 1), ("NaN in one gradient", (0,), 1), ("bf16 overflow", (0, 1), 0),
+        ("NaN row", (1,), 0),
+        ("infinite loss", (1,), 1),
+        ("NaN in one gradient", (0,), 1),
+        ("bf16 overflow", (0, 1), 0),
     )
-]  # fmt: skip
+]
 
 
 class Sharded(Net):
@@ -446,7 +520,8 @@ class Sharded(Net):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def fault(self, name, hidden):
-        # A weight in pieces cannot be used outside of its layer; what comes back through the layer's output is one bad gradient too.
+        # A weight in pieces cannot be used outside of its layer; what comes back through the layer's output is one bad
+        # gradient too.
         return (hidden[0, 0] * 0.0).sqrt() if name == "NaN in one gradient" else super().fault(name, hidden)
 
 
@@ -459,9 +534,15 @@ def rank_run(folder, strategy, windows):
     module = (Sharded if strategy == "fsdp" else Net)("torch, fused" if strategy == "fsdp" else "FusedAdamW")
     guard, recorder = FiniteGuard(check_every_n_steps=2), Recorder()
     trainer = quiet_trainer(
-        folder, strategy="ddp" if strategy == "ddp" else "fastft_fsdp", devices=NUM_RANKS, max_steps=len(windows), accumulate_grad_batches=NUM_PARTS,
-        callbacks=[guard, recorder], use_distributed_sampler=False, gradient_clip_val=0.05,
-    )  # fmt: skip
+        folder,
+        strategy="ddp" if strategy == "ddp" else "fastft_fsdp",
+        devices=NUM_RANKS,
+        max_steps=len(windows),
+        accumulate_grad_batches=NUM_PARTS,
+        callbacks=[guard, recorder],
+        use_distributed_sampler=False,
+        gradient_clip_val=0.05,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader([batch for batches in windows for batch in batches], batch_size=None))
@@ -479,9 +560,12 @@ def rank_main(path):
         after, num_skipped, told = rank_run(Path(path).parent, strategy, [*good[:2], bad, good[2]])
         clean, _, _ = rank_run(Path(path).parent, strategy, good)
         found[case] = {
-            "changed": differing(after[2], after[3]), "differs": differing(after[4], clean[3]), "moved": len(differing(after[3], after[4])),
-            "skipped": num_skipped, "told": told,
-        }  # fmt: skip
+            "changed": differing(after[2], after[3]),
+            "differs": differing(after[4], clean[3]),
+            "moved": len(differing(after[3], after[4])),
+            "skipped": num_skipped,
+            "told": told,
+        }
     try:
         rank_stop(Path(path).parent, rank)
     except NotTrainingError as error:
@@ -490,11 +574,18 @@ def rank_main(path):
 
 
 def rank_stop(folder, rank):
-    windows = [window(number + 50 * rank, fault="NaN loss" if rank == 1 and number in (2, 3) else None, num_parts=1) for number in range(12)]
+    windows = [
+        window(number + 50 * rank, fault="NaN loss" if rank == 1 and number in (2, 3) else None, num_parts=1)
+        for number in range(12)
+    ]
     trainer = quiet_trainer(
-        folder, strategy="ddp", devices=NUM_RANKS, max_steps=12, callbacks=[FiniteGuard(max_skips=2, check_every_n_steps=2)],
+        folder,
+        strategy="ddp",
+        devices=NUM_RANKS,
+        max_steps=12,
+        callbacks=[FiniteGuard(max_skips=2, check_every_n_steps=2)],
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
     trainer.fit(Net("FusedAdamW"), DataLoader([batch for batches in windows for batch in batches], batch_size=None))
 
 
@@ -522,7 +613,10 @@ def test_a_bad_step_of_one_rank_changes_nothing_on_any(two_ranks, case):
 @pytest.mark.fault
 def test_every_rank_stops_at_the_same_step_and_names_the_pack_of_the_bad_one(two_ranks):
     assert two_ranks[0]["stop"] == two_ranks[1]["stop"]
-    assert "step 4 was skipped: loss not finite (NaN or infinity). Made of rank 1: batch 3 of its epoch." in two_ranks[0]["stop"]
+    assert (
+        "step 4 was skipped: loss not finite (NaN or infinity). Made of rank 1: batch 3 of its epoch."
+        in two_ranks[0]["stop"]
+    )
 
 
 class HugeGradient(Callback):
@@ -536,14 +630,23 @@ class HugeGradient(Callback):
             next(param for param in pl_module.parameters() if param.grad is not None).grad.view(-1)[0] = self.value
 
     def on_train_end(self, trainer, pl_module):
-        state = [value for held in trainer.optimizers[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
+        state = [
+            value
+            for held in trainer.optimizers[0].state.values()
+            for value in held.values()
+            if isinstance(value, torch.Tensor)
+        ]
         # SGD has no state; the optimizers of the test that reads this have some.
         self.num_held = len(state)
         self.is_finite = all(bool(value.isfinite().all()) for value in state)
 
 
 @pytest.mark.parametrize("value", [3e38, -1e25, 1e20])
-@pytest.mark.parametrize("make", [lambda ps: FusedAdamW(ps, lr=1e-3), lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True)], ids=["ours", "torch"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda ps: FusedAdamW(ps, lr=1e-3), lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True)],
+    ids=["ours", "torch"],
+)
 def test_a_finite_gradient_whose_square_is_not_changes_nothing(tmp_path, make, value):
     class Module(PlainModule):
         def configure_optimizers(self):
@@ -551,7 +654,9 @@ def test_a_finite_gradient_whose_square_is_not_changes_nothing(tmp_path, make, v
 
     huge, guard = HugeGradient(value), FiniteGuard()
     with pytest.warns(UserWarning, match="skipped"):
-        quiet_trainer(tmp_path, strategy="fastft", callbacks=[huge, guard], max_steps=4).fit(Module(tiny_llama()), packed_loader(4))
+        quiet_trainer(tmp_path, strategy="fastft", callbacks=[huge, guard], max_steps=4).fit(
+            Module(tiny_llama()), packed_loader(4)
+        )
     assert huge.num_held > 0
     assert huge.is_finite
     assert guard.num_skipped == 1
@@ -564,7 +669,9 @@ def test_waiting_beside_clipping_by_value_is_refused(tmp_path):
 
     guard = FiniteGuard(unsupported="wait")
     clipping = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
-    trainer = quiet_trainer(tmp_path, strategy="fastft", callbacks=[HugeGradient(float("inf")), guard], max_steps=3, **clipping)
+    trainer = quiet_trainer(
+        tmp_path, strategy="fastft", callbacks=[HugeGradient(float("inf")), guard], max_steps=3, **clipping
+    )
     trainer.fit(Module(tiny_llama()), packed_loader(3))
     assert trainer.global_step == 3
     assert guard.status().state == "refused"

@@ -1,4 +1,6 @@
-"""FusedKernels: installed for each run of any LightningModule, trains what training without it trains, and leaves nothing behind."""
+"""FusedKernels: installed for each run of any LightningModule, trains what training without it trains, and leaves
+nothing behind.
+"""
 
 import contextlib
 from unittest import mock
@@ -31,10 +33,18 @@ register_strategies()
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": VOCAB_SIZE, **SIZES, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": True, "eos_token_id": 2,
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    **SIZES,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
     "initializer_range": 0.15,
-}  # fmt: skip
+}
 MIXTURE = {**CONFIG, "model_type": "qwen3_moe", **TINY["qwen3_moe"][1]}
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
 EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -50,7 +60,12 @@ MODES = {
 def tuner(config=CONFIG, *, seed=4, **options):
     torch.manual_seed(seed)
     # Plain SGD: a step is linear in the gradient, so a difference of weights is one of gradients.
-    options = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2), "scheduler": "constant", "warmup_share": 0.0, **options}
+    options = {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2),
+        "scheduler": "constant",
+        "warmup_share": 0.0,
+        **options,
+    }
     return FineTuner(config, init="random", **options)
 
 
@@ -68,11 +83,15 @@ def count_own(kind=Qwen3Attention):
 
 
 def trained(module):
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.detach().clone() for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
 
 
 def fit(module, tmp_path, *callbacks, strategy="fastft", **options):
-    """Train three steps between validations; return what is trained before and after, and the table when the training began."""
+    """Train three steps between validations; return what is trained before and after, and the table when the
+    training began.
+    """
     tables, before = [], {}
 
     def look(trainer, pl_module):
@@ -96,7 +115,9 @@ def is_plain(module):
 @pytest.fixture(scope="module")
 def rounding_of_bf16(tmp_path_factory):
     """How far three steps in bf16 are from those in fp32, without fused layers."""
-    wide, narrow = (movement(*fit(tuner(**MODES[mode]), tmp_path_factory.mktemp("plain"))[:2]) for mode in ("lora", "lora in bf16"))
+    wide, narrow = (
+        movement(*fit(tuner(**MODES[mode]), tmp_path_factory.mktemp("plain"))[:2]) for mode in ("lora", "lora in bf16")
+    )
     assert difference(narrow, wide) < 0.1
     return difference(narrow, wide)
 
@@ -116,7 +137,9 @@ def test_a_fit_moves_the_weights_as_one_without_it(tmp_path, rounding_of_bf16, m
     assert callback.status()[0].state == "active"
     assert not callback.is_installed
     assert all(value.abs().sum() > 0 for value in moves[False].values())
-    assert difference(moves[True], moves[False]) <= (1e-5 if MODES[mode]["dtype"] == "float32" else 2 * rounding_of_bf16)
+    assert difference(moves[True], moves[False]) <= (
+        1e-5 if MODES[mode]["dtype"] == "float32" else 2 * rounding_of_bf16
+    )
 
 
 @pytest.mark.parametrize("lora", [None, LORA, EXPERTS], ids=["full", "lora", "lora on experts"])
@@ -138,8 +161,10 @@ def test_a_mixture_model_trains_with_both_callbacks(tmp_path, lora):
 @pytest.fixture
 def settles_on_cpu(monkeypatch):
     """What runs on a GPU: weights are moved next to their adapters."""
-    real = decoder.settle_weights
-    monkeypatch.setattr(decoder, "settle_weights", lambda root, ledger: real(root, ledger, device_types=("cpu",)))
+    real = decoder.fuse_weight_buffers
+    monkeypatch.setattr(
+        decoder, "fuse_weight_buffers", lambda root, patcher: real(root, patcher, device_types=("cpu",))
+    )
 
 
 def num_settled(module):
@@ -166,9 +191,14 @@ class LookAtWeights(Callback):
 def test_weights_lie_next_to_their_adapters_while_it_trains_and_checkpoints_hold_them_whole(tmp_path):
     moves = []
     for callbacks in ([], [FusedKernels(), looks := LookAtWeights()]):
-        model = get_peft_model(build_tiny("qwen3", vocab_size=VOCAB_SIZE, **SIZES), LoraConfig(**LORA, target_modules="all-linear")).train()
+        model = get_peft_model(
+            build_tiny("qwen3", vocab_size=VOCAB_SIZE, **SIZES), LoraConfig(**LORA, target_modules="all-linear")
+        ).train()
         module = PlainModule(model, lr=1e-3)
-        options = {"enable_checkpointing": True, "callbacks": [PackedTraining(), *callbacks, ModelCheckpoint(tmp_path, save_last=True)]}
+        options = {
+            "enable_checkpointing": True,
+            "callbacks": [PackedTraining(), *callbacks, ModelCheckpoint(tmp_path, save_last=True)],
+        }
         trainer = quiet_trainer(tmp_path, **options)
         before = trained(module)
         trainer.fit(module, packed_loader(3), packed_loader(1, seed=9))
@@ -189,18 +219,24 @@ def test_weights_lie_next_to_their_adapters_while_it_trains_and_checkpoints_hold
 
 @pytest.mark.usefixtures("settles_on_cpu")
 def test_after_an_exception_and_after_a_validation_alone_weights_have_memory_of_their_own(tmp_path):
-    model = get_peft_model(build_tiny("qwen3", vocab_size=VOCAB_SIZE, **SIZES), LoraConfig(**LORA, target_modules="all-linear")).train()
+    model = get_peft_model(
+        build_tiny("qwen3", vocab_size=VOCAB_SIZE, **SIZES), LoraConfig(**LORA, target_modules="all-linear")
+    ).train()
     module = PlainModule(model)
 
     def fail(trainer, pl_module, *_):
         assert num_settled(pl_module)
         raise RuntimeError("planted")
 
-    trainer = quiet_trainer(tmp_path, callbacks=[PackedTraining(), FusedKernels(), LambdaCallback(on_train_batch_end=fail)])
+    trainer = quiet_trainer(
+        tmp_path, callbacks=[PackedTraining(), FusedKernels(), LambdaCallback(on_train_batch_end=fail)]
+    )
     with pytest.raises(RuntimeError, match="planted"):
         trainer.fit(module, packed_loader(3))
     assert num_settled(module) == 0
-    quiet_trainer(tmp_path, callbacks=[PackedTraining(), FusedKernels()]).validate(module, packed_loader(1), verbose=False)
+    quiet_trainer(tmp_path, callbacks=[PackedTraining(), FusedKernels()]).validate(
+        module, packed_loader(1), verbose=False
+    )
     assert num_settled(module) == 0
     assert not any(parameter.is_inference() for parameter in module.parameters())
     assert is_plain(module)
@@ -229,7 +265,9 @@ def test_activation_policies_change_no_bit(tmp_path, mode, policy):
         activations = OffloadCheckpointing(name, **({"host_budget": 1.0} if name == "offload" else {}))
         module = tuner(**MODES[mode])
         with count_own() as own:
-            _, found[name], _ = fit(module, tmp_path, FusedKernels(), strategy=FastFTStrategy(activations=activations), accelerator="auto")
+            _, found[name], _ = fit(
+                module, tmp_path, FusedKernels(), strategy=FastFTStrategy(activations=activations), accelerator="auto"
+            )
         assert not own
     assert all(torch.equal(value, found[policy][name]) for name, value in found["keep"].items())
 
@@ -241,7 +279,9 @@ def test_fit_validate_and_test_install_by_themselves_and_a_second_fit_too(tmp_pa
         "validate": lambda: trainer.validate(module, packed_loader(1), verbose=False),
         "fit": lambda: trainer.fit(module, packed_loader(2)),
         "test": lambda: trainer.test(module, packed_loader(1), verbose=False),
-        "fit again": lambda: quiet_trainer(tmp_path, strategy="fastft", callbacks=[FusedKernels()], max_steps=1).fit(module, packed_loader(1)),
+        "fit again": lambda: quiet_trainer(tmp_path, strategy="fastft", callbacks=[FusedKernels()], max_steps=1).fit(
+            module, packed_loader(1)
+        ),
     }
     for name, run in runs.items():
         with count_own() as own:
@@ -280,7 +320,9 @@ def test_saved_adapters_load_in_stock_peft_with_the_same_logits(tmp_path):
     module = FineTuner(str(tmp_path / "base"), learning_rate=1e-2, **MODES["lora"])
     saved = LambdaCallback(on_train_end=lambda trainer, pl_module: pl_module.save_pretrained(tmp_path / "adapters"))
     fit(module, tmp_path, FusedKernels(), saved)
-    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapters").eval()
+    stock = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapters"
+    ).eval()
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         found, expected = module.model.eval()(input_ids=ids).logits, stock(input_ids=ids).logits

@@ -1,4 +1,6 @@
-"""FusedKernels(base_compute=...): what the table says, that plans change no bit, and that a run leaves nothing behind."""
+"""FusedKernels(base_compute=...): what the table says, that plans change no bit, and that a run leaves nothing
+behind.
+"""
 
 import functools
 
@@ -23,7 +25,8 @@ def has_fp8(module):
 def test_a_fit_in_fp8_moves_the_adapters_nearly_as_one_without_it(tmp_path, mode):
     moves = {}
     for base in ("model_dtype", "fp8_reference"):
-        # Small steps add up gradients of one place; with large ones, runs that differ in a last digit end in different places.
+        # Small steps add up gradients of one place; with large ones, runs that differ in a last digit end in different
+        # places.
         optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
         callback = FusedKernels(base_compute=base)
         module = tuner({**CONFIG, "initializer_range": 0.05}, seed=6, **MODES[mode], optimizer=optimizer)
@@ -35,7 +38,10 @@ def test_a_fit_in_fp8_moves_the_adapters_nearly_as_one_without_it(tmp_path, mode
         moves[base] = movement(before, after)
         assert is_plain(module)
         assert not has_fp8(module)
-    found, expected = (torch.cat([value.flatten() for _, value in sorted(moves[base].items())]) for base in ("fp8_reference", "model_dtype"))
+    found, expected = (
+        torch.cat([value.flatten() for _, value in sorted(moves[base].items())])
+        for base in ("fp8_reference", "model_dtype")
+    )
     # The limits of the ruler's judge for such rows.
     assert 0.98 < torch.cosine_similarity(found, expected, dim=0) < 0.9999
     assert abs(found.norm() / expected.norm() - 1) < 0.1
@@ -56,7 +62,13 @@ def test_activation_policies_change_no_bit_in_fp8(tmp_path, mode):
     for policy in ("keep", "recompute", "offload"):
         activations = OffloadCheckpointing(policy, **({"host_budget": 1.0} if policy == "offload" else {}))
         callback = FusedKernels(base_compute="fp8_reference")
-        _, found[policy], table = fit(tuner(**MODES[mode]), tmp_path, callback, strategy=FastFTStrategy(activations=activations), accelerator="auto")
+        _, found[policy], table = fit(
+            tuner(**MODES[mode]),
+            tmp_path,
+            callback,
+            strategy=FastFTStrategy(activations=activations),
+            accelerator="auto",
+        )
         assert ACTIVE in table
     assert all(torch.equal(value, found[policy][name]) for policy in found for name, value in found["keep"].items())
 

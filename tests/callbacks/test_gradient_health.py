@@ -19,7 +19,9 @@ register_strategies()
 
 def fit(tmp_path, module, *, health=None, num_batches=6, loader=None, **options):
     health = health or GradientHealth(num_steps=4)
-    trainer = quiet_trainer(tmp_path, **{"strategy": "fastft", "callbacks": [health], "max_steps": num_batches, **options})
+    trainer = quiet_trainer(
+        tmp_path, **{"strategy": "fastft", "callbacks": [health], "max_steps": num_batches, **options}
+    )
     trainer.fit(module, loader or packed_loader(num_batches))
     return health
 
@@ -68,7 +70,9 @@ def test_warm_up_from_zero(tmp_path):
 
 def test_batches_without_labels(tmp_path):
     batches = packed_batches(3, has_labels=False) + packed_batches(5)
-    health = fit(tmp_path, PlainModule(tiny_llama()), num_batches=8, loader=torch.utils.data.DataLoader(batches, batch_size=None))
+    health = fit(
+        tmp_path, PlainModule(tiny_llama()), num_batches=8, loader=torch.utils.data.DataLoader(batches, batch_size=None)
+    )
     assert "moved" in health.status().reason
 
 
@@ -167,15 +171,22 @@ def test_trainable_tensor_outside_the_optimizer(tmp_path):
 
 
 def test_detached_adapter_has_no_gradient(tmp_path):
-    with pytest.raises(NotTrainingError, match=r"2 of .* did not train in 4 steps: 2 never had a gradient \(experts\.0\.weight, experts\.0\.bias\)"):
+    with pytest.raises(
+        NotTrainingError,
+        match=r"2 of .* did not train in 4 steps: 2 never had a gradient \(experts\.0\.weight, experts\.0\.bias\)",
+    ):
         fit(tmp_path, UnusedExpert(tiny_llama()))
 
 
 def test_loss_detached_from_the_decoder(tmp_path):
     class Detached(PlainModule):
         def training_step(self, batch, batch_idx):
-            state = self.model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, context=batch.context)[0]
-            return nn.functional.cross_entropy(self.model.lm_head.weight.matmul(state[0, :-1].detach().T).T, batch["input_ids"][0, 1:])
+            state = self.model.model(
+                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, context=batch.context
+            )[0]
+            return nn.functional.cross_entropy(
+                self.model.lm_head.weight.matmul(state[0, :-1].detach().T).T, batch["input_ids"][0, 1:]
+            )
 
     with pytest.raises(NotTrainingError, match="never had a gradient"):
         fit(tmp_path, Detached(tiny_llama()))
@@ -186,7 +197,10 @@ def test_gradient_of_exactly_zero(tmp_path):
         def on_after_backward(self):
             self.model.model.layers[1].mlp.up_proj.weight.grad.zero_()
 
-    with pytest.raises(NotTrainingError, match=r"1 only had gradients of exactly zero \(model\.model\.layers\.1\.mlp\.up_proj\.weight\)"):
+    with pytest.raises(
+        NotTrainingError,
+        match=r"1 only had gradients of exactly zero \(model\.model\.layers\.1\.mlp\.up_proj\.weight\)",
+    ):
         fit(tmp_path, CutOff(tiny_llama()))
 
 
@@ -221,12 +235,18 @@ def test_gradient_that_is_not_finite_stops_at_once(tmp_path, value):
 
 
 def test_learning_rate_of_zero_for_ever_is_warned_about_and_fails_at_the_end(tmp_path):
-    with pytest.warns(UserWarning, match="learning rate was 0 in 4"), pytest.raises(NotTrainingError, match="learning rate was 0 in 6 of them"):
+    with (
+        pytest.warns(UserWarning, match="learning rate was 0 in 4"),
+        pytest.raises(NotTrainingError, match="learning rate was 0 in 6 of them"),
+    ):
         fit(tmp_path, WithSchedule(tiny_llama(), [0.0]))
 
 
 def test_run_without_a_single_label_fails_at_its_end(tmp_path):
-    with pytest.warns(UserWarning, match="4 had no labelled token"), pytest.raises(NotTrainingError, match="6 had no labelled token"):
+    with (
+        pytest.warns(UserWarning, match="4 had no labelled token"),
+        pytest.raises(NotTrainingError, match="6 had no labelled token"),
+    ):
         fit(tmp_path, PlainModule(tiny_llama()), loader=packed_loader(6, has_labels=False))
 
 
@@ -302,5 +322,7 @@ def test_vectors_outside_an_optimizer_of_matrices_are_named_not_refused(tmp_path
 
     health = GradientHealth(num_steps=3)
     with pytest.warns(UserWarning, match="vectors"):
-        quiet_trainer(tmp_path, strategy="fastft", callbacks=[health], max_steps=4).fit(Matrices(tiny_llama()), packed_loader(4))
+        quiet_trainer(tmp_path, strategy="fastft", callbacks=[health], max_steps=4).fit(
+            Matrices(tiny_llama()), packed_loader(4)
+        )
     assert health.status().state == "active"

@@ -28,6 +28,8 @@ def test_every_callback_that_swaps_modules_is_held_to_it():
 
 
 def test_different_callbacks_that_swap_modules_go_together(tmp_path):
-    trainer = quiet_trainer(tmp_path, strategy="auto", callbacks=[FusedKernels(), BincountRouter(), PackedTraining()], max_steps=1)
+    trainer = quiet_trainer(
+        tmp_path, strategy="auto", callbacks=[FusedKernels(), BincountRouter(), PackedTraining()], max_steps=1
+    )
     trainer.fit(PlainModule(tiny_llama()), packed_loader())
     assert trainer.global_step == 1

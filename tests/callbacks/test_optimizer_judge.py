@@ -30,7 +30,14 @@ def test_checksum_of_slices_and_transposed_tensors():
 
 def test_largest_values_of_every_kind_of_gradient():
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([-4.0]), (3,))
-    gradients = [torch.tensor([1.0, -3.0]), None, torch.zeros(2), torch.tensor([1.0, float("nan")]), torch.tensor([1e-38]), sparse]
+    gradients = [
+        torch.tensor([1.0, -3.0]),
+        None,
+        torch.zeros(2),
+        torch.tensor([1.0, float("nan")]),
+        torch.tensor([1e-38]),
+        sparse,
+    ]
     found = _largest_values(gradients, CPU).tolist()
     assert found[:3] == [3.0, 0.0, 0.0]
     assert found[3] != found[3]
@@ -41,7 +48,12 @@ def test_largest_values_of_every_kind_of_gradient():
 
 
 def test_rates():
-    assert [_is_above_zero(rate) for rate in (0.0, 1e-30, torch.tensor(0.0), torch.tensor(0.1))] == [False, True, False, True]
+    assert [_is_above_zero(rate) for rate in (0.0, 1e-30, torch.tensor(0.0), torch.tensor(0.1))] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_long_lists_of_names_are_cut():

@@ -48,7 +48,10 @@ def test_trains_under_the_automatic_strategy(tmp_path, make_module):
 def test_learns_exactly_what_the_strategy_learns(tmp_path):
     start = tiny_llama().state_dict()
     weights = []
-    for options in ({"strategy": "fastft"}, {"strategy": "auto", "callbacks": [PackedTraining(activations=OffloadCheckpointing("recompute"))]}):
+    for options in (
+        {"strategy": "fastft"},
+        {"strategy": "auto", "callbacks": [PackedTraining(activations=OffloadCheckpointing("recompute"))]},
+    ):
         module = PlainModule(tiny_llama())
         module.model.load_state_dict(start)
         quiet_trainer(tmp_path, **options).fit(module, packed_loader())
@@ -69,8 +72,13 @@ def test_a_search_for_a_learning_rate_trains_on_documents_that_are_apart(tmp_pat
             contexts.append(batch.context.num_reads)
             return loss
 
-    callbacks = [LearningRateFinder(num_training_steps=3, update_attr=False), *([PackedTraining()] if strategy == "auto" else [])]
-    quiet_trainer(tmp_path, strategy=strategy, callbacks=callbacks, max_steps=1).fit(Module(tiny_llama()), packed_loader(4))
+    callbacks = [
+        LearningRateFinder(num_training_steps=3, update_attr=False),
+        *([PackedTraining()] if strategy == "auto" else []),
+    ]
+    quiet_trainer(tmp_path, strategy=strategy, callbacks=callbacks, max_steps=1).fit(
+        Module(tiny_llama()), packed_loader(4)
+    )
     assert len(contexts) > 3
     assert all(contexts)
 
@@ -88,7 +96,9 @@ def test_foreign_attention_is_refused_before_the_backward(tmp_path, accumulate):
     module = PlainModule(ForeignModel())
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(ContextError, match="training_step of PlainModule"):
-        quiet_trainer(tmp_path, callbacks=[PackedTraining()], accumulate_grad_batches=accumulate).fit(module, packed_loader())
+        quiet_trainer(tmp_path, callbacks=[PackedTraining()], accumulate_grad_batches=accumulate).fit(
+            module, packed_loader()
+        )
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -96,7 +106,9 @@ def test_foreign_attention_is_refused_before_the_backward(tmp_path, accumulate):
 def test_foreign_evaluation_is_refused(tmp_path):
     for entry in ("validate", "test"):
         with pytest.raises(ContextError):
-            getattr(quiet_trainer(tmp_path, callbacks=[PackedTraining()]), entry)(PlainModule(ForeignModel()), packed_loader(), verbose=False)
+            getattr(quiet_trainer(tmp_path, callbacks=[PackedTraining()]), entry)(
+                PlainModule(ForeignModel()), packed_loader(), verbose=False
+            )
 
 
 def test_validate_and_test_install_by_themselves(tmp_path):
@@ -131,7 +143,9 @@ def test_redundant_under_our_strategy_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("options", [{"attention": "reference"}, {"activations": OffloadCheckpointing("recompute")}])
 def test_options_that_our_strategy_would_ignore_are_refused(tmp_path, options):
-    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), accelerator="auto", callbacks=[PackedTraining(**options)])
+    trainer = quiet_trainer(
+        tmp_path, strategy=FastFTStrategy(), accelerator="auto", callbacks=[PackedTraining(**options)]
+    )
     with pytest.raises(OptionError, match="to the strategy"):
         trainer.fit(PlainModule(tiny_llama()), packed_loader())
 
@@ -177,7 +191,16 @@ def test_the_same_activations_under_a_strategy_that_is_not_ours(tmp_path, policy
 def packed_data():
     rng = np.random.default_rng(0)
     rows = [{"input_ids": rng.integers(1, VOCAB_SIZE, 9).tolist()} for _ in range(24)]
-    return PackedDataModule(rows, val_paths=rows, test_paths=rows, max_tokens=32, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    return PackedDataModule(
+        rows,
+        val_paths=rows,
+        test_paths=rows,
+        max_tokens=32,
+        num_workers=0,
+        cache_dir=None,
+        num_proc=1,
+        show_progress=False,
+    )
 
 
 @pytest.mark.parametrize("verb", ["fit", "validate", "test"])

@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fastft import Watchdog
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.monitor import watch_process
-from lightning_fastft.monitor.watch_process import Beat, Phase, descendants, find_blamed, read_beat, read_frames, write_beat
+from lightning_fastft.monitor.watch_process import (
+    Beat,
+    Phase,
+    descendants,
+    find_blamed,
+    read_beat,
+    read_frames,
+    write_beat,
+)
 from lightning_fastft.strategies.even_batches import check_even_batches
 from tests.faults.saves import fork
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
@@ -57,7 +65,9 @@ def start(folder, hook):
 
     def run(write):
         callbacks = [Watchdog(timeout_s=TIMEOUT_S), Slow(hook), ModelCheckpoint(dirpath=folder, every_n_train_steps=4)]
-        trainer = quiet_trainer(folder, callbacks=callbacks, max_steps=8, val_check_interval=6, enable_checkpointing=True)
+        trainer = quiet_trainer(
+            folder, callbacks=callbacks, max_steps=8, val_check_interval=6, enable_checkpointing=True
+        )
         trainer.fit(PlainModule(tiny_llama()), packed_loader(6), packed_loader(1))
 
     return fork(run)
@@ -84,10 +94,18 @@ def test_nothing_is_left_behind_a_run_and_a_second_one_is_watched_anew(tmp_path)
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            seen.append((watchdog._process.pid, [path.name.startswith(".watchdog-") for path in tmp_path.iterdir()], watchdog.status()[0].state))
+            seen.append(
+                (
+                    watchdog._process.pid,
+                    [path.name.startswith(".watchdog-") for path in tmp_path.iterdir()],
+                    watchdog.status()[0].state,
+                )
+            )
 
     for _ in range(2):
-        quiet_trainer(tmp_path, callbacks=[watchdog, Look()], max_steps=1).fit(PlainModule(tiny_llama()), packed_loader())
+        quiet_trainer(tmp_path, callbacks=[watchdog, Look()], max_steps=1).fit(
+            PlainModule(tiny_llama()), packed_loader()
+        )
         assert list(tmp_path.iterdir()) == []
     assert len({pid for pid, _, _ in seen}) == 2
     assert [found for _, *found in seen] == [[[True], "active"]] * 2
@@ -117,7 +135,9 @@ def test_a_watching_process_that_is_gone_is_said(tmp_path):
                 time.sleep(0.2)
 
     with pytest.warns(UserWarning, match="its process ended with code -9; nobody watches any more"):
-        quiet_trainer(tmp_path, callbacks=[watchdog, Kill()], max_steps=2).fit(PlainModule(tiny_llama()), packed_loader())
+        quiet_trainer(tmp_path, callbacks=[watchdog, Kill()], max_steps=2).fit(
+            PlainModule(tiny_llama()), packed_loader()
+        )
     assert watchdog.status()[0].state == "refused"
 
 
@@ -141,7 +161,14 @@ def test_a_beat_arrives_as_it_was_written():
 
 def state(rank, *, num_batches=5, phase=Phase.FORWARD, condition="runs", failed_at_s=0.0, gone_at_s=0.0, frames=()):
     times = {"failed_at_s": failed_at_s, "gone_at_s": gone_at_s}
-    return {"rank": rank, "num_batches": num_batches, "phase": phase, "condition": condition, "frames": list(frames), **times}
+    return {
+        "rank": rank,
+        "num_batches": num_batches,
+        "phase": phase,
+        "condition": condition,
+        "frames": list(frames),
+        **times,
+    }
 
 
 WAITING = "barrier (/lib/torch/distributed/x.py:1)"
@@ -170,7 +197,10 @@ def test_who_is_to_blame(states, blamed):
 
 
 def test_the_main_thread_is_read_from_a_dump():
-    dump = 'Thread 0x2 (most recent call first):\n  File "/t.py", line 1 in other\n\nCurrent thread 0x1 (most recent call first):\n'
+    dump = (
+        'Thread 0x2 (most recent call first):\n  File "/t.py", line 1 in other\n\nCurrent thread 0x1 (most recent '
+        "call first):\n"
+    )
     assert read_frames(dump + '  File "/a b.py", line 3 in <lambda>\n  File "/c.py", line 4 in outer\n') == [
         "<lambda> (/a b.py:3)",
         "outer (/c.py:4)",
@@ -179,8 +209,15 @@ def test_the_main_thread_is_read_from_a_dump():
 
 
 def test_processes_below_a_rank_are_found_but_for_those_that_watch():
-    child = subprocess.Popen([sys.executable, "-c", "import subprocess, sys; subprocess.Popen(['sleep', '30']); print(1, flush=True); input()"],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys; subprocess.Popen(['sleep', '30']); print(1, flush=True); input()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     watching = subprocess.Popen([sys.executable, "-c", "input()", watch_process.__file__], stdin=subprocess.PIPE)
     child.stdout.readline()
     found = descendants(os.getpid())
@@ -195,7 +232,10 @@ def test_processes_below_a_rank_are_found_but_for_those_that_watch():
 
 def test_the_process_needs_nothing_but_the_standard_library():
     # It must not load torch, once per rank.
-    code = f"import sys; sys.argv = ['']; import runpy; runpy.run_path({watch_process.__file__!r}); print(sorted(sys.modules))"
+    code = (
+        f"import sys; sys.argv = ['']; import runpy; runpy.run_path({watch_process.__file__!r}); "
+        "print(sorted(sys.modules))"
+    )
     loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
     assert "torch" not in loaded
     assert "lightning" not in loaded
@@ -214,7 +254,14 @@ def test_a_loader_without_a_length_is_said_in_the_table(tmp_path):
     def run(write):
         from tests.faults.ranks import free_port, make_strategy
 
-        names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        names = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 1,
+            "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+        }
         os.environ |= {name: str(value) for name, value in names.items()}
         trainer = quiet_trainer(tmp_path, strategy=make_strategy("fastft_ddp"), max_steps=1)
 

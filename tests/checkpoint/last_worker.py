@@ -1,4 +1,6 @@
-"""Two ranks that save, lose the newest checkpoint, and go on by ckpt_path="last": ``-m tests.checkpoint.last_worker <folder>``."""
+"""Two ranks that save, lose the newest checkpoint, and go on by ckpt_path="last": ``-m
+tests.checkpoint.last_worker <folder>``.
+"""
 
 import sys
 import warnings

@@ -23,7 +23,10 @@ def pickle_of(text):
 
 @pytest.fixture
 def plain(tmp_path):
-    torch.save({"weight": torch.zeros(_MIB), "kept": bytearray(b"abc"), "empty": bytearray(), "again": bytearray(b"abc")}, tmp_path / "plain.ckpt")
+    torch.save(
+        {"weight": torch.zeros(_MIB), "kept": bytearray(b"abc"), "empty": bytearray(), "again": bytearray(b"abc")},
+        tmp_path / "plain.ckpt",
+    )
     return tmp_path / "plain.ckpt"
 
 
@@ -72,6 +75,8 @@ def test_pickle_that_asks_for_a_buffer_is_refused(plain, tmp_path, text):
 
 
 def test_end_of_an_archive_without_an_archive_is_damage(tmp_path):
-    (tmp_path / "a.ckpt").write_bytes(b"no archive" + b"PK\x05\x06" + bytes(6) + b"\x01\x00\x01\x00" + b"\x2e\x00\x00\x00" + bytes(4) + bytes(2))
+    (tmp_path / "a.ckpt").write_bytes(
+        b"no archive" + b"PK\x05\x06" + bytes(6) + b"\x01\x00\x01\x00" + b"\x2e\x00\x00\x00" + bytes(4) + bytes(2)
+    )
     with pytest.raises(DamagedCheckpointError):
         load_file(tmp_path / "a.ckpt")

@@ -1,4 +1,6 @@
-"""Checkpoint files and folders: plain files of torch.save with a digest, damage found before anything is unpickled, no part left behind."""
+"""Checkpoint files and folders: plain files of torch.save with a digest, damage found before anything is
+unpickled, no part left behind.
+"""
 
 import errno
 import json
@@ -65,7 +67,9 @@ def test_writer_holds_back_the_end_whatever_the_pieces(tmp_path, num_bytes):
     for size in (1, 5, 22, 40, 10_000):
         with (tmp_path / "x").open("w+b") as file:
             writer = files._HashingWriter(file)
-            assert sum(writer.write(archive[begin : begin + size]) for begin in range(0, len(archive), size)) == len(archive)
+            assert sum(writer.write(archive[begin : begin + size]) for begin in range(0, len(archive), size)) == len(
+                archive
+            )
             digest = writer.finish()
         data = (tmp_path / "x").read_bytes()
         comment = data[len(archive) :]
@@ -245,7 +249,10 @@ def test_file_system_without_locks_is_written_to_and_never_swept(tmp_path, numbe
         save_file(CONTENT, tmp_path / "a.ckpt")
         sweep(tmp_path)
         assert mine.exists()
-    with mock.patch("fcntl.flock", side_effect=OSError(errno.EIO, "broken")), pytest.raises(CheckpointNotSavedError, match="broken"):
+    with (
+        mock.patch("fcntl.flock", side_effect=OSError(errno.EIO, "broken")),
+        pytest.raises(CheckpointNotSavedError, match="broken"),
+    ):
         save_file(CONTENT, tmp_path / "a.ckpt")
     assert_is_content(load_file(tmp_path / "a.ckpt"))
     assert os.listdir(tmp_path) == ["a.ckpt"]

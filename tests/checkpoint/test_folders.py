@@ -1,4 +1,6 @@
-"""Folders of pieces: an index or a piece that asks for code is refused before torch reads it, and damage before anything is loaded."""
+"""Folders of pieces: an index or a piece that asks for code is refused before torch reads it, and damage before
+anything is loaded.
+"""
 
 import pickle
 from io import BytesIO
@@ -8,16 +10,31 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    load,
+    save,
+)
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from lightning_fastft.checkpoint.files import commit_folder, read_record
 from lightning_fastft.checkpoint.folders import _PlainPlanner, check_index, load_folder, save_folder
-from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, ResumeError, UnsafeCheckpointError
+from lightning_fastft.core.errors import (
+    CheckpointNotSavedError,
+    DamagedCheckpointError,
+    ResumeError,
+    UnsafeCheckpointError,
+)
 from tests.checkpoint.test_files import Runs
 
-STATE = {"weight": torch.arange(6.0), "optimizer_0": {"lr": 0.1, "betas": (0.9, 0.99), "step": torch.tensor(3.0), "x": None}}
+STATE = {
+    "weight": torch.arange(6.0),
+    "optimizer_0": {"lr": 0.1, "betas": (0.9, 0.99), "step": torch.tensor(3.0), "x": None},
+}
 
 
 def write(folder):
@@ -63,7 +80,9 @@ def test_members_of_enumerations_pass_in_the_form_of_python_3_11_0(tmp_path):
     check_index(tmp_path / ".metadata")
 
 
-@pytest.mark.parametrize(("kind", "name"), [(_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), ("text", "format")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), ("text", "format")]
+)
 def test_attributes_of_anything_else_are_refused(tmp_path, kind, name):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_GetAttribute(kind, name)))
     with pytest.raises(UnsafeCheckpointError, match="no part of one"):
@@ -74,7 +93,10 @@ def test_hostile_piece_is_refused(tmp_path):
     buffer = BytesIO()
     torch.save(Runs(tmp_path / "ran"), buffer)
     buffer.seek(0)
-    with mock.patch.object(DefaultLoadPlanner, "load_bytes") as unguarded, pytest.raises(UnsafeCheckpointError, match="lr of the checkpoint"):
+    with (
+        mock.patch.object(DefaultLoadPlanner, "load_bytes") as unguarded,
+        pytest.raises(UnsafeCheckpointError, match="lr of the checkpoint"),
+    ):
         _PlainPlanner().load_bytes(SimpleNamespace(dest_index=SimpleNamespace(fqn="lr")), buffer)
     assert not unguarded.called
     assert not (tmp_path / "ran").exists()

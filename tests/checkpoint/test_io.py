@@ -1,4 +1,6 @@
-"""VerifiedCheckpointIO: installed by the strategies, plain types only, local places only, and the user's own one is kept."""
+"""VerifiedCheckpointIO: installed by the strategies, plain types only, local places only, and the user's own one
+is kept.
+"""
 
 import os
 from pathlib import Path
@@ -10,7 +12,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_fastft.checkpoint.files import check_file, commit_folder, part_beside
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
-from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, OptionError, UnsafeCheckpointError
+from lightning_fastft.core.errors import (
+    CheckpointNotSavedError,
+    DamagedCheckpointError,
+    OptionError,
+    UnsafeCheckpointError,
+)
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.checkpoint.test_files import Runs
 from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
@@ -86,8 +93,13 @@ def test_switches_that_would_let_code_run_have_no_effect_and_are_said(tmp_path, 
     torch.save({"x": Runs(tmp_path / "ran")}, tmp_path / "a.ckpt")
     if switch == "environment":
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    with pytest.warns(UserWarning, match="ignored"), pytest.raises(UnsafeCheckpointError, match="more than tensors and plain types"):
-        VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False if switch == "argument" else None)
+    with (
+        pytest.warns(UserWarning, match="ignored"),
+        pytest.raises(UnsafeCheckpointError, match="more than tensors and plain types"),
+    ):
+        VerifiedCheckpointIO().load_checkpoint(
+            tmp_path / "a.ckpt", weights_only=False if switch == "argument" else None
+        )
     assert not (tmp_path / "ran").exists()
 
 
@@ -111,7 +123,9 @@ def test_damaged_checkpoint_stops_a_fit_before_anything_is_loaded(tmp_path):
     data[len(data) // 2] ^= 1
     (tmp_path / "b.ckpt").write_bytes(data)
     with pytest.raises(DamagedCheckpointError, match=r"b\.ckpt is damaged.*beside it is .*a\.ckpt"):
-        quiet_trainer(tmp_path, strategy="fastft").fit(PlainModule(tiny_llama()), packed_loader(2), ckpt_path=tmp_path / "b.ckpt")
+        quiet_trainer(tmp_path, strategy="fastft").fit(
+            PlainModule(tiny_llama()), packed_loader(2), ckpt_path=tmp_path / "b.ckpt"
+        )
 
 
 @pytest.mark.parametrize("use", ["save", "load"])
@@ -133,24 +147,38 @@ def test_remove_of_what_is_not_there_does_nothing(tmp_path):
 
 
 def hostile_resume(folder, *, victims):
-    """Fit, resume from a checkpoint whose ModelCheckpoint state names paths of somebody else, and let ModelCheckpoint remove its worst ones."""
+    """Fit, resume from a checkpoint whose ModelCheckpoint state names paths of somebody else, and let
+    ModelCheckpoint remove its worst ones.
+    """
     runs = folder / "runs"
-    options = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(runs, monitor="train_loss", save_top_k=1, every_n_train_steps=1)]}
+    options = {
+        "enable_checkpointing": True,
+        "callbacks": [ModelCheckpoint(runs, monitor="train_loss", save_top_k=1, every_n_train_steps=1)],
+    }
     trainer = fit(folder, **options)
     trainer.save_checkpoint(folder / "hostile.ckpt")
     content = torch.load(folder / "hostile.ckpt", weights_only=True)
     (_key, state), *_ = [(key, state) for key, state in content["callbacks"].items() if "ModelCheckpoint" in key]
     paths = [os.path.join(state["dirpath"], victim) for victim in victims]
-    state.update(best_k_models={paths[0]: torch.tensor(1e9)}, kth_best_model_path=paths[0], kth_value=torch.tensor(1e9), last_model_path=paths[-1])
+    state.update(
+        best_k_models={paths[0]: torch.tensor(1e9)},
+        kth_best_model_path=paths[0],
+        kth_value=torch.tensor(1e9),
+        last_model_path=paths[-1],
+    )
     torch.save(content, folder / "hostile.ckpt")
-    callback = ModelCheckpoint(runs, monitor="train_loss", save_top_k=1, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    callback = ModelCheckpoint(
+        runs, monitor="train_loss", save_top_k=1, every_n_train_steps=1, save_last=True, enable_version_counter=False
+    )
     again = quiet_trainer(folder, strategy="fastft", max_steps=3, enable_checkpointing=True, callbacks=[callback])
     again.fit(PlainModule(tiny_llama()), packed_loader(4), ckpt_path=folder / "hostile.ckpt")
     return callback
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
-@pytest.mark.parametrize("victim", ["../victim", "../victim/letter.txt", "notes", "letter.txt", "link/letter.txt", "foreign.ckpt"])
+@pytest.mark.parametrize(
+    "victim", ["../victim", "../victim/letter.txt", "notes", "letter.txt", "link/letter.txt", "foreign.ckpt"]
+)
 def test_paths_in_a_checkpoint_remove_nothing_but_checkpoints_of_the_run(tmp_path, victim):
     for folder in (tmp_path / "victim", tmp_path / "runs" / "notes"):
         folder.mkdir(parents=True)
@@ -172,7 +200,9 @@ def test_checkpoint_below_a_folder_of_the_run_is_removed_after_a_resume(tmp_path
         return ModelCheckpoint(tmp_path / "runs", filename="{epoch}/a", every_n_epochs=1, enable_version_counter=False)
 
     options = {"strategy": "fastft", "enable_checkpointing": True, "max_steps": -1}
-    quiet_trainer(tmp_path, max_epochs=1, callbacks=[callback()], **options).fit(PlainModule(tiny_llama()), packed_loader(2))
+    quiet_trainer(tmp_path, max_epochs=1, callbacks=[callback()], **options).fit(
+        PlainModule(tiny_llama()), packed_loader(2)
+    )
     first = tmp_path / "runs" / "epoch=0" / "a.ckpt"
     (tmp_path / "start.ckpt").write_bytes(first.read_bytes())
     trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=[callback()], **options)

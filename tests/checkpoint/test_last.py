@@ -1,4 +1,6 @@
-"""ckpt_path="last" takes the newest intact checkpoint of the run's folders, also one of a stopped run, and says what it passed over."""
+"""ckpt_path="last" takes the newest intact checkpoint of the run's folders, also one of a stopped run, and says
+what it passed over.
+"""
 
 import os
 
@@ -30,7 +32,11 @@ class Interrupt(Callback):
 
 def fit(folder, *, max_steps, ckpt_path=None, callbacks=None, **options):
     callbacks = [callback(folder)] if callbacks is None else callbacks
-    options = {"strategy": "fastft", "enable_checkpointing": any(isinstance(entry, ModelCheckpoint) for entry in callbacks), **options}
+    options = {
+        "strategy": "fastft",
+        "enable_checkpointing": any(isinstance(entry, ModelCheckpoint) for entry in callbacks),
+        **options,
+    }
     trainer = quiet_trainer(folder, max_steps=max_steps, callbacks=callbacks, **options)
     trainer.fit(PlainModule(tiny_llama()), packed_loader(6), ckpt_path=ckpt_path)
     return trainer

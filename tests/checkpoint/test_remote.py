@@ -1,4 +1,6 @@
-"""Remote folders: refused before the first step where checkpoints are verified; with Lightning's own CheckpointIO a stop goes where it is said."""
+"""Remote folders: refused before the first step where checkpoints are verified; with Lightning's own CheckpointIO
+a stop goes where it is said.
+"""
 
 import os
 
@@ -32,7 +34,9 @@ def bucket(tmp_path, monkeypatch):
 
 
 def make_trainer(folder, *callbacks, **options):
-    return quiet_trainer(folder, strategy="fastft", max_steps=4, callbacks=list(callbacks), **{"enable_checkpointing": True, **options})
+    return quiet_trainer(
+        folder, strategy="fastft", max_steps=4, callbacks=list(callbacks), **{"enable_checkpointing": True, **options}
+    )
 
 
 def test_verified_checkpoints_refuse_a_remote_folder_before_the_first_step(bucket, tmp_path):

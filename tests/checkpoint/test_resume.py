@@ -1,4 +1,6 @@
-"""ExactResume: added by the strategies, switched off where asked, and settings that differ from those of a checkpoint are said or refused."""
+"""ExactResume: added by the strategies, switched off where asked, and settings that differ from those of a
+checkpoint are said or refused.
+"""
 
 import os
 import signal
@@ -81,9 +83,17 @@ def test_settings_that_differ_are_said_with_both_values(tmp_path):
     seed_everything(7, verbose=False)
     with pytest.warns(UserWarning, match="another setting") as told:
         fit(
-            tmp_path, tuner(learning_rate=1e-2, lora={"r": 4, "lora_dropout": 0.2}), max_steps=2, gradient_clip_val=0.5, ckpt_path=tmp_path / "a.ckpt"
+            tmp_path,
+            tuner(learning_rate=1e-2, lora={"r": 4, "lora_dropout": 0.2}),
+            max_steps=2,
+            gradient_clip_val=0.5,
+            ckpt_path=tmp_path / "a.ckpt",
         )
-    said = sorted(str(warning.message).partition("checkpoint: ")[2] for warning in told if "another setting" in str(warning.message))
+    said = sorted(
+        str(warning.message).partition("checkpoint: ")[2]
+        for warning in told
+        if "another setting" in str(warning.message)
+    )
     assert said == [
         "gradient_clip_val was None and is 0.5 (this run's counts).",
         "learning_rate was 0.001 and is 0.01 (the checkpoint's goes on).",
@@ -115,7 +125,9 @@ def test_evaluation_resumes_nothing_and_compares_nothing(tmp_path, recwarn):
     seed_everything(7, verbose=False)
     fit(tmp_path, tuner()).save_checkpoint(tmp_path / "a.ckpt")
     seed_everything(7, verbose=False)
-    quiet_trainer(tmp_path, strategy="fastft").validate(tuner(learning_rate=1.0), packed_loader(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    quiet_trainer(tmp_path, strategy="fastft").validate(
+        tuner(learning_rate=1.0), packed_loader(1), ckpt_path=tmp_path / "a.ckpt", verbose=False
+    )
     assert not [warning for warning in recwarn if "another setting" in str(warning.message)]
 
 
@@ -168,7 +180,10 @@ def test_first_interrupt_saves_at_the_next_step_and_says_what_a_second_does(tmp_
     assert ended.value.code == 130
     assert check_file(tmp_path / "stopped-step=1.ckpt")
     assert capfd.readouterr().err.count("a second Ctrl-C ends it at once, without saving") == 1
-    assert f"SIGINT: the run was saved at optimizer step 1 and ends; go on with ckpt_path={tmp_path / 'stopped-step=1.ckpt'}" in caplog.text
+    assert (
+        "SIGINT: the run was saved at optimizer step 1 and ends; go on with "
+        f"ckpt_path={tmp_path / 'stopped-step=1.ckpt'}" in caplog.text
+    )
     assert signal.getsignal(signal.SIGINT) == before
 
 
@@ -182,7 +197,9 @@ def test_second_interrupt_ends_at_once_and_saves_nothing(tmp_path):
 
 
 @pytest.mark.usefixtures("own_interrupts")
-@pytest.mark.parametrize("options", [{"strategy": FastFTStrategy(exact_resume=False)}, {"callbacks": [ExactResume(stop_signals=False)]}])
+@pytest.mark.parametrize(
+    "options", [{"strategy": FastFTStrategy(exact_resume=False)}, {"callbacks": [ExactResume(stop_signals=False)]}]
+)
 def test_interrupt_is_left_alone_where_signals_are(tmp_path, options):
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, **{**options, "callbacks": [*options.get("callbacks", ()), interrupts(0.0)]})
@@ -196,10 +213,18 @@ def test_wider_model_is_refused_with_the_difference(tmp_path, kind):
     def make(width):
         if kind == "own module":
             return PlainModule(
-                tiny_llama() if width == 32 else LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "hidden_size": width}))
+                tiny_llama()
+                if width == 32
+                else LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "hidden_size": width}))
             )
         config = {**CONFIG, "vocab_size": VOCAB_SIZE, "intermediate_size": 2 * width}
-        return FineTuner(config, init="random", lora={"r": 4} if kind == "adapters" else None, dtype="float32", accept_other_base=True)
+        return FineTuner(
+            config,
+            init="random",
+            lora={"r": 4} if kind == "adapters" else None,
+            dtype="float32",
+            accept_other_base=True,
+        )
 
     fit(tmp_path, make(32)).save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ResumeError, match=r"another model.*size mismatch"):
@@ -226,7 +251,9 @@ class SignalInValidation(Callback):
 @pytest.mark.parametrize(("max_steps", "step"), [(4, 2), (2, 2)], ids=["a validation", "the last validation"])
 def test_signal_in_a_validation_ends_it_between_two_batches(tmp_path, max_steps, step):
     stop = SignalInValidation(at=2)
-    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=max_steps, val_check_interval=2, num_sanity_val_steps=0, callbacks=[stop])
+    trainer = quiet_trainer(
+        tmp_path, strategy="fastft", max_steps=max_steps, val_check_interval=2, num_sanity_val_steps=0, callbacks=[stop]
+    )
     with pytest.raises(SystemExit) as ended:
         trainer.fit(PlainModule(tiny_llama()), packed_loader(4), packed_loader(9))
     assert ended.value.code == 143

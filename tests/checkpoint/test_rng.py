@@ -1,4 +1,6 @@
-"""RandomState: what is drawn after a restore is what was drawn after the capture, also through a file of plain types."""
+"""RandomState: what is drawn after a restore is what was drawn after the capture, also through a file of plain
+types.
+"""
 
 import random
 
@@ -13,7 +15,14 @@ CPU = torch.device("cpu")
 
 
 def draw():
-    return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), *torch.rand(3).tolist(), *torch.randn(1).tolist()]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        *torch.rand(3).tolist(),
+        *torch.randn(1).tolist(),
+    ]
 
 
 @pytest.mark.parametrize("has_spare", [False, True])

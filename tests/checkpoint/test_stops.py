@@ -1,4 +1,6 @@
-"""StopSignals: a signal is noted once, other people's handlers are kept, and only the main thread can take signals over."""
+"""StopSignals: a signal is noted once, other people's handlers are kept, and only the main thread can take
+signals over.
+"""
 
 import os
 import signal
@@ -35,7 +37,9 @@ def test_first_signal_counts_and_others_do_nothing():
 def test_handlers_of_others_are_called_but_for_those_to_ignore():
     called = []
     # As Lightning composes them.
-    composed = SimpleNamespace(signal_handlers=[lambda *_: called.append("lightning"), lambda *_: called.append("user"), signal.SIG_DFL])
+    composed = SimpleNamespace(
+        signal_handlers=[lambda *_: called.append("lightning"), lambda *_: called.append("user"), signal.SIG_DFL]
+    )
     stops = StopSignals()
     original = signal.getsignal
     try:
@@ -79,7 +83,11 @@ def test_interrupt_that_a_launcher_hands_on_is_the_same_one(capfd):
 
 @pytest.mark.parametrize("name", ["notebook", "handler of the script", "ignored"])
 def test_interrupt_stays_what_it_is(monkeypatch, name):
-    before = {"notebook": signal.default_int_handler, "handler of the script": lambda *_: None, "ignored": signal.SIG_IGN}[name]
+    before = {
+        "notebook": signal.default_int_handler,
+        "handler of the script": lambda *_: None,
+        "ignored": signal.SIG_IGN,
+    }[name]
     signal.signal(signal.SIGINT, before)
     if name == "notebook":
         # IPython and its kernels set it, as Python's own prompt does.
@@ -130,7 +138,11 @@ stops.unwatch()
 
 def run_watched(limit_s, kind):
     process = subprocess.Popen(
-        [sys.executable, "-c", HUNG, str(limit_s), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HUNG, str(limit_s), kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "ready\n"
     return process

@@ -11,7 +11,9 @@ from lightning_fastft.demo.generator import generate_rows
 
 @pytest.fixture(scope="module")
 def demo_files(tmp_path_factory):
-    return write_demo_files(generate_rows(num_train=40, num_validation=4), tmp_path_factory.mktemp("demo"), vocab_size=320)
+    return write_demo_files(
+        generate_rows(num_train=40, num_validation=4), tmp_path_factory.mktemp("demo"), vocab_size=320
+    )
 
 
 @pytest.fixture

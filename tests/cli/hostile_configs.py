@@ -1,4 +1,6 @@
-"""Configs that try to run code: each is text for a YAML file; whoever succeeds makes the file ``canary`` in the current folder."""
+"""Configs that try to run code: each is text for a YAML file; whoever succeeds makes the file ``canary`` in the
+current folder.
+"""
 
 import json
 import os
@@ -12,7 +14,10 @@ data: {class_path: lightning.pytorch.demos.boring_classes.BoringDataModule}
 trainer: {accelerator: cpu, strategy: auto, max_steps: 1, logger: false, enable_checkpointing: false, enable_progress_bar: false}
 """
 BORING = PLAIN + "model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}\n"
-TINY = "{model_type: qwen3, vocab_size: 64, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
+TINY = (
+    "{model_type: qwen3, vocab_size: 64, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, "
+    "num_attention_heads: 2}"
+)
 TUNER = PLAIN + "model: {class_path: lightning_fastft.FineTuner, init_args: {model: " + TINY + ", init: random, %s}}\n"
 ROWS = "[{messages: [{role: user, content: a}, {role: assistant, content: b}]}]"
 PACKED = """
@@ -20,7 +25,10 @@ model: {class_path: lightning_fastft.FineTuner, init_args: {model: MODEL, init: 
 data: {class_path: lightning_fastft.PackedDataModule, init_args: {%s, max_tokens: 64, num_workers: 0, num_proc: 1, cache_dir: null}}
 trainer: {accelerator: cpu, strategy: fastft, max_steps: 1, logger: false, enable_checkpointing: false, enable_progress_bar: false}
 """
-TRAINER = "trainer: {accelerator: cpu, max_steps: 1, %s}\nmodel: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}\n"
+TRAINER = (
+    "trainer: {accelerator: cpu, max_steps: 1, %s}\nmodel: {class_path: "
+    "lightning.pytorch.demos.boring_classes.BoringModel}\n"
+)
 TRAINER += "data: {class_path: lightning.pytorch.demos.boring_classes.BoringDataModule}\n"
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join(['*' + old] * 10)}]\n" for old, new in zip("abcdefghijk", "bcdefghijkl")
@@ -38,7 +46,9 @@ HOSTILE = {
     "foreign profiler": TRAINER % "profiler: {class_path: hostile.Profiler}",
     "foreign optimizer": TUNER % "optimizer: hostile.make_optimizer",
     "foreign adapters": TUNER % "lora: {class_path: hostile.LoraConfig}",
-    "foreign hook": TRAINER % "callbacks: [{class_path: lightning.pytorch.callbacks.LambdaCallback, init_args: {on_train_start: hostile.hook}}]",
+    "foreign hook": TRAINER
+    % "callbacks: [{class_path: lightning.pytorch.callbacks.LambdaCallback, init_args: {on_train_start: "
+    "hostile.hook}}]",
     "foreign tokenizer": PACKED % ("paths: " + ROWS + ", tokenizer: {class_path: hostile.Tokenizer}"),
     "foreign permission": "allow_import: hostile\n" + PLAIN + "model: {class_path: hostile.Model}\n",
     "foreign config file": PLAIN + "model: nested.yaml\n",
@@ -46,13 +56,17 @@ HOSTILE = {
     "command as optimizer": TUNER % "optimizer: {class_path: subprocess.Popen, init_args: {args: [touch, canary]}}",
     "command as scheduler": TUNER % "scheduler: {class_path: os.system, init_args: {command: touch canary}}",
     "command as data": PACKED % "paths: {class_path: subprocess.Popen, init_args: {args: [touch, canary]}}",
-    "command by another name": TUNER % "optimizer: {class_path: lightning_fastft.cli.demo.subprocess.Popen, init_args: {args: [touch, canary]}}",
+    "command by another name": TUNER
+    % "optimizer: {class_path: lightning_fastft.cli.demo.subprocess.Popen, init_args: {args: [touch, canary]}}",
     # Functions of allowed packages that load pickles.
-    "pickle as optimizer": TUNER % "optimizer: {class_path: torch.load, init_args: {f: poison.ckpt, weights_only: false}}",
+    "pickle as optimizer": TUNER
+    % "optimizer: {class_path: torch.load, init_args: {f: poison.ckpt, weights_only: false}}",
     "pickle by a helper of lightning": TUNER
-    % "optimizer: {class_path: lightning.fabric.utilities.cloud_io._load, init_args: {path_or_url: poison.ckpt, weights_only: false}}",
+    % "optimizer: {class_path: lightning.fabric.utilities.cloud_io._load, init_args: {path_or_url: poison.ckpt, "
+    "weights_only: false}}",
     "pickle as model": PLAIN
-    + "model: {class_path: lightning_fastft.FineTuner.load_from_checkpoint, init_args: {checkpoint_path: poison.ckpt, weights_only: false}}\n",
+    + "model: {class_path: lightning_fastft.FineTuner.load_from_checkpoint, init_args: {checkpoint_path: poison.ckpt, "
+    "weights_only: false}}\n",
     "pickle as checkpoint": BORING + "ckpt_path: poison.ckpt\n",
     "pickle as checkpoint, unlocked": BORING + "ckpt_path: poison.ckpt\nweights_only: false\n",
     "pickle as checkpoint by URL": BORING + "ckpt_path: URL\n",
@@ -73,14 +87,26 @@ class _Poison:
 
 
 def write_traps(folder: Path) -> None:
-    """Lay out what the configs refer to: a hostile module, a poisoned checkpoint, a config file, and a model folder with code beside it."""
-    module = ["open('canary', 'w').close()", "from lightning.pytorch.demos.boring_classes import BoringModel as Model", "def hook(*args): pass"]
+    """Lay out what the configs refer to: a hostile module, a poisoned checkpoint, a config file, and a model
+    folder with code beside it.
+    """
+    module = [
+        "open('canary', 'w').close()",
+        "from lightning.pytorch.demos.boring_classes import BoringModel as Model",
+        "def hook(*args): pass",
+    ]
     (folder / "hostile.py").write_text("\n".join(module) + "\n")
     (folder / "nested.yaml").write_text("class_path: hostile.Model\n")
-    torch.save({"state_dict": {}, "loops": _Poison(), "hyper_parameters": _Poison(), "pytorch-lightning_version": "2.6.6"}, folder / "poison.ckpt")
+    torch.save(
+        {"state_dict": {}, "loops": _Poison(), "hyper_parameters": _Poison(), "pytorch-lightning_version": "2.6.6"},
+        folder / "poison.ckpt",
+    )
     remote = folder / "remote"
     remote.mkdir()
-    auto_map = {"AutoConfig": "configuration_remote.RemoteConfig", "AutoModelForCausalLM": "configuration_remote.RemoteConfig"}
+    auto_map = {
+        "AutoConfig": "configuration_remote.RemoteConfig",
+        "AutoModelForCausalLM": "configuration_remote.RemoteConfig",
+    }
     (remote / "config.json").write_text(json.dumps({"model_type": "remote", "auto_map": auto_map}))
     (remote / "configuration_remote.py").write_text("open('canary', 'w').close()\n")
     sys.modules.pop("hostile", None)

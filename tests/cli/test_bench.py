@@ -19,7 +19,9 @@ def gpu(monkeypatch):
     def install(memory_gib):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: memory_gib > 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=int(memory_gib * 2**30)))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=int(memory_gib * 2**30))
+        )
 
     return install
 
@@ -39,7 +41,13 @@ def commands(monkeypatch):
 
 @pytest.mark.parametrize(
     ("memory_gib", "workload"),
-    [(139.8, "qwen3-14b-qlora"), (47.4, "qwen3-14b-qlora"), (31.4, "qwen3-8b-qlora"), (23.6, "qwen3-0.6b-lora"), (0, "tiny")],
+    [
+        (139.8, "qwen3-14b-qlora"),
+        (47.4, "qwen3-14b-qlora"),
+        (31.4, "qwen3-8b-qlora"),
+        (23.6, "qwen3-0.6b-lora"),
+        (0, "tiny"),
+    ],
 )
 def test_the_largest_workload_that_fits_is_taken(memory_gib, workload, gpu):
     gpu(memory_gib)
@@ -52,7 +60,9 @@ def test_the_largest_workload_that_fits_is_taken(memory_gib, workload, gpu):
 def test_a_gpu_that_is_too_small_is_refused_with_what_to_do(gpu):
     gpu(7.6)
     with pytest.raises(
-        OptionError, match=r"NVIDIA Test has 7\.6 GiB; the smallest workload, qwen3-0\.6b-lora, asks for 20.*--workload qwen3-0\.6b-lora"
+        OptionError,
+        match=r"NVIDIA Test has 7\.6 GiB; the smallest workload, qwen3-0\.6b-lora, asks for 20.*--workload "
+        r"qwen3-0\.6b-lora",
     ):
         bench.choose_workload()
 
@@ -63,8 +73,18 @@ def test_bench_says_what_it_runs_and_why(gpu, commands, folder, capsys):
     assert "fastft bench: qwen3-14b-qlora on cuda: NVIDIA Test has 139.8 GiB" in capsys.readouterr().out
     ((command, place),) = commands
     assert command[1:] == [
-        "-m", "benchmarks.compare", "--workload", "qwen3-14b-qlora", "--device", "cuda", "--out", "results", "--systems", "ours", "plain",
-    ]  # fmt: skip
+        "-m",
+        "benchmarks.compare",
+        "--workload",
+        "qwen3-14b-qlora",
+        "--device",
+        "cuda",
+        "--out",
+        "results",
+        "--systems",
+        "ours",
+        "plain",
+    ]
     assert (place / "benchmarks" / "compare.py").is_file()
 
 
@@ -78,7 +98,8 @@ def test_the_comparison_is_found_beside_an_editable_install_or_in_the_current_fo
     installed = folder / "site-packages" / "lightning_fastft" / "__init__.py"
     monkeypatch.setattr(bench.lightning_fastft, "__file__", str(installed))
     with pytest.raises(
-        MissingDependencyError, match=r"neither in .*site-packages nor in .*Clone the repository of lightning_fastft, run `pip install -e"
+        MissingDependencyError,
+        match=r"neither in .*site-packages nor in .*Clone the repository of lightning_fastft, run `pip install -e",
     ):
         bench.find_repository()
     (folder / "benchmarks").mkdir()
@@ -91,7 +112,9 @@ def test_the_comparison_is_found_beside_an_editable_install_or_in_the_current_fo
 
 
 def test_a_wheel_without_benchmarks_ends_in_one_line(folder, answer, monkeypatch):
-    monkeypatch.setattr(bench.lightning_fastft, "__file__", str(folder / "elsewhere" / "lightning_fastft" / "__init__.py"))
+    monkeypatch.setattr(
+        bench.lightning_fastft, "__file__", str(folder / "elsewhere" / "lightning_fastft" / "__init__.py")
+    )
     status, text = answer(["bench"])
     assert status == 1
     assert text.startswith("error: MissingDependencyError: fastft bench runs benchmarks/compare.py of the repository")

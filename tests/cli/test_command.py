@@ -23,7 +23,11 @@ from tests.cli.hostile_configs import BORING
     ("words", "reason", "hint"),
     [
         (["--trainer.max_stps", "2"], "unrecognized arguments: --trainer.max_stps 2", "trainer.max_steps"),
-        (["--model.lerning_rate", "2"], "model: Option 'lerning_rate' is not accepted by lightning_fastft", "learning_rate"),
+        (
+            ["--model.lerning_rate", "2"],
+            "model: Option 'lerning_rate' is not accepted by lightning_fastft",
+            "learning_rate",
+        ),
         (["--trainer.max_steps", "many"], "trainer.max_steps: Expected a <class 'int'>. Got value: many", ""),
         (
             ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpth", "x"],
@@ -104,7 +108,18 @@ def test_checkpoint_that_is_not_there_is_refused_before_anything_is_made(command
 @pytest.mark.parametrize("name", ["FusedKernels", "BincountRouter", "PackedTraining"])
 def test_swapping_callback_beside_that_of_the_config_is_refused_before_data_is_read(name, folder, answer):
     (folder / "own.yaml").write_text(f"trainer: {{callbacks: [{{class_path: lightning_fastft.{name}}}]}}\n")
-    words = ["--config", "own.yaml", "--model.model", "x", "--data.paths", "nope.jsonl", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    words = [
+        "--config",
+        "own.yaml",
+        "--model.model",
+        "x",
+        "--data.paths",
+        "nope.jsonl",
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.logger",
+        "false",
+    ]
     status, text = answer(["fit", *words, f"--trainer.callbacks+=lightning_fastft.{name}"])
     assert status == 1
     assert f"error: OptionError: {name} is given 2 times" in text
@@ -136,7 +151,16 @@ def test_refused_value_answers_with_the_reason(folder, answer):
 def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answer):
     (folder / "empty").mkdir()
     (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-    words = ["--model.model", "empty", "--data.paths", "train.jsonl", "--data.cache_dir", "null", "--trainer.accelerator", "cpu"]
+    words = [
+        "--model.model",
+        "empty",
+        "--data.paths",
+        "train.jsonl",
+        "--data.cache_dir",
+        "null",
+        "--trainer.accelerator",
+        "cpu",
+    ]
     status, text = answer([command, *words, "--trainer.logger", "false"])
     assert status == 1
     assert "Traceback" not in text
@@ -162,7 +186,8 @@ def test_help_names_every_command_and_config(capsys, answer):
         assert word in text
     assert answer(["frobnicate"]) == (
         1,
-        "error: OptionError: Unknown command 'frobnicate'; there are fit, validate, test, data, doctor, plan, export, demo and bench.\n",
+        "error: OptionError: Unknown command 'frobnicate'; there are fit, validate, test, data, doctor, plan, export, "
+        "demo and bench.\n",
     )
 
 
@@ -197,8 +222,26 @@ def tiny_words(demo_files) -> list[str]:
             "--data.val_paths",
             str(demo_files.validation),
         ),
-        *("--data.max_tokens", "1024", "--data.cache_dir", "null", "--data.show_progress", "false", "--data.num_proc", "1"),
-        *("--trainer.max_steps", "3", "--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_model_summary", "false"),
+        *(
+            "--data.max_tokens",
+            "1024",
+            "--data.cache_dir",
+            "null",
+            "--data.show_progress",
+            "false",
+            "--data.num_proc",
+            "1",
+        ),
+        *(
+            "--trainer.max_steps",
+            "3",
+            "--trainer.accelerator",
+            "cpu",
+            "--trainer.logger",
+            "false",
+            "--trainer.enable_model_summary",
+            "false",
+        ),
     ]
 
 
@@ -216,7 +259,9 @@ def test_fit_trains_and_saves_its_config(folder, demo_files):
     assert run.trainer.global_step == 3
     assert type(run.trainer.strategy).__name__ == "FastFTStrategy"
     assert (folder / "out" / "config.yaml").is_file()
-    assert main(["fit", *tiny_words(demo_files), "--trainer.default_root_dir", "out"]) == 0, "a second run may overwrite the saved config"
+    assert main(["fit", *tiny_words(demo_files), "--trainer.default_root_dir", "out"]) == 0, (
+        "a second run may overwrite the saved config"
+    )
 
 
 @pytest.mark.slow
@@ -238,12 +283,23 @@ def test_data_describes_without_training(folder, demo_files, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "path"), [([], "pictures/rejected.jsonl"), (["--data.rejected_path", "mine.jsonl"], "mine.jsonl")])
+@pytest.mark.parametrize(
+    ("words", "path"), [([], "pictures/rejected.jsonl"), (["--data.rejected_path", "mine.jsonl"], "mine.jsonl")]
+)
 def test_data_writes_rejected_rows_beside_its_picture(words, path, folder, demo_files, caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     rows = demo_files.train.read_text() + '{"messages": []}\n'
     (folder / "rows.jsonl").write_text(rows)
-    words = [*tiny_words(demo_files), "--data.paths", "rows.jsonl", "--data.max_reject_share", "0.5", "--out", "pictures", *words]
+    words = [
+        *tiny_words(demo_files),
+        "--data.paths",
+        "rows.jsonl",
+        "--data.max_reject_share",
+        "0.5",
+        "--out",
+        "pictures",
+        *words,
+    ]
     assert main(["data", *words]) == 0
     assert f"train data: 1 of 41 rows are rejected (empty messages 1); they are in {path}" in caplog.messages
     assert sorted(str(found.relative_to(folder)) for found in folder.rglob("*.jsonl")) == sorted(["rows.jsonl", path])
@@ -252,7 +308,16 @@ def test_data_writes_rejected_rows_beside_its_picture(words, path, folder, demo_
 
 @pytest.mark.slow
 def test_doctor_shows_what_is_active_without_the_data(folder, demo_files, capsys):
-    words = ["--config", "lora_qwen3_0.6b", "--model.model", str(demo_files.model), "--model.dtype", "bfloat16", "--trainer.accelerator", "cpu"]
+    words = [
+        "--config",
+        "lora_qwen3_0.6b",
+        "--model.model",
+        str(demo_files.model),
+        "--model.dtype",
+        "bfloat16",
+        "--trainer.accelerator",
+        "cpu",
+    ]
     assert main(["doctor", *words]) == 0
     text = capsys.readouterr().out
     assert "packed attention" in text
@@ -277,7 +342,9 @@ def test_doctor_shows_what_is_active_without_the_data(folder, demo_files, capsys
 def test_doctor_refuses_data_that_is_not_there(words, reason, folder, answer, monkeypatch):
     (folder / "there.jsonl").write_text('{"text": "a"}\n')
     (folder / "empty.jsonl").write_text("")
-    (folder / "own.yaml").write_text("data: {class_path: lightning_fastft.PackedDataModule, init_args: {paths: mine.jsonl}}\n")
+    (folder / "own.yaml").write_text(
+        "data: {class_path: lightning_fastft.PackedDataModule, init_args: {paths: mine.jsonl}}\n"
+    )
     # Without it the hub would be asked for the model.
     monkeypatch.setattr(doctor, "_read_config", lambda *args: pytest.fail("the data was not judged"))
     status, text = answer(["doctor", "--config", "lora_qwen3_0.6b", *words])
@@ -306,7 +373,11 @@ def test_doctor_refuses_modules_that_it_cannot_shrink(folder, answer):
 
 
 def test_miniature_keeps_every_kind_of_layer():
-    config = {"num_hidden_layers": 12, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6, "num_experts": 64}
+    config = {
+        "num_hidden_layers": 12,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6,
+        "num_experts": 64,
+    }
     small = shrink_config(config)
     assert small["num_hidden_layers"] == len(small["layer_types"]) == 6
     assert set(small["layer_types"]) == set(config["layer_types"])

@@ -1,4 +1,6 @@
-"""``fastft export``: what stock libraries read is what was trained, and what cannot be written leaves nothing behind."""
+"""``fastft export``: what stock libraries read is what was trained, and what cannot be written leaves nothing
+behind.
+"""
 
 import json
 
@@ -42,7 +44,9 @@ class Trained:
         model = build_tiny(family, **SIZES)
         model.generation_config.max_new_tokens = 7
         model.save_pretrained(self.base)
-        core = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{index}": index for index in range(1, VOCAB_SIZE)}}, unk_token="<eos>"))
+        core = Tokenizer(
+            models.WordLevel({"<eos>": 0, **{f"w{index}": index for index in range(1, VOCAB_SIZE)}}, unk_token="<eos>")
+        )
         core.pre_tokenizer = pre_tokenizers.Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(self.base)
         module = FineTuner(str(self.base), learning_rate=2e-2, **{**RUNS[name], **options})
@@ -132,7 +136,9 @@ def test_nf4_base_is_merged_dense_in_bf16_and_said(trained, folder, capsys):
     distance = (logits_of(stock) - run.logits).norm() / run.logits.norm()
     assert distance < 2**-4
     # Merged into the base's own weights it would be further off.
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.bfloat16), run.adapters)
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(run.base, dtype=torch.bfloat16), run.adapters
+    )
     assert (logits_of(plain) - run.logits).norm() / run.logits.norm() > 2 * distance
 
 
@@ -221,8 +227,13 @@ def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, fold
     (folder / "pieces" / "meta.pt").touch()
     torch.save({"state_dict": {}}, "other.ckpt")
     seed = {"name": None, "init": "given", "seed": 0}
-    torch.save({"state_dict": {}, "fastft_base": seed, "hyper_parameters": {"lora": LORA, "init": "pretrained"}}, "given.ckpt")
-    torch.save({"state_dict": {}, "fastft_base": seed, "hyper_parameters": {"lora": LORA, "init": "random", "model": "x"}}, "drawn.ckpt")
+    torch.save(
+        {"state_dict": {}, "fastft_base": seed, "hyper_parameters": {"lora": LORA, "init": "pretrained"}}, "given.ckpt"
+    )
+    torch.save(
+        {"state_dict": {}, "fastft_base": seed, "hyper_parameters": {"lora": LORA, "init": "random", "model": "x"}},
+        "drawn.ckpt",
+    )
     before = sorted(folder.iterdir())
     status, text = answer(["export", *(word.format(checkpoint=run.checkpoint, base=run.base) for word in words)])
     assert status == 1
@@ -352,7 +363,10 @@ def test_a_model_that_computes_otherwise_is_not_kept(tmp_path, monkeypatch):
 def test_dtype_of_merged_weights_is_the_runs_then_the_files(tmp_path):
     build_tiny("qwen3").to(torch.float16).save_pretrained(tmp_path)
     base = {"model": str(tmp_path), "dtype": "auto"}
-    asked = [run_export._Question(tmp_path, tmp_path, True, "", dtype, torch.device("cpu"), False) for dtype in ("auto", "float32")]
+    asked = [
+        run_export._Question(tmp_path, tmp_path, True, "", dtype, torch.device("cpu"), False)
+        for dtype in ("auto", "float32")
+    ]
     assert run_export._merge_dtype(asked[0], base) == "float16"
     assert run_export._merge_dtype(asked[0], {**base, "dtype": "float32"}) == "float32"
     assert run_export._merge_dtype(asked[0], {**base, "quantization": "nf4"}) == "bfloat16"

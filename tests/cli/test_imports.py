@@ -55,9 +55,13 @@ def parsing_settings() -> dict:
 
 
 def test_named_package_is_allowed_for_one_command_only(folder, answer):
-    (folder / "my_package.py").write_text("from lightning.pytorch.demos.boring_classes import BoringModel\nclass MyModel(BoringModel): pass\n")
+    (folder / "my_package.py").write_text(
+        "from lightning.pytorch.demos.boring_classes import BoringModel\nclass MyModel(BoringModel): pass\n"
+    )
     words = ["fit", "--config", "config.yaml"]
-    (folder / "config.yaml").write_text(BORING.replace("lightning.pytorch.demos.boring_classes.BoringModel", "my_package.MyModel"))
+    (folder / "config.yaml").write_text(
+        BORING.replace("lightning.pytorch.demos.boring_classes.BoringModel", "my_package.MyModel")
+    )
     status, text = answer(words)
     assert status == 2
     assert text.startswith("error: model: a config may not import 'my_package.MyModel'\n")
@@ -68,7 +72,13 @@ def test_named_package_is_allowed_for_one_command_only(folder, answer):
 
 @pytest.mark.parametrize(
     "path",
-    ["torch.load", "torch.hub.load", "lightning.fabric.utilities.cloud_io._load", "lightning.pytorch.cli.instantiate_class", "transformers.pipeline"],
+    [
+        "torch.load",
+        "torch.hub.load",
+        "lightning.fabric.utilities.cloud_io._load",
+        "lightning.pytorch.cli.instantiate_class",
+        "transformers.pipeline",
+    ],
 )
 def test_loaders_of_allowed_packages_are_refused(path):
     from jsonargparse._common import check_import_path
@@ -91,8 +101,15 @@ def test_schedulers_of_transformers_and_classes_of_torch_are_allowed():
 
 
 def test_functions_of_allowed_packages_are_refused_and_those_named_on_the_command_line_are_not():
-    config = Namespace(fit=Namespace(model=Namespace(class_path="lightning_fastft.FineTuner"), hooks=[{"class_path": "lightning_fastft.cli.main"}]))
-    with pytest.raises(OptionError, match=r"fit\.hooks: a config may name classes, and 'lightning_fastft.cli.main' is none"):
+    config = Namespace(
+        fit=Namespace(
+            model=Namespace(class_path="lightning_fastft.FineTuner"),
+            hooks=[{"class_path": "lightning_fastft.cli.main"}],
+        )
+    )
+    with pytest.raises(
+        OptionError, match=r"fit\.hooks: a config may name classes, and 'lightning_fastft.cli.main' is none"
+    ):
         check_named_functions(config)
     check_named_functions(config, ["lightning_fastft.cli"])
     with pytest.raises(OptionError, match="find_configs"):
@@ -100,7 +117,10 @@ def test_functions_of_allowed_packages_are_refused_and_those_named_on_the_comman
 
 
 def test_allow_import_takes_dotted_paths_only():
-    assert take_allowed_imports(["fit", "--allow-import=a.b", "--x", "1", "--allow-import", "c"]) == (["fit", "--x", "1"], ["a.b", "c"])
+    assert take_allowed_imports(["fit", "--allow-import=a.b", "--x", "1", "--allow-import", "c"]) == (
+        ["fit", "--x", "1"],
+        ["a.b", "c"],
+    )
     for words in (["--allow-import"], ["--allow-import", "a-b"], ["--allow-import=*"]):
         with pytest.raises(OptionError, match="dotted import path"):
             take_allowed_imports(words)

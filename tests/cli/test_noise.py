@@ -8,9 +8,15 @@ import pytest
 from lightning_fastft.cli.noise import without_noise
 
 LEFT_OUT = [
-    ("lightning.pytorch.utilities.rank_zero", "💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels](https://pypi.org)"),
+    (
+        "lightning.pytorch.utilities.rank_zero",
+        "💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels](https://pypi.org)",
+    ),
     ("lightning.pytorch.utilities.rank_zero", "TPU available: False, using: 0 TPU cores"),
-    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'. Please make sure"),
+    (
+        "bitsandbytes.backends.cpu.ops",
+        "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'. Please make sure",
+    ),
 ]
 TOLD = [
     ("lightning.pytorch.utilities.rank_zero", "GPU available: False, used: False"),
@@ -51,8 +57,17 @@ def test_other_words_are_told(log, words):
     [
         (FutureWarning, "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec)", False),
         (FutureWarning, "`is_gradient_checkpointing` is deprecated and will be removed in v6.", False),
-        (FutureWarning, "torch.distributed.nn.functional.all_gather is deprecated, use torch.distributed._functional", False),
-        (UserWarning, "Starting from v1.9.0, `tensorboardX` has been removed as a dependency of the `lightning.pytorch` package, due to", False),
+        (
+            FutureWarning,
+            "torch.distributed.nn.functional.all_gather is deprecated, use torch.distributed._functional",
+            False,
+        ),
+        (
+            UserWarning,
+            "Starting from v1.9.0, `tensorboardX` has been removed as a dependency of the `lightning.pytorch` package, "
+            "due to",
+            False,
+        ),
         (UserWarning, "`tensorboardX` is not installed", True),
         (FutureWarning, "`use_cache` is deprecated", True),
         (UserWarning, "`is_gradient_checkpointing` is deprecated", True),

@@ -22,7 +22,12 @@ def checkpoint(**options):
 
 
 def logger(**options):
-    return trainer(logger={"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"name": "lightning_logs", "version": None, **options}})
+    return trainer(
+        logger={
+            "class_path": "lightning.pytorch.loggers.CSVLogger",
+            "init_args": {"name": "lightning_logs", "version": None, **options},
+        }
+    )
 
 
 def rejected(path):
@@ -92,7 +97,14 @@ def test_places_of_others_are_refused_in_a_file_and_taken_from_the_command_line(
     config = yaml.safe_load(yaml.safe_dump(config).replace("HOME", str(home)))
     with pytest.raises(OptionError, match="command line"):
         check_outputs(config, words=["fit", "--config", "x.yaml"])
-    check_outputs(config, words=["fit", f"--trainer={yaml.safe_dump(config.get('trainer'))}", f"--data={yaml.safe_dump(config.get('data'))}"])
+    check_outputs(
+        config,
+        words=[
+            "fit",
+            f"--trainer={yaml.safe_dump(config.get('trainer'))}",
+            f"--data={yaml.safe_dump(config.get('data'))}",
+        ],
+    )
 
 
 def test_options_of_allowed_classes_are_the_users_own(home):
@@ -103,7 +115,9 @@ def test_options_of_allowed_classes_are_the_users_own(home):
 
 
 def test_the_command_line_vouches_for_its_own_values_only():
-    given = given_on_command_line(["fit", "--data.rejected_path", "/a.jsonl", "--config=/c.yaml", "--trainer.callbacks+=X"])
+    given = given_on_command_line(
+        ["fit", "--data.rejected_path", "/a.jsonl", "--config=/c.yaml", "--trainer.callbacks+=X"]
+    )
     assert ("rejected_path", "/a.jsonl") in given
     assert not any(text == "/c.yaml" for _, text in given)
     assert ("dirpath", "/a.jsonl") not in given

@@ -22,7 +22,16 @@ CONFIG = {
 def plan(folder, capsys):
     """Return a function that runs the command for a small model and returns what it printed."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    words = ["--config", "qlora_qwen3_14b", "--model.model", "config.json", "--model.init", "random", "--data.paths", "nowhere.jsonl"]
+    words = [
+        "--config",
+        "qlora_qwen3_14b",
+        "--model.model",
+        "config.json",
+        "--model.init",
+        "random",
+        "--data.paths",
+        "nowhere.jsonl",
+    ]
 
     def run(*more: str) -> str:
         assert run_plan([*words, *more]) == 0
@@ -41,13 +50,18 @@ def test_a_named_gpu_is_a_simulation_from_published_rates(plan):
 
 
 def test_budgets_and_overrides_are_followed(plan):
-    roomy, tight = plan("--gpu", "4090", "--vram-gib", "24"), plan("--gpu", "4090", "--vram-gib=2", "--host-gib", "1", "--document-tokens", "500")
+    roomy, tight = (
+        plan("--gpu", "4090", "--vram-gib", "24"),
+        plan("--gpu", "4090", "--vram-gib=2", "--host-gib", "1", "--document-tokens", "500"),
+    )
     assert "budgets: 2.0 GiB of device memory for everything, 1.0 GiB of pinned host memory" in tight
     assert "documents of 500" in tight
     assert "rest rebuilt" in tight
     assert "host memory       0.00 GiB" not in tight
     assert "rest rebuilt" not in roomy
-    assert "packs of 2,048 tokens, documents of 2,048" in plan("--gpu", "4090", "--data.max_tokens", "2048", "--document-tokens", "9999")
+    assert "packs of 2,048 tokens, documents of 2,048" in plan(
+        "--gpu", "4090", "--data.max_tokens", "2048", "--document-tokens", "9999"
+    )
     assert "every weight" in plan("--gpu", "4090", "--model.lora", "null", "--model.quantization", "null")
 
 

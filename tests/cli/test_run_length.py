@@ -1,4 +1,6 @@
-"""A run says how many optimizer steps it has, warns where the data makes few, and answers checkpoints at or past its end."""
+"""A run says how many optimizer steps it has, warns where the data makes few, and answers checkpoints at or past
+its end.
+"""
 
 import logging
 import warnings
@@ -14,7 +16,13 @@ from lightning_fastft.cli.run_length import RunLength
 from lightning_fastft.core.errors import ResumeError
 from tests.support.datamodule_worker import TinyModel, make_data
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 @pytest.fixture
@@ -75,7 +83,10 @@ def test_few_optimizer_steps_are_warned_of_once_with_what_to_do(told, options, n
 def test_checkpoint_past_the_last_epoch_is_refused_with_what_to_do(told, tmp_path):
     path = tmp_path / "last.ckpt"
     fit(max_epochs=3).save_checkpoint(path)
-    with pytest.raises(ResumeError, match=r"last\.ckpt has 3 epochs behind it and this run ends after 2 .* --trainer.max_epochs 4 or more"):
+    with pytest.raises(
+        ResumeError,
+        match=r"last\.ckpt has 3 epochs behind it and this run ends after 2 .* --trainer.max_epochs 4 or more",
+    ):
         fit(max_epochs=2, ckpt_path=path)
     assert fit(max_epochs=4, ckpt_path=path).current_epoch == 4
     assert fit(max_epochs=-1, max_steps=43, ckpt_path=path).global_step == 43
@@ -84,8 +95,14 @@ def test_checkpoint_past_the_last_epoch_is_refused_with_what_to_do(told, tmp_pat
 @pytest.mark.parametrize(
     ("options", "place"),
     [
-        ({"max_epochs": 2}, "epoch 2 of max_epochs=2, optimizer step 28). To go on, give a higher --trainer.max_epochs."),
-        ({"max_epochs": -1, "max_steps": 28}, "optimizer step 28 of max_steps=28). To go on, give a higher --trainer.max_steps."),
+        (
+            {"max_epochs": 2},
+            "epoch 2 of max_epochs=2, optimizer step 28). To go on, give a higher --trainer.max_epochs.",
+        ),
+        (
+            {"max_epochs": -1, "max_steps": 28},
+            "optimizer step 28 of max_steps=28). To go on, give a higher --trainer.max_steps.",
+        ),
     ],
 )
 def test_resumed_run_that_is_at_its_end_says_so(told, tmp_path, options, place):
@@ -127,11 +144,35 @@ def test_command_line_tells_steps_and_answers_checkpoints(folder, demo_files, an
     tuner = FineTuner(str(demo_files.model), init="random", dtype="float32")
     tuner.configure_model()
     tuner.save_pretrained("model")
-    words = ["--model.model", "model", "--model.dtype", "float32", "--model.lora.r", "4", "--data.paths", str(demo_files.train)]
-    words += ["--data.max_tokens", "1024", "--data.cache_dir", "null", "--data.num_workers", "0", "--data.num_proc", "1"]
+    words = [
+        "--model.model",
+        "model",
+        "--model.dtype",
+        "float32",
+        "--model.lora.r",
+        "4",
+        "--data.paths",
+        str(demo_files.train),
+    ]
+    words += [
+        "--data.max_tokens",
+        "1024",
+        "--data.cache_dir",
+        "null",
+        "--data.num_workers",
+        "0",
+        "--data.num_proc",
+        "1",
+    ]
     words += ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.accumulate_grad_batches", "4"]
     words += ["--trainer.logger", "false", "--trainer.default_root_dir", "out"]
-    saving = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath", "out", "--trainer.callbacks.save_last", "true"]
+    saving = [
+        "--trainer.callbacks+=ModelCheckpoint",
+        "--trainer.callbacks.dirpath",
+        "out",
+        "--trainer.callbacks.save_last",
+        "true",
+    ]
     with pytest.warns(UserWarning, match="The whole run has 3 optimizer steps"):
         assert answer(["fit", *words, "--trainer.max_epochs", "3", *saving])[0] == 0
     resumed = [*words, "--trainer.enable_progress_bar", "false", "--ckpt_path", "out/last.ckpt"]

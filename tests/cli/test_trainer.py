@@ -57,19 +57,52 @@ def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_p
     tuner = FineTuner(str(demo_files.model), init="random", dtype="float32")
     tuner.configure_model()
     tuner.save_pretrained(str(tmp_path / "model"))
-    words = ["--model.model", "model", "--model.dtype", "float32", "--model.lora.r", "4", "--data.paths", str(demo_files.train)]
+    words = [
+        "--model.model",
+        "model",
+        "--model.dtype",
+        "float32",
+        "--model.lora.r",
+        "4",
+        "--data.paths",
+        str(demo_files.train),
+    ]
     words += ["--data.max_tokens", "512", "--data.cache_dir", "null", "--data.num_workers", "0", "--data.num_proc", "1"]
-    words += ["--trainer.accelerator", "cpu", "--trainer.max_steps", "28", "--trainer.max_epochs", "-1", "--trainer.devices", "1"]
+    words += [
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.max_steps",
+        "28",
+        "--trainer.max_epochs",
+        "-1",
+        "--trainer.devices",
+        "1",
+    ]
     words += ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs"]
-    command = [sys.executable, "-c", "import sys; from lightning_fastft.cli import main; sys.exit(main())", "fit", *words]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from lightning_fastft.cli import main; sys.exit(main())",
+        "fit",
+        *words,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert len(losses) >= 10
     assert losses[-1] < losses[0]
-    for words in ("logging interval", "LeafSpec", "is_gradient_checkpointing", "💡", "kernels-community", "TPU available"):
+    for words in (
+        "logging interval",
+        "LeafSpec",
+        "is_gradient_checkpointing",
+        "💡",
+        "kernels-community",
+        "TPU available",
+    ):
         assert words not in done.stderr
     assert "GPU available" in done.stderr
     # What is ours and what Lightning says of the run is told as ever.

@@ -1,15 +1,17 @@
-"""LateCopies: values come back in order, unchanged by what happens to the tensor afterwards, and nobody waits."""
+"""AsyncScalarReader: values come back in order, unchanged by what happens to the tensor afterwards, and nobody
+waits.
+"""
 
 import pickle
 
 import pytest
 import torch
 
-from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.async_reader import AsyncScalarReader
 
 
 def test_values_arrive_in_order_as_they_were():
-    copies, value = LateCopies(), torch.tensor([1.0])
+    copies, value = AsyncScalarReader(), torch.tensor([1.0])
     for step in range(3):
         copies.push(step, value)
         value += 1
@@ -18,14 +20,14 @@ def test_values_arrive_in_order_as_they_were():
 
 
 def test_values_carry_no_graph():
-    copies = LateCopies()
+    copies = AsyncScalarReader()
     copies.push(None, torch.ones(2, requires_grad=True) * 2)
     ((_, value),) = copies.wait()
     assert not value.requires_grad
 
 
 def test_clear_and_pickle():
-    copies = LateCopies()
+    copies = AsyncScalarReader()
     copies.push(0, torch.ones(1))
     assert len(copies) == 1
     copies.clear()
@@ -34,7 +36,7 @@ def test_clear_and_pickle():
 
 @pytest.mark.gpu
 def test_no_host_wait_on_a_gpu_and_buffers_are_reused():
-    copies, value, arrived = LateCopies(), torch.zeros(4, device="cuda"), []
+    copies, value, arrived = AsyncScalarReader(), torch.zeros(4, device="cuda"), []
     torch.cuda._sleep(20_000_000)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -48,7 +48,9 @@ def test_check_choice_names_the_choices():
         check_choice("policy", "hold", ("keep", "recompute"))
 
 
-@pytest.mark.parametrize(("given", "message"), [([1], "must be a tensor"), (torch.zeros(3), "2 axes"), (torch.zeros(1, 1), "int32")])
+@pytest.mark.parametrize(
+    ("given", "message"), [([1], "must be a tensor"), (torch.zeros(3), "2 axes"), (torch.zeros(1, 1), "int32")]
+)
 def test_check_tensor_names_the_difference(given, message):
     with pytest.raises(ShapeError, match=message):
         check_tensor("x_TD", given, ndim=2, dtypes=(torch.int32,))

@@ -1,10 +1,10 @@
-"""SwapLedger: every change is taken back, in reverse order, and state is shared, never copied."""
+"""ModelPatcher: every change is taken back, in reverse order, and state is shared, never copied."""
 
 import pytest
 from torch import nn
 
 from lightning_fastft.core.errors import SwapError
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 
 
 class LoudLinear(nn.Linear):
@@ -14,16 +14,16 @@ class LoudLinear(nn.Linear):
 def test_undo_restores_modules_and_attributes_in_reverse_order():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 3)))
     old, weight = model[1][0], model[1][0].weight
-    ledger = SwapLedger()
-    ledger.replace_module(model, "1.0", share_state(old, LoudLinear))
-    ledger.replace_module(model, "1.0", nn.Identity())
-    ledger.set_attribute(model, "fresh", 1)
-    ledger.set_attribute(model, "fresh", 2)
+    patcher = ModelPatcher()
+    patcher.replace_module(model, "1.0", share_state(old, LoudLinear))
+    patcher.replace_module(model, "1.0", nn.Identity())
+    patcher.set_attribute(model, "fresh", 1)
+    patcher.set_attribute(model, "fresh", 2)
     calls = []
-    ledger.add_undo(lambda: calls.append("undone"))
-    assert len(ledger) == 5
-    ledger.undo()
-    ledger.undo()
+    patcher.add_undo(lambda: calls.append("undone"))
+    assert len(patcher) == 5
+    patcher.undo()
+    patcher.undo()
     assert model[1][0] is old
     assert model[1][0].weight is weight
     assert not hasattr(model, "fresh")
@@ -43,6 +43,6 @@ def test_shared_state_keeps_parameters_and_keys():
 def test_unknown_names_and_foreign_classes_are_refused():
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(SwapError, match="no submodule '7'"):
-        SwapLedger().replace_module(model, "7", nn.Identity())
+        ModelPatcher().replace_module(model, "7", nn.Identity())
     with pytest.raises(SwapError, match="must extend Linear"):
         share_state(model[0], nn.Conv1d)

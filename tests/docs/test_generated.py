@@ -1,4 +1,6 @@
-"""docs/support.md and docs/options.md are what the package says of itself, and the figures of docs/numbers.md are measured ones."""
+"""docs/support.md and docs/options.md are what the package says of itself, and the figures of docs/numbers.md are
+measured ones.
+"""
 
 import csv
 import importlib.util
@@ -26,7 +28,11 @@ def generate():
 def test_table_of_families_is_what_the_judges_say(generate):
     text = generate.write_support()
     assert (ROOT / "docs/support.md").read_text() == text, AGAIN
-    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line.count("|") == 7}
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.count("|") == 7
+    }
     assert all(rows[family][0] == "tested" for family in FAMILIES)
     assert rows["gpt_oss"][1:] == ["varlen, flex, reference", "yes", "yes", "linear layers and experts"]
     assert rows["llama"][2:] == ["yes", "dense", "linear layers"]
@@ -48,7 +54,11 @@ def test_every_option_of_a_public_class_is_described(generate):
         value = getattr(lightning_fastft, name)
         if not inspect.isclass(value) or issubclass(value, Exception) or value.__init__ is object.__init__:
             continue
-        meanings = dict(generate._entries(generate.parse_docstring(inspect.getdoc(value))["Args"])) if "Args:" in value.__doc__ else {}
+        meanings = (
+            dict(generate._entries(generate.parse_docstring(inspect.getdoc(value))["Args"]))
+            if "Args:" in value.__doc__
+            else {}
+        )
         parameters = list(inspect.signature(value.__init__).parameters.values())[1:]
         named = [option.name for option in parameters if option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL)]
         missing += [f"{name}.{option}" for option in named if option not in meanings]
@@ -62,7 +72,12 @@ def test_figures_of_the_page_are_rows_of_results(generate):
         for row in csv.DictReader(file):
             measure = generate.MEASURES.get((row["metric"], row["unit"]))
             found.add(
-                (f"{row['benchmark']}: {row['workload']}", row["system"], measure, generate.format_figure(float(row["value"])) if measure else "")
+                (
+                    f"{row['benchmark']}: {row['workload']}",
+                    row["system"],
+                    measure,
+                    generate.format_figure(float(row["value"])) if measure else "",
+                )
             )
     title, columns, num_figures = "", [], 0
     for line in (ROOT / "docs/numbers.md").read_text().partition("<!-- results -->")[2].splitlines():
@@ -80,16 +95,28 @@ def test_figures_of_the_page_are_rows_of_results(generate):
 
 
 def test_published_figures_stand_beside_the_stored_rows(generate):
-    part = (ROOT / "docs/numbers.md").read_text().partition("<!-- published -->\n")[2].partition("<!-- end of published -->")[0]
-    assert part == generate.write_published(), "results.csv or benchmarks/published_table.py has changed: python docs/generate.py"
+    part = (
+        (ROOT / "docs/numbers.md")
+        .read_text()
+        .partition("<!-- published -->\n")[2]
+        .partition("<!-- end of published -->")[0]
+    )
+    assert part == generate.write_published(), (
+        "results.csv or benchmarks/published_table.py has changed: python docs/generate.py"
+    )
     # A table that ends where its heading ends would pass for one without rows.
     assert part.count("\n| ") > 10
 
 
 def test_a_part_of_a_page_is_replaced_and_nothing_around_it(generate):
     page = "before <!-- x -->\nold\n<!-- end of x -->\nafter <!-- y -->\nold"
-    assert generate.replace_part(page, "x", "new\n") == "before <!-- x -->\nnew\n<!-- end of x -->\nafter <!-- y -->\nold"
-    assert generate.replace_part(page, "y", "new\n") == "before <!-- x -->\nold\n<!-- end of x -->\nafter <!-- y -->\nnew\n"
+    assert (
+        generate.replace_part(page, "x", "new\n") == "before <!-- x -->\nnew\n<!-- end of x -->\nafter <!-- y -->\nold"
+    )
+    assert (
+        generate.replace_part(page, "y", "new\n")
+        == "before <!-- x -->\nold\n<!-- end of x -->\nafter <!-- y -->\nnew\n"
+    )
     with pytest.raises(ValueError, match="no mark 'z'"):
         generate.replace_part(page, "z", "new")
 

@@ -1,4 +1,6 @@
-"""READMEs, docs and CONTRIBUTING: links lead somewhere, commands are taken by the command line, code names what exists, messages are ours."""
+"""READMEs, docs and CONTRIBUTING: links lead somewhere, commands are taken by the command line, code names what
+exists, messages are ours.
+"""
 
 import ast
 import inspect
@@ -16,7 +18,9 @@ from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.training.fine_tuner import FineTuner
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+)
 # Options of our own commands, which the Trainer's parser does not know.
 OWN_OPTIONS = {"plan": ("--gpu", "--vram-gib", "--host-gib", "--document-tokens"), "data": ("--out",)}
 
@@ -33,8 +37,15 @@ def commands(page):
     """Yield the words of every fastft command on a page."""
     text = page.read_text().replace("\\\n", " ")
     inline = re.findall(r"`(fastft [^`]+)`", text)
-    fenced = [line.strip() for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL) for line in block.splitlines()]
-    for line in (*inline, *(line for line in fenced if line.startswith("fastft ") and "NAME|FILE" not in line and "[" not in line)):
+    fenced = [
+        line.strip()
+        for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    for line in (
+        *inline,
+        *(line for line in fenced if line.startswith("fastft ") and "NAME|FILE" not in line and "[" not in line),
+    ):
         words = shlex.split(line.partition("   #")[0])[1:]
         if len(words) > 1 and words[0].isidentifier():
             yield words
@@ -80,7 +91,9 @@ def test_readme_commands_are_found():
     assert found >= {"fit", "data", "doctor", "export"}
 
 
-@pytest.mark.parametrize("command", ["make demo", "fastft bench", "python -m benchmarks.compare", "python -m benchmarks.published table"])
+@pytest.mark.parametrize(
+    "command", ["make demo", "fastft bench", "python -m benchmarks.compare", "python -m benchmarks.published table"]
+)
 def test_readme_has_one_command_for(command):
     assert re.search(rf"^{re.escape(command)}( |$)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
 
@@ -98,7 +111,11 @@ def test_benchmarks_that_are_run_exist(page):
 def test_every_benchmark_has_its_row():
     """Scripts that are run by themselves, and folders of them; what only helps them has no command."""
     rows = (ROOT / "benchmarks/README.md").read_text().partition("## One command")[0]
-    runnable = [path for path in (ROOT / "benchmarks").glob("*.py") if "\ndef main(" in path.read_text() and path.name != "results.py"]
+    runnable = [
+        path
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "\ndef main(" in path.read_text() and path.name != "results.py"
+    ]
     folders = [f"{path.parent.name}/" for path in (ROOT / "benchmarks").glob("*/__main__.py")]
     names = [*(path.name for path in (*runnable, *(ROOT / "benchmarks").glob("gpu_*.sh"))), *folders]
     assert len(names) > 15
@@ -107,7 +124,9 @@ def test_every_benchmark_has_its_row():
 
 @pytest.mark.slow
 def test_readme_command_without_gpu_or_network_trains_and_reports(tmp_path, monkeypatch):
-    """The first thing that a newcomer runs on rows of their own: NF4, adapters, the report and the checkpoint, on the model that the demo leaves."""
+    """The first thing that a newcomer runs on rows of their own: NF4, adapters, the report and the checkpoint, on
+    the model that the demo leaves.
+    """
     (words,) = [found for found in commands(ROOT / "README.md") if "runs/demo/trained" in found]
     # What it needs is here: the package's parts, once more in a folder of the test.
     monkeypatch.chdir(tmp_path)
@@ -140,7 +159,9 @@ def test_python_blocks_name_what_exists(page):
                 exec(compile(ast.Module([node], []), str(page), "exec"), names)
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
-                inspect.signature(names[call.func.id]).bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
+                inspect.signature(names[call.func.id]).bind(
+                    *call.args, **{keyword.arg: keyword.value for keyword in call.keywords}
+                )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -150,7 +171,9 @@ def test_files_that_are_named_exist(page):
 
 
 def messages_of_the_package():
-    """Return every text of the source, parts of formatted ones joined by what stands between them in quotation marks of a page: anything."""
+    """Return every text of the source, parts of formatted ones joined by what stands between them in quotation
+    marks of a page: anything.
+    """
     texts = []
     for path in (ROOT / "lightning_fastft").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

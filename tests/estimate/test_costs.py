@@ -11,9 +11,29 @@ from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
 GIB = 2**30
 H200 = find_gpu("H200")
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
-QWEN3_14B = {**QWEN3, "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40}
-QWEN3_06B = {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True}
-SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+QWEN3_14B = {
+    **QWEN3,
+    "hidden_size": 5120,
+    "intermediate_size": 17_408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+}
+QWEN3_06B = {
+    **QWEN3,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 # Of the documents of benchmarks/lengths, on average over tokens.
 DOCUMENT_TOKENS = 910
@@ -32,7 +52,14 @@ def small_costs(model_type="llama", *, num_tokens=2048, document_tokens=512, **o
 )
 def test_a_step_that_keeps_everything_costs_what_was_measured(config, quantization, step_ms, peak_gib):
     """Rows "ours keep" of benchmarks/results.csv; there the optimizer's averages took 2 bytes a weight instead of 8."""
-    cost = model_costs(config, num_tokens=8192, mean_document_tokens=DOCUMENT_TOKENS, machine=H200, quantization=quantization, lora_rank=16)
+    cost = model_costs(
+        config,
+        num_tokens=8192,
+        mean_document_tokens=DOCUMENT_TOKENS,
+        machine=H200,
+        quantization=quantization,
+        lora_rank=16,
+    )
     keep = predict(cost, uniform_plan(len(cost.segments), "keep"), machine=H200.machine)
     assert keep.step_ms == pytest.approx(step_ms, rel=0.05)
     assert keep.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.05)
@@ -51,7 +78,13 @@ def test_values_are_the_linear_layers_and_the_attention_in_the_order_they_run():
     assert segment.input_bytes == 2048 * 128 * 2
     assert [value.num_bytes for value in segment.values[:3]] == [2048 * 128 * 2, 2048 * 64 * 2, 2048 * 64 * 2]
     assert sum(value.num_bytes for value in segment.values) < segment.saved_bytes
-    assert 0 < sum(value.rebuild_ms for value in segment.values) <= segment.recompute_ms < segment.forward_ms < segment.backward_ms
+    assert (
+        0
+        < sum(value.rebuild_ms for value in segment.values)
+        <= segment.recompute_ms
+        < segment.forward_ms
+        < segment.backward_ms
+    )
 
 
 def test_a_norm_behind_the_last_projection_makes_it_a_value():
@@ -74,7 +107,9 @@ def test_longer_documents_cost_more_and_a_window_bounds_them():
     short, long = (small_costs(document_tokens=length, **options).segments[0].values[3] for length in (512, 32768))
     assert (short.name, long.name) == ("attention", "attention")
     assert long.rebuild_ms > 5 * short.rebuild_ms
-    windowed = small_costs("mistral", document_tokens=32768, config={"sliding_window": 1024}, **options).segments[0].values[3]
+    windowed = (
+        small_costs("mistral", document_tokens=32768, config={"sliding_window": 1024}, **options).segments[0].values[3]
+    )
     assert windowed.rebuild_ms < long.rebuild_ms / 4
 
 
@@ -82,20 +117,41 @@ def test_longer_documents_cost_more_and_a_window_bounds_them():
 @pytest.mark.parametrize("lora_rank", [None, 4])
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "mixtral", "olmoe", "granite", "smollm3"],
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "qwen3_moe",
+        "mixtral",
+        "olmoe",
+        "granite",
+        "smollm3",
+    ],
 )
 def test_every_family_has_costs_that_can_be_planned(model_type, lora_rank):
     config = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, **(EXPERTS if "moe" in model_type else {})}
     cost = small_costs(model_type, lora_rank=lora_rank, config=config)
     recompute = predict(cost, uniform_plan(2, "recompute"), machine=H200.machine)
     keep = predict(cost, uniform_plan(2, "keep"), machine=H200.machine)
-    plan = make_plan(cost, vram_budget_bytes=(recompute.peak_bytes + keep.peak_bytes) // 2, host_budget_bytes=GIB, machine=H200.machine)
+    plan = make_plan(
+        cost,
+        vram_budget_bytes=(recompute.peak_bytes + keep.peak_bytes) // 2,
+        host_budget_bytes=GIB,
+        machine=H200.machine,
+    )
     assert keep.step_ms <= plan.prediction.step_ms <= recompute.step_ms
 
 
 def test_layers_that_differ_in_their_window_alone_differ_in_their_attention_alone():
     config = {"head_dim": 32, "num_hidden_layers": 8, "sliding_window": 512}
-    first, second = (small_costs("gemma3_text", num_tokens=2**17, document_tokens=2**16, config=config) for _ in range(2))
+    first, second = (
+        small_costs("gemma3_text", num_tokens=2**17, document_tokens=2**16, config=config) for _ in range(2)
+    )
     assert first == second
     narrow, wide = dict.fromkeys(first.segments)
     assert narrow.forward_ms <= wide.forward_ms

@@ -1,4 +1,6 @@
-"""The meter: what operators on the meta device take, against rates worked out by hand and against what autograd really saves."""
+"""The meter: what operators on the meta device take, against rates worked out by hand and against what autograd
+really saves.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ def test_a_large_product_takes_its_flops_and_a_thin_one_its_bytes():
     x, wide, thin = meta(ROWS, 8192), meta(8192, 8192), meta(8192, 4)
     large = metered(lambda: x @ wide).read().device_ms
     assert large == pytest.approx(2 * ROWS * 8192**2 / 665e12 * 1e3)
-    assert metered(lambda: x @ thin).read().device_ms == pytest.approx(2 * (ROWS * 8192 + 8192 * 4 + ROWS * 4) / 4.3e12 * 1e3)
+    assert metered(lambda: x @ thin).read().device_ms == pytest.approx(
+        2 * (ROWS * 8192 + 8192 * 4 + ROWS * 4) / 4.3e12 * 1e3
+    )
 
 
 def test_views_and_allocations_take_nothing_and_elementwise_work_its_bytes():
@@ -47,10 +51,15 @@ def test_a_quantized_weight_is_made_dense_before_each_product():
     assert quantized.peak_bytes - plain.peak_bytes == 2048 * 1024 * 2
 
 
-@pytest.mark.parametrize(("document_tokens", "rate"), [(512, 133e12), (2048, 273e12), (8192, 325e12), (100, 133e12), (32768, 325e12)])
+@pytest.mark.parametrize(
+    ("document_tokens", "rate"), [(512, 133e12), (2048, 273e12), (8192, 325e12), (100, 133e12), (32768, 325e12)]
+)
 def test_attention_runs_at_the_rate_measured_for_its_documents(document_tokens, rate):
     q, kv = meta(1, 40, ROWS, 128), meta(1, 8, ROWS, 128)
-    meter = metered(lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, kv, kv, 0.0, True), document_tokens=document_tokens)
+    meter = metered(
+        lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, kv, kv, 0.0, True),
+        document_tokens=document_tokens,
+    )
     assert meter.read().device_ms == pytest.approx(4 * 40 * 128 * ROWS * document_tokens / 2 / rate * 1e3)
 
 

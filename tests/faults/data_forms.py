@@ -1,7 +1,8 @@
-"""Forms in which people keep their data, each with what must happen: trained exactly, or refused for a reason that has a name.
+"""Forms in which people keep their data, each with what must happen: trained exactly, or refused for a reason that has
+a name.
 
-A form writes itself into an empty folder and returns what is given as ``paths``. Its answer is a list of texts, which are the only ones trained, in
-order, or words of the error that stops the run.
+A form writes itself into an empty folder and returns what is given as ``paths``. Its answer is a list of texts, which
+are the only ones trained, in order, or words of the error that stops the run.
 """
 
 import bz2
@@ -15,7 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROWS = [{"prompt": "two plus", "completion": "four"}, {"prompt": 'what\nis, "it"', "completion": "fi've €"}, {"prompt": "a", "completion": "b\tc"}]
+ROWS = [
+    {"prompt": "two plus", "completion": "four"},
+    {"prompt": 'what\nis, "it"', "completion": "fi've €"},
+    {"prompt": "a", "completion": "b\tc"},
+]
 TEXTS = [row["completion"] + "<|endoftext|>" for row in ROWS]
 CHAT = [{"messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]}]
 CHAT_TEXTS = ["four<|im_end|>"]
@@ -65,7 +70,12 @@ def lines(*rows, **options):
 
 def chat(*turns, **columns):
     return lines(
-        {"messages": [{"role": role, "content": content, **more} for role, content, more in (turn + ({},) * (3 - len(turn)) for turn in turns)]}
+        {
+            "messages": [
+                {"role": role, "content": content, **more}
+                for role, content, more in (turn + ({},) * (3 - len(turn)) for turn in turns)
+            ]
+        }
         | columns
     )
 
@@ -195,11 +205,20 @@ FORMS = (
     Form("lines of UTF-16 without a mark", file("a.jsonl", LINES.decode().encode("utf-16-le")), "UTF-16"),
     Form("lines of UTF-32", file("a.jsonl", LINES.decode().encode("utf-32")), "UTF-16|UTF-32"),
     Form("lines of Latin-1", file("a.jsonl", '{"text": "é"}\n'.encode("latin-1")), "not UTF-8"),
-    Form("one huge line", file("a.jsonl", lines({"text": "two " * 300_000})), ["two " * 300_000 + "<|endoftext|>"], {"max_tokens": 2**21}),
+    Form(
+        "one huge line",
+        file("a.jsonl", lines({"text": "two " * 300_000})),
+        ["two " * 300_000 + "<|endoftext|>"],
+        {"max_tokens": 2**21},
+    ),
     Form("a duplicate key", file("a.jsonl", '{"text": "a", "text": "b"}\n'), "duplicate key"),
     Form("a NaN", file("a.jsonl", '{"text": "a", "score": NaN}\n'), "NaN or Infinity"),
     Form("a last line that is cut", file("a.jsonl", LINES[:-9]), "malformed JSON"),
-    Form("objects over several lines", file("a.jsonl", "".join(json.dumps(row, indent=2) + "\n" for row in ROWS)), "several lines"),
+    Form(
+        "objects over several lines",
+        file("a.jsonl", "".join(json.dumps(row, indent=2) + "\n" for row in ROWS)),
+        "several lines",
+    ),
     Form("an empty file", file("a.jsonl", b""), "empty"),
     Form("a file of blank lines", file("a.jsonl", b"\n \n\t\n"), "empty"),
     Form("empty objects", file("a.jsonl", "{}\n{}\n"), "known format"),
@@ -212,11 +231,17 @@ FORMS = (
     Form("an array on one line", file("a.json", json.dumps(ROWS)), TEXTS),
     Form("an array, a row a line", file("a.json", "[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n"), TEXTS),
     Form(
-        "an array, two rows a line", file("a.json", "[" + json.dumps(ROWS[0]) + ", " + json.dumps(ROWS[1]) + ",\n" + json.dumps(ROWS[2]) + "]"), TEXTS
+        "an array, two rows a line",
+        file("a.json", "[" + json.dumps(ROWS[0]) + ", " + json.dumps(ROWS[1]) + ",\n" + json.dumps(ROWS[2]) + "]"),
+        TEXTS,
     ),
     Form("an array, indented", file("a.json", json.dumps(ROWS, indent=4)), TEXTS),
     Form("an array with a byte order mark", file("a.json", BOM + json.dumps(ROWS).encode()), TEXTS),
-    Form("an array with a bad row on one line", file("a.json", json.dumps([*ROWS, {"prompt": "x"}])), "a.json, row 4: missing column"),
+    Form(
+        "an array with a bad row on one line",
+        file("a.json", json.dumps([*ROWS, {"prompt": "x"}])),
+        "a.json, row 4: missing column",
+    ),
     Form("an array that is cut", file("a.json", json.dumps(ROWS)[:-20]), "Repair the file"),
     Form("an array with a comma too many", file("a.json", json.dumps(ROWS)[:-1] + ",]"), "Repair the file"),
     Form("an empty array", file("a.json", "[]"), "empty"),
@@ -264,7 +289,9 @@ FORMS = (
         parquet([call({"a": 1}), call({"a": "x"}), call({"a": [None]})], by="json"),
         ['{"a": 1}<|im_end|>', '{"a": "x"}<|im_end|>', '{"a": [null]}<|im_end|>'],
     ),
-    Form("Parquet that is cut", lambda root: file("b.parquet", truncated(parquet()(root).read_bytes()))(root), "Parquet"),
+    Form(
+        "Parquet that is cut", lambda root: file("b.parquet", truncated(parquet()(root).read_bytes()))(root), "Parquet"
+    ),
     Form("Parquet of no rows", parquet([{"text": "a"}][:0] or [{"text": None}]), "missing column"),
     Form("Parquet named jsonl", parquet(name="a.jsonl"), "Parquet"),
     Form("a saved data set", saved(), TEXTS),
@@ -274,13 +301,29 @@ FORMS = (
     Form("a data set with tool calls", in_memory(lambda: dataset(CALLS)), CALL_TEXTS),
     Form("a data set of no rows", in_memory(lambda: dataset().select([])), "empty"),
     Form("rows in memory", in_memory(lambda: ROWS), TEXTS),
-    Form("rows with tool calls and a null of the user", in_memory(lambda: [call({"a": None})]), ['{"a": null}<|im_end|>']),
-    Form("ids as arrays", in_memory(lambda: [{"input_ids": np.array([5, 6, 7]), "labels": np.array([-100, 6, 7])}]), "ids"),
+    Form(
+        "rows with tool calls and a null of the user", in_memory(lambda: [call({"a": None})]), ['{"a": null}<|im_end|>']
+    ),
+    Form(
+        "ids as arrays",
+        in_memory(lambda: [{"input_ids": np.array([5, 6, 7]), "labels": np.array([-100, 6, 7])}]),
+        "ids",
+    ),
     # Folders.
-    Form("a folder", folder(file("b.jsonl", lines(ROWS[1])), file("a.jsonl", lines(ROWS[0])), file("c/c.json", json.dumps(ROWS[2:]))), TEXTS),
+    Form(
+        "a folder",
+        folder(
+            file("b.jsonl", lines(ROWS[1])), file("a.jsonl", lines(ROWS[0])), file("c/c.json", json.dumps(ROWS[2:]))
+        ),
+        TEXTS,
+    ),
     Form(
         "a folder of several kinds",
-        folder(file("a.jsonl", lines(ROWS[0])), file("b.jsonl.gz", gzip.compress(lines(ROWS[1]).encode())), file("c.csv", table(ROWS[2:]))),
+        folder(
+            file("a.jsonl", lines(ROWS[0])),
+            file("b.jsonl.gz", gzip.compress(lines(ROWS[1]).encode())),
+            file("c.csv", table(ROWS[2:])),
+        ),
         TEXTS,
     ),
     Form(
@@ -288,7 +331,11 @@ FORMS = (
         folder(file("a.jsonl", LINES), file("README.md", "about"), file("LICENSE", "free"), file(".hidden.jsonl", "x")),
         TEXTS,
     ),
-    Form("a folder with data that is not read", folder(file("a.jsonl", LINES), file("b.tsv", table(delimiter="\t"))), "b.tsv"),
+    Form(
+        "a folder with data that is not read",
+        folder(file("a.jsonl", LINES), file("b.tsv", table(delimiter="\t"))),
+        "b.tsv",
+    ),
     Form("a folder with a saved data set in it", folder(file("a.jsonl", LINES), lambda root: saved()(root)), "arrow"),
     Form("a folder with an empty file", folder(file("a.jsonl", LINES), file("b.jsonl", b"")), "b.jsonl is empty"),
     Form("an empty folder", folder(lambda root: root.mkdir()), "holds no file"),
@@ -300,48 +347,97 @@ FORMS = (
     # Conversations.
     Form("a conversation", file("a.jsonl", lines(*CHAT)), CHAT_TEXTS),
     Form("a conversation in parts", file("a.jsonl", chat(("user", PARTS), ("assistant", PARTS))), CHAT_TEXTS),
-    Form("a part without a type", file("a.jsonl", chat(("user", "two"), ("assistant", [{"text": "four"}]))), CHAT_TEXTS),
-    Form("a part that is an image", file("a.jsonl", chat(("user", [{"type": "image", "url": "x"}, *PARTS]), ("assistant", "four"))), "image"),
+    Form(
+        "a part without a type", file("a.jsonl", chat(("user", "two"), ("assistant", [{"text": "four"}]))), CHAT_TEXTS
+    ),
+    Form(
+        "a part that is an image",
+        file("a.jsonl", chat(("user", [{"type": "image", "url": "x"}, *PARTS]), ("assistant", "four"))),
+        "image",
+    ),
     Form(
         "a weight of 0",
-        file("a.jsonl", chat(("user", "a"), ("assistant", "b", {"weight": 0}), ("user", "c"), ("assistant", "four", {"weight": 1}))),
+        file(
+            "a.jsonl",
+            chat(("user", "a"), ("assistant", "b", {"weight": 0}), ("user", "c"), ("assistant", "four", {"weight": 1})),
+        ),
         CHAT_TEXTS,
     ),
-    Form("weights of 0 alone", file("a.jsonl", chat(("user", "a"), ("assistant", "b", {"weight": 0}))), "all labels masked"),
-    Form("a weight of a half", file("a.jsonl", chat(("user", "a"), ("assistant", "b", {"weight": 0.5}))), "weight must be 0 or 1"),
+    Form(
+        "weights of 0 alone",
+        file("a.jsonl", chat(("user", "a"), ("assistant", "b", {"weight": 0}))),
+        "all labels masked",
+    ),
+    Form(
+        "a weight of a half",
+        file("a.jsonl", chat(("user", "a"), ("assistant", "b", {"weight": 0.5}))),
+        "weight must be 0 or 1",
+    ),
     Form("system alone", file("a.jsonl", chat(("system", "be brief"))), "no assistant turn"),
     Form("an empty answer", file("a.jsonl", chat(("user", "a"), ("assistant", "  "))), "empty text"),
     Form("an unknown role", file("a.jsonl", chat(("human", "a"), ("assistant", "b"))), "unknown role"),
     Form(
-        "a control token in a question", file("a.jsonl", chat(("user", "a<|im_end|>\n<|im_start|>assistant\nb"), ("assistant", "four"))), CHAT_TEXTS
+        "a control token in a question",
+        file("a.jsonl", chat(("user", "a<|im_end|>\n<|im_start|>assistant\nb"), ("assistant", "four"))),
+        CHAT_TEXTS,
     ),
     Form(
-        "ShareGPT turns", file("a.jsonl", lines({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "four"}]})), CHAT_TEXTS
+        "ShareGPT turns",
+        file("a.jsonl", lines({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "four"}]})),
+        CHAT_TEXTS,
     ),
-    Form("messages as JSON text in CSV", file("a.csv", table([{"messages": json.dumps(CHAT[0]["messages"])}])), "wrong type"),
+    Form(
+        "messages as JSON text in CSV",
+        file("a.csv", table([{"messages": json.dumps(CHAT[0]["messages"])}])),
+        "wrong type",
+    ),
     Form("an answer in an array", file("a.json", json.dumps(CHAT * 3)), CHAT_TEXTS * 3),
-    Form("arguments as JSON text", file("a.jsonl", lines(call(json.dumps({"a": None})))), ['"{\\"a\\": null}"<|im_end|>']),
+    Form(
+        "arguments as JSON text", file("a.jsonl", lines(call(json.dumps({"a": None})))), ['"{\\"a\\": null}"<|im_end|>']
+    ),
     Form("tools as JSON text", file("a.jsonl", lines(CHAT[0] | {"tools": json.dumps([{"name": "f"}])})), CHAT_TEXTS),
     Form("tools that are no JSON", file("a.jsonl", lines(CHAT[0] | {"tools": "f()"})), "no JSON"),
     Form("a null for a content", file("a.jsonl", chat(("user", "a"), ("assistant", None))), "wrong type"),
     Form("messages in lists of lists", file("a.jsonl", lines({"messages": [CHAT[0]["messages"]]})), "wrong type"),
-    Form("messages as arrays", in_memory(lambda: [{"messages": np.array(CHAT[0]["messages"], dtype=object)}]), "wrong type"),
+    Form(
+        "messages as arrays",
+        in_memory(lambda: [{"messages": np.array(CHAT[0]["messages"], dtype=object)}]),
+        "wrong type",
+    ),
     Form(
         "conversational prompt and completion",
         file("a.jsonl", lines({"prompt": CHAT[0]["messages"][:1], "completion": CHAT[0]["messages"][1:]})),
         CHAT_TEXTS,
     ),
-    Form("conversational columns of a table", parquet([{"prompt": CHAT[0]["messages"][:1], "completion": CHAT[0]["messages"][1:]}]), CHAT_TEXTS),
+    Form(
+        "conversational columns of a table",
+        parquet([{"prompt": CHAT[0]["messages"][:1], "completion": CHAT[0]["messages"][1:]}]),
+        CHAT_TEXTS,
+    ),
     Form("preferences", file("a.jsonl", lines({"prompt": "a", "chosen": "b", "rejected": "c"})), "known format"),
     Form("names with spaces", file("a.csv", "prompt ,completion\na,b\n"), "known format"),
     Form("names in capitals", file("a.csv", "Prompt,Completion\na,b\n"), "known format"),
-    Form("mapped names", file("a.csv", "Q,A\na,four\n"), ["four<|endoftext|>"], {"columns": {"prompt": "Q", "completion": "A"}}),
-    Form("mapped names with a slip", file("a.csv", "Q,A\na,four\n"), "did you mean", {"columns": {"prompt": "Q", "completion": "Aa"}}),
+    Form(
+        "mapped names",
+        file("a.csv", "Q,A\na,four\n"),
+        ["four<|endoftext|>"],
+        {"columns": {"prompt": "Q", "completion": "A"}},
+    ),
+    Form(
+        "mapped names with a slip",
+        file("a.csv", "Q,A\na,four\n"),
+        "did you mean",
+        {"columns": {"prompt": "Q", "completion": "Aa"}},
+    ),
     Form("a comma behind each line", file("a.jsonl", LINES.replace(b"\n", b",\n")), "malformed JSON"),
     Form("lines with single quotes", file("a.jsonl", "{'text': 'a'}\n"), "malformed JSON"),
     Form("an array a line", file("a.jsonl", (json.dumps(ROWS) + "\n") * 2), "not an object"),
     Form("an array in a file named jsonl", file("a.jsonl", json.dumps(ROWS)), "not an object"),
-    Form("an array in a file named jsonl, indented", file("a.jsonl", json.dumps(ROWS, indent=1)), "malformed JSON|several lines|array"),
+    Form(
+        "an array in a file named jsonl, indented",
+        file("a.jsonl", json.dumps(ROWS, indent=1)),
+        "malformed JSON|several lines|array",
+    ),
     Form("two arrays in a file", file("a.json", json.dumps(ROWS) + "\n" + json.dumps(ROWS)), "Repair the file"),
     Form("CSV with an empty answer", file("a.csv", "prompt,completion\na,\n"), "empty text"),
     Form("CSV with blank lines", file("a.csv", "prompt,completion\n\na,four\n\n"), ["four<|endoftext|>"]),
@@ -350,15 +446,27 @@ FORMS = (
     Form("Parquet of ids", parquet([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]), "ids"),
     Form("Parquet of ids with a gap", parquet([{"input_ids": [5, None, 7]}]), "wrong type"),
     Form("ids that are fractions", file("a.jsonl", lines({"input_ids": [5.0, 6.0]})), "wrong type"),
-    Form("ids with an attention mask", file("a.jsonl", lines({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]})), "ids"),
+    Form(
+        "ids with an attention mask",
+        file("a.jsonl", lines({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]})),
+        "ids",
+    ),
     Form("ids below 0", file("a.jsonl", lines({"input_ids": [5, -6, 7]})), "impossible"),
     Form("a folder named like a file", folder(lambda root: file("x.jsonl/a.jsonl", LINES)(root)), TEXTS),
-    Form("a pipe in a folder", folder(file("a.jsonl", LINES), lambda root: os.mkfifo(root / "b.jsonl")), "cannot? ?be read|no file that can be read"),
+    Form(
+        "a pipe in a folder",
+        folder(file("a.jsonl", LINES), lambda root: os.mkfifo(root / "b.jsonl")),
+        "cannot? ?be read|no file that can be read",
+    ),
     Form("a pipe", lambda root: (os.mkfifo(root / "b.jsonl"), root / "b.jsonl")[1], "no file or folder"),
     Form("a data frame", in_memory(lambda: frame()), "must be a file"),
     Form("a reader of the datasets package", in_memory(lambda: "pandas"), "names a reader"),
     Form("a script", in_memory(lambda: "scripts/data.py"), "names a reader|neither"),
     Form("a list of a file and rows", lambda root: [str(file("a.jsonl", LINES)(root)), ROWS], TEXTS * 2),
     Form("ids", file("a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})), "ids"),
-    Form("labels that are shifted", file("a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [6, 7, -100]})), "labels are not the ids"),
+    Form(
+        "labels that are shifted",
+        file("a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [6, 7, -100]})),
+        "labels are not the ids",
+    ),
 )

@@ -1,4 +1,6 @@
-"""Ranks of a run that are hurt: made by fork, so that none of them has to load torch again, and waited for with a limit."""
+"""Ranks of a run that are hurt: made by fork, so that none of them has to load torch again, and waited for with a
+limit.
+"""
 
 import os
 import re
@@ -106,13 +108,32 @@ def free_port():
 
 def train(folder, *, strategy, num_ranks, callbacks, num_batches=24, max_steps=12, **options):
     quiet_trainer(
-        folder, strategy=make_strategy(strategy), devices=num_ranks, callbacks=callbacks, accumulate_grad_batches=ACCUMULATE, max_steps=max_steps,
-        use_distributed_sampler=False, **options,
-    ).fit(Lazy(), packed_loader(num_batches))  # fmt: skip
+        folder,
+        strategy=make_strategy(strategy),
+        devices=num_ranks,
+        callbacks=callbacks,
+        accumulate_grad_batches=ACCUMULATE,
+        max_steps=max_steps,
+        use_distributed_sampler=False,
+        **options,
+    ).fit(Lazy(), packed_loader(num_batches))
 
 
-def run_job(folder, *, kind, strategy="fastft_ddp", num_ranks=NUM_RANKS, timeout_s=1.0, rank=1, watched=True, num_batches=(24, 24), limit_s=25.0):
-    """Run a job with one hurt rank, and return how it ended; what is still there after limit_s is killed, with code None."""
+def run_job(
+    folder,
+    *,
+    kind,
+    strategy="fastft_ddp",
+    num_ranks=NUM_RANKS,
+    timeout_s=1.0,
+    rank=1,
+    watched=True,
+    num_batches=(24, 24),
+    limit_s=25.0,
+):
+    """Run a job with one hurt rank, and return how it ended; what is still there after limit_s is killed, with
+    code None.
+    """
     port = free_port()
 
     def act(number, write):
@@ -120,7 +141,13 @@ def run_job(folder, *, kind, strategy="fastft_ddp", num_ranks=NUM_RANKS, timeout
         os.dup2(log, 2)
         # Not the file in which pytest keeps what its own process says.
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        names = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": 0}
+        names = {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "GROUP_RANK": 0,
+        }
         if num_ranks > 1:
             os.environ |= {name: str(value) for name, value in names.items()}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}

@@ -11,7 +11,9 @@ from lightning_fastft.checkpoint.files import commit_folder, part_beside, replac
 
 
 def fork(action):
-    """Run action(write end of a pipe) in a child; its process id, and the read end. It exits with 0, with the code of a SystemExit, or with 1."""
+    """Run action(write end of a pipe) in a child; its process id, and the read end. It exits with 0, with the
+    code of a SystemExit, or with 1.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child:

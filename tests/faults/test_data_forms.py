@@ -1,4 +1,6 @@
-"""Data in every form that people keep it in: trained exactly, or refused for a reason that has a name; nothing is silently wrong."""
+"""Data in every form that people keep it in: trained exactly, or refused for a reason that has a name; nothing is
+silently wrong.
+"""
 
 import re
 
@@ -10,14 +12,21 @@ from tests.faults.data_forms import FORMS
 from tests.packing.conftest import UNMARKED, build_tokenizer
 
 TEMPLATE = UNMARKED.replace(
-    "{{ message.content }}", "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ message.content }}",
+    "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}",
 )
 IDS = [6, 7]
 
 
 def trained_texts(paths, tokenizer, options):
     data = PackedDataModule(
-        paths, tokenizer=tokenizer, cache_dir=None, num_proc=1, num_workers=0, show_progress=False, **{"max_tokens": 512, **options}
+        paths,
+        tokenizer=tokenizer,
+        cache_dir=None,
+        num_proc=1,
+        num_workers=0,
+        show_progress=False,
+        **{"max_tokens": 512, **options},
     )
     data.setup("fit")
     documents = [document.labels[document.labels != -100].tolist() for document in data.subset("train").documents]

@@ -10,7 +10,11 @@ CASES = [
     *(pytest.param("fastft_ddp", kind, id=f"fastft_ddp-{kind}") for kind in FIVE),
     *(
         pytest.param(strategy, kind, id=f"{strategy}-{kind}", marks=pytest.mark.fault)
-        for strategy, kinds in (("fastft_ddp", ("sleep", "lock")), ("fastft_fsdp", (*FIVE, "sleep", "lock")), ("ddp", (*FIVE, "sleep", "lock")))
+        for strategy, kinds in (
+            ("fastft_ddp", ("sleep", "lock")),
+            ("fastft_fsdp", (*FIVE, "sleep", "lock")),
+            ("ddp", (*FIVE, "sleep", "lock")),
+        )
         for kind in kinds
     ),
 ]
@@ -36,7 +40,12 @@ def test_job_with_a_hurt_rank_ends_in_time(tmp_path, strategy, kind):
     assert list(tmp_path.glob(".watchdog-*")) == []
     if kind == "uneven":
         # Before the first step, on both ranks.
-        assert end.said.count("DataError: The ranks have different numbers of training batches per epoch (rank 0: 24, rank 1: 22)") >= 2
+        assert (
+            end.said.count(
+                "DataError: The ranks have different numbers of training batches per epoch (rank 0: 24, rank 1: 22)"
+            )
+            >= 2
+        )
         assert "micro-batch 0 of this run" in end.report
         return
     assert f"Watchdog: {BLAMED[kind]}" in end.report

@@ -1,6 +1,8 @@
-"""Configs from strangers that would write over the files of a user, run code, or never end: each is run to its end in a home folder of its own.
+"""Configs from strangers that would write over the files of a user, run code, or never end: each is run to its end in a
+home folder of its own.
 
-Harm is: the file ``canary``, any change outside of the folder that the command runs in, a changed file of the user's in it, a traceback, or no end.
+Harm is: the file ``canary``, any change outside of the folder that the command runs in, a changed file of the user's in
+it, a traceback, or no end.
 """
 
 import json
@@ -18,7 +20,8 @@ import yaml
 from tests.cli.hostile_configs import write_traps
 
 pytestmark = pytest.mark.fault
-# Of processor time, children included: a busy machine changes nothing. What sleeps instead is ended by the alarm, as a traceback.
+# Of processor time, children included: a busy machine changes nothing. What sleeps instead is ended by the alarm, as a
+# traceback.
 MOST_SECONDS, ALARM_SECONDS = 20.0, 180
 CALLBACKS = "lightning.pytorch.callbacks."
 LOGGERS = "lightning.pytorch.loggers."
@@ -43,19 +46,47 @@ USERS_FILES = {
 GOOD_ROW = {"input_ids": [5, 6, 7, 8]}
 BAD_ROW = {"input_ids": ["\ntouch canary\n"]}
 CHAT_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-TINY = {"model_type": "qwen3", "vocab_size": 400, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 def config(*, trainer=None, data=None, model=None):
     return {
-        "data": {"class_path": "lightning_fastft.PackedDataModule", "init_args": {
-            "paths": [GOOD_ROW, GOOD_ROW, GOOD_ROW, BAD_ROW], "max_tokens": 16, "num_workers": 0, "num_proc": 1, "cache_dir": None,
-            "max_reject_share": 0.9, "show_progress": False, **(data or {})}},
-        "model": {"class_path": "lightning_fastft.FineTuner", "init_args": {"model": TINY, "init": "random", **(model or {})}},
-        "trainer": {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-                    "enable_model_summary": False, **(trainer or {})},
-    }  # fmt: skip
+        "data": {
+            "class_path": "lightning_fastft.PackedDataModule",
+            "init_args": {
+                "paths": [GOOD_ROW, GOOD_ROW, GOOD_ROW, BAD_ROW],
+                "max_tokens": 16,
+                "num_workers": 0,
+                "num_proc": 1,
+                "cache_dir": None,
+                "max_reject_share": 0.9,
+                "show_progress": False,
+                **(data or {}),
+            },
+        },
+        "model": {
+            "class_path": "lightning_fastft.FineTuner",
+            "init_args": {"model": TINY, "init": "random", **(model or {})},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **(trainer or {}),
+        },
+    }
 
 
 def with_class(key, path, /, **init_args):
@@ -65,26 +96,70 @@ def with_class(key, path, /, **init_args):
 
 
 FILES_TO_HIT = (
-    "HOME/.bashrc", "../.bashrc", "~/.bashrc", "HOME/.ssh/authorized_keys", "../x.jsonl", "sub/../../x.jsonl", ".git/hooks/pre-commit", "Makefile",
-    "rows.jsonl", "linked.jsonl", "linked/x.jsonl", "file://HOME/x.jsonl", "HOME/work/../x.jsonl", ".hidden.jsonl", "data", "a\0b.jsonl",
-    "\x1b[2J\x1b]0;owned\x07.txt", "HOME/bin/tool",
-)  # fmt: skip
-FOLDERS_TO_HIT = ("HOME", "HOME/.ssh", "HOME/.config/app", "../notes", "linked", "file://HOME/notes", "HOME/.bashrc", "HOME/.config/new", "~/notes",
-                  ".git/hooks", "local://HOME/notes", "simplecache::file://HOME/notes")  # fmt: skip
+    "HOME/.bashrc",
+    "../.bashrc",
+    "~/.bashrc",
+    "HOME/.ssh/authorized_keys",
+    "../x.jsonl",
+    "sub/../../x.jsonl",
+    ".git/hooks/pre-commit",
+    "Makefile",
+    "rows.jsonl",
+    "linked.jsonl",
+    "linked/x.jsonl",
+    "file://HOME/x.jsonl",
+    "HOME/work/../x.jsonl",
+    ".hidden.jsonl",
+    "data",
+    "a\0b.jsonl",
+    "\x1b[2J\x1b]0;owned\x07.txt",
+    "HOME/bin/tool",
+)
+FOLDERS_TO_HIT = (
+    "HOME",
+    "HOME/.ssh",
+    "HOME/.config/app",
+    "../notes",
+    "linked",
+    "file://HOME/notes",
+    "HOME/.bashrc",
+    "HOME/.config/new",
+    "~/notes",
+    ".git/hooks",
+    "local://HOME/notes",
+    "simplecache::file://HOME/notes",
+)
 FOLDER_OPTIONS = {
-    "default_root_dir": lambda path: config(trainer={"default_root_dir": path, "logger": True, "enable_checkpointing": True}),
-    "dirpath of ModelCheckpoint": lambda path: with_class("callbacks", CALLBACKS + "ModelCheckpoint", dirpath=path, save_last=True),
-    "dirpath of OnExceptionCheckpoint": lambda path: with_class("callbacks", CALLBACKS + "OnExceptionCheckpoint", dirpath=path),
-    "save_dir of CSVLogger": lambda path: with_class("logger", LOGGERS + "CSVLogger", save_dir=path, name="", version=""),
-    "save_dir of TensorBoardLogger": lambda path: with_class("logger", LOGGERS + "TensorBoardLogger", save_dir=path, name="", version=""),
-    "dirpath of SimpleProfiler": lambda path: with_class("profiler", PROFILERS + "SimpleProfiler", dirpath=path, filename="run"),
-    "dirpath of AdvancedProfiler": lambda path: with_class("profiler", PROFILERS + "AdvancedProfiler", dirpath=path, filename="run"),
+    "default_root_dir": lambda path: config(
+        trainer={"default_root_dir": path, "logger": True, "enable_checkpointing": True}
+    ),
+    "dirpath of ModelCheckpoint": lambda path: with_class(
+        "callbacks", CALLBACKS + "ModelCheckpoint", dirpath=path, save_last=True
+    ),
+    "dirpath of OnExceptionCheckpoint": lambda path: with_class(
+        "callbacks", CALLBACKS + "OnExceptionCheckpoint", dirpath=path
+    ),
+    "save_dir of CSVLogger": lambda path: with_class(
+        "logger", LOGGERS + "CSVLogger", save_dir=path, name="", version=""
+    ),
+    "save_dir of TensorBoardLogger": lambda path: with_class(
+        "logger", LOGGERS + "TensorBoardLogger", save_dir=path, name="", version=""
+    ),
+    "dirpath of SimpleProfiler": lambda path: with_class(
+        "profiler", PROFILERS + "SimpleProfiler", dirpath=path, filename="run"
+    ),
+    "dirpath of AdvancedProfiler": lambda path: with_class(
+        "profiler", PROFILERS + "AdvancedProfiler", dirpath=path, filename="run"
+    ),
     "cache_dir": lambda path: config(data={"cache_dir": path}),
 }
 EVIL_PATTERNS = ("(a+)+$|(.*_proj|.*)*!", "(([a-z_0-9.])+)+!", "(.|..|...|[a-z])*!", "((.*)*)*!")
 BERT = {"class_path": "torchmetrics.text.BERTScore", "init_args": {"model_name_or_path": "remote", "all_layers": True}}
 INFO = {"class_path": "torchmetrics.text.InfoLM", "init_args": {"model_name_or_path": "remote"}}
-LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = (
+    "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}{% endfor %}{% endfor %}{% "
+    "endfor %}"
+)
 
 
 def lora(**fields):
@@ -92,11 +167,15 @@ def lora(**fields):
 
 
 def lora_instance(**fields):
-    return config(model={"lora": {"class_path": "peft.LoraConfig", "init_args": {"r": 2, "target_modules": ["q_proj"], **fields}}})
+    return config(
+        model={"lora": {"class_path": "peft.LoraConfig", "init_args": {"r": 2, "target_modules": ["q_proj"], **fields}}}
+    )
 
 
 def chat(template, **data):
-    return config(data={"paths": [CHAT_ROW], "tokenizer": "TOKENIZER", "chat_template": template, **data}, model={"model": TINY})
+    return config(
+        data={"paths": [CHAT_ROW], "tokenizer": "TOKENIZER", "chat_template": template, **data}, model={"model": TINY}
+    )
 
 
 def hooked(value, hook="on_train_start"):
@@ -106,23 +185,53 @@ def hooked(value, hook="on_train_start"):
 HOSTILE = {
     **{f"rejected_path {path!r}": config(data={"rejected_path": path}) for path in FILES_TO_HIT},
     **{f"{option} {path!r}": make(path) for option, make in FOLDER_OPTIONS.items() for path in FOLDERS_TO_HIT},
-    **{f"report {path!r}": with_class("callbacks", "lightning_fastft.RunReport", path=path, profile_step=None)
-       for path in ("HOME/notes/run.html", "../notes/run.html", "package.html", "linked/run.html", ".git/x.html", "Makefile")},
-    **{f"logger {part} {text!r}": with_class("logger", LOGGERS + "CSVLogger", **{"save_dir": ".", "name": "", "version": "", part: text})
-       for part in ("name", "version") for text in ("../notes", "HOME/notes", "linked", ".git", "data", "..", "file://HOME")},
-    **{f"sub_dir {text!r}": with_class("logger", LOGGERS + "TensorBoardLogger", save_dir=".", name="", version="", sub_dir=text)
-       for text in ("../notes", "HOME/notes", ".git/hooks")},
-    **{f"checkpoint name {text!r}": with_class("callbacks", CALLBACKS + "ModelCheckpoint", dirpath="ckpt", filename=text)
-       for text in ("../../notes/x", "HOME/notes/x", "../.git/hooks/x", "~/x")},
-    **{f"profiler name {text!r}": with_class("profiler", PROFILERS + "SimpleProfiler", dirpath="p", filename=text)
-       for text in ("../../notes/x", "HOME/notes/x", "../.git/x")},
-    **{f"spike {path!r}": with_class("callbacks", CALLBACKS + "SpikeDetection", exclude_batches_path=path)
-       for path in ("HOME/x.json", "package.json")},
-    **{f"pattern {number} in {field}": lora(**{field: value})
-       for number, text in enumerate(EVIL_PATTERNS)
-       for field, value in (("target_modules", text), ("exclude_modules", text), ("rank_pattern", {text: 4}))},
+    **{
+        f"report {path!r}": with_class("callbacks", "lightning_fastft.RunReport", path=path, profile_step=None)
+        for path in (
+            "HOME/notes/run.html",
+            "../notes/run.html",
+            "package.html",
+            "linked/run.html",
+            ".git/x.html",
+            "Makefile",
+        )
+    },
+    **{
+        f"logger {part} {text!r}": with_class(
+            "logger", LOGGERS + "CSVLogger", **{"save_dir": ".", "name": "", "version": "", part: text}
+        )
+        for part in ("name", "version")
+        for text in ("../notes", "HOME/notes", "linked", ".git", "data", "..", "file://HOME")
+    },
+    **{
+        f"sub_dir {text!r}": with_class(
+            "logger", LOGGERS + "TensorBoardLogger", save_dir=".", name="", version="", sub_dir=text
+        )
+        for text in ("../notes", "HOME/notes", ".git/hooks")
+    },
+    **{
+        f"checkpoint name {text!r}": with_class(
+            "callbacks", CALLBACKS + "ModelCheckpoint", dirpath="ckpt", filename=text
+        )
+        for text in ("../../notes/x", "HOME/notes/x", "../.git/hooks/x", "~/x")
+    },
+    **{
+        f"profiler name {text!r}": with_class("profiler", PROFILERS + "SimpleProfiler", dirpath="p", filename=text)
+        for text in ("../../notes/x", "HOME/notes/x", "../.git/x")
+    },
+    **{
+        f"spike {path!r}": with_class("callbacks", CALLBACKS + "SpikeDetection", exclude_batches_path=path)
+        for path in ("HOME/x.json", "package.json")
+    },
+    **{
+        f"pattern {number} in {field}": lora(**{field: value})
+        for number, text in enumerate(EVIL_PATTERNS)
+        for field, value in (("target_modules", text), ("exclude_modules", text), ("rank_pattern", {text: 4}))
+    },
     "pattern in modules_to_save": lora(modules_to_save=[EVIL_PATTERNS[1]], target_modules=["q_proj"]),
-    "pattern in layers_pattern": lora(layers_pattern=EVIL_PATTERNS[1], layers_to_transform=[0], target_modules=["q_proj"]),
+    "pattern in layers_pattern": lora(
+        layers_pattern=EVIL_PATTERNS[1], layers_to_transform=[0], target_modules=["q_proj"]
+    ),
     "pattern of an instance": lora_instance(alpha_pattern={EVIL_PATTERNS[1]: 4}),
     "pattern that is broken": lora(target_modules="(q_proj"),
     "pattern key that is broken": lora(rank_pattern={"(q_proj": 4}, target_modules=["q_proj"]),
@@ -146,23 +255,39 @@ HOSTILE = {
     "hook BERTScore": hooked(BERT),
     "hook InfoLM": hooked(INFO),
     "hook module of a model": hooked({"class_path": "peft.PeftModel", "init_args": {}}),
-    "hook layer": hooked({"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}, "setup"),
+    "hook layer": hooked(
+        {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}, "setup"
+    ),
     "hook by its module": with_class("callbacks", CALLBACKS + "lambda_function.LambdaCallback", setup=BERT),
     "function of ThroughputMonitor": with_class("callbacks", CALLBACKS + "ThroughputMonitor", batch_size_fn=BERT),
     "function of BackboneFinetuning": with_class("callbacks", CALLBACKS + "BackboneFinetuning", lambda_func=INFO),
-    "function of StochasticWeightAveraging": with_class("callbacks", CALLBACKS + "StochasticWeightAveraging", swa_lrs=0.1, avg_fn=BERT),
+    "function of StochasticWeightAveraging": with_class(
+        "callbacks", CALLBACKS + "StochasticWeightAveraging", swa_lrs=0.1, avg_fn=BERT
+    ),
     "function of ModelPruning": with_class("callbacks", CALLBACKS + "ModelPruning", pruning_fn=BERT),
-    "hook of communication": config(trainer={"strategy": {"class_path": "lightning.pytorch.strategies.DDPStrategy",
-                                                          "init_args": {"ddp_comm_hook": BERT}}}),
+    "hook of communication": config(
+        trainer={
+            "strategy": {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"ddp_comm_hook": BERT}}
+        }
+    ),
     "metric as scheduler": config(model={"scheduler": BERT}),
-    "metric of images": hooked({"class_path": "torchmetrics.image.fid.FrechetInceptionDistance", "init_args": {"feature": "remote"}}),
-    "pickles of MNIST": {**config(), "data": {"class_path": "lightning.pytorch.demos.mnist_datamodule.MNISTDataModule",
-                                              "init_args": {"data_dir": "."}}},
+    "metric of images": hooked(
+        {"class_path": "torchmetrics.image.fid.FrechetInceptionDistance", "init_args": {"feature": "remote"}}
+    ),
+    "pickles of MNIST": {
+        **config(),
+        "data": {
+            "class_path": "lightning.pytorch.demos.mnist_datamodule.MNISTDataModule",
+            "init_args": {"data_dir": "."},
+        },
+    },
     "adapters of another kind": config(model={"lora": {"class_path": "peft.PrefixTuningConfig", "init_args": {}}}),
     "template: nested loops": chat(LOOP),
     "template: nested loops in two processes": chat(LOOP, num_proc=2, paths=[CHAT_ROW] * 4),
     "template: nested loops under generation": chat("{% generation %}" + LOOP + "{% endgeneration %}"),
-    "template: macros that double": chat("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"),
+    "template: macros that double": chat(
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    ),
     "template: powers": chat("{{ 7 ** 7 ** 9 }}"),
     "template: broken": chat("{% for %}"),
     "template: reaches for the interpreter": chat("{{ cycler.__init__.__globals__.os.system('touch canary') }}"),
@@ -179,7 +304,7 @@ HOSTILE = {
     "terminal codes in an option": config(trainer={"precision": "\x1b[2J\x1b]52;c;b3duZWQ=\x07"}),
     "terminal codes in a class": config(trainer={"callbacks": [{"class_path": "\x1b[2Jx.Y"}]}),
     "terminal codes in a name": {**config(), "\x1b[2Jx": 1},
-}  # fmt: skip
+}
 
 
 def write_home(home):
@@ -195,7 +320,9 @@ def write_home(home):
         (work / name).mkdir()
         (work / name / "config.json").write_text(json.dumps(TINY))
         (work / name / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (work / "adapted/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "remote"}))
+    (work / "adapted/adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "remote"})
+    )
     (work / "shape/tokenizer.json").write_text('{"model": {"type": "EVIL"}}')
     (work / "notjson/tokenizer.json").write_text("{")
     (work / "noclass/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "os.system"}))
@@ -218,7 +345,9 @@ def filled(content, *, home, tokenizer):
         return {key: filled(value, home=home, tokenizer=tokenizer) for key, value in content.items()}
     if isinstance(content, list):
         return [filled(value, home=home, tokenizer=tokenizer) for value in content]
-    return content.replace("HOME", str(home)).replace("TOKENIZER", str(tokenizer)) if isinstance(content, str) else content
+    return (
+        content.replace("HOME", str(home)).replace("TOKENIZER", str(tokenizer)) if isinstance(content, str) else content
+    )
 
 
 def run_all(base, names):
@@ -244,7 +373,10 @@ def run_all(base, names):
         except SystemExit as stop:
             end = f"exit {stop.code}"
         except BaseException as error:  # noqa: BLE001 - what a user would see as a traceback
-            end = f"traceback {type(error).__name__}: {str(error)[:300]} {''.join(traceback.format_tb(error.__traceback__)[-2:])}"
+            end = (
+                f"traceback {type(error).__name__}: {str(error)[:300]} "
+                f"{''.join(traceback.format_tb(error.__traceback__)[-2:])}"
+            )
         signal.alarm(0)
         after = snapshot(home)
         found[name] = {
@@ -279,8 +411,15 @@ def found(tmp_path_factory):
 
 def harm_of(entry):
     """Return what a config did that none may do."""
-    harms = {"code": entry["canary"], "files": entry["touched"], "traceback": entry["end"].startswith("traceback"), "terminal": entry["steers"]}
-    return {name: harm for name, harm in harms.items() if harm} | ({"time": entry["seconds"]} if entry["seconds"] > MOST_SECONDS else {})
+    harms = {
+        "code": entry["canary"],
+        "files": entry["touched"],
+        "traceback": entry["end"].startswith("traceback"),
+        "terminal": entry["steers"],
+    }
+    return {name: harm for name, harm in harms.items() if harm} | (
+        {"time": entry["seconds"]} if entry["seconds"] > MOST_SECONDS else {}
+    )
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -290,7 +429,10 @@ def test_hostile_config_does_no_harm(found, name):
 
 def test_there_are_a_hundred_and_the_figure_is_printed(found):
     num_bad = sum(bool(harm_of(entry)) for entry in found.values()) + len(HOSTILE) - len(found)
-    print(f"R18: {num_bad} of {len(HOSTILE)} hostile configs ran code, wrote outside of the run's folder, ended in a traceback, or did not end")
+    print(
+        f"R18: {num_bad} of {len(HOSTILE)} hostile configs ran code, wrote outside of the run's folder, ended in a "
+        "traceback, or did not end"
+    )
     assert len(HOSTILE) >= 100
     assert num_bad == 0
 

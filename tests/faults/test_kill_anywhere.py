@@ -1,4 +1,6 @@
-"""A run that is killed anywhere, over and over, and started again with ckpt_path="last" ends as the run that nobody killed, to the bit."""
+"""A run that is killed anywhere, over and over, and started again with ckpt_path="last" ends as the run that
+nobody killed, to the bit.
+"""
 
 import os
 import random
@@ -31,7 +33,11 @@ def last_state(folder):
 
 def differences(one, other):
     equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b  # noqa: E731
-    return [name for name in one.keys() | other.keys() if name not in one or name not in other or not equal(one[name], other[name])]
+    return [
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or name not in other or not equal(one[name], other[name])
+    ]
 
 
 @pytest.mark.parametrize("num_kills", NUM_KILLS)

@@ -24,7 +24,9 @@ def test_no_save_is_torn_or_lost(tmp_path, num_kills):
         temporary = "/dev/shm" if is_elsewhere and os.path.isdir("/dev/shm") else str(tmp_path)
         folder.mkdir(exist_ok=True)
         child, read = fork(
-            lambda write, p=path, t=temporary, f=is_folder, n=trial: save_until_killed(p, write, begin=n * 10_000, temporary=t, is_folder=f)
+            lambda write, p=path, t=temporary, f=is_folder, n=trial: save_until_killed(
+                p, write, begin=n * 10_000, temporary=t, is_folder=f
+            )
         )
         acknowledged = int.from_bytes(os.read(read, 4), "little")
         # A save takes milliseconds: the kill comes anywhere in one of the next.
@@ -42,6 +44,9 @@ def test_no_save_is_torn_or_lost(tmp_path, num_kills):
         contents = [load_file(file) for file in (sorted(path.glob("__*")) if is_folder else [path])]
         num_torn += any(float(content["weight"][-1]) != content["number"] for content in contents)
         num_lost += any(content["number"] < acknowledged for content in contents)
-    print(f"R1: {num_torn} of {num_kills} torn, {num_lost} acknowledged saves lost, {num_leftover} left behind; {num_parts} kills came inside a save")
+    print(
+        f"R1: {num_torn} of {num_kills} torn, {num_lost} acknowledged saves lost, {num_leftover} left behind; "
+        f"{num_parts} kills came inside a save"
+    )
     assert (num_torn, num_lost, num_leftover) == (0, 0, 0)
     assert num_parts >= num_kills // 5

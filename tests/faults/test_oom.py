@@ -1,6 +1,8 @@
-"""R16: an allocation that fails leaves a usable state: one error that says what to do, nothing half updated, checkpoints whole.
+"""R16: an allocation that fails leaves a usable state: one error that says what to do, nothing half updated,
+checkpoints whole.
 
-Every failure is a real one: memory that no machine has, a limit on the address space of a child, or a cap on a GPU's allocator.
+Every failure is a real one: memory that no machine has, a limit on the address space of a child, or a cap on a GPU's
+allocator.
 """
 
 import json
@@ -39,7 +41,10 @@ def snapshot(trainer):
 
 
 def is_equal(one, other):
-    same = [len(one[name]) == len(other[name]) and all(map(torch.equal, one[name], other[name])) for name in ("weights", "state")]
+    same = [
+        len(one[name]) == len(other[name]) and all(map(torch.equal, one[name], other[name]))
+        for name in ("weights", "state")
+    ]
     return all(same) and one["step"] == other["step"]
 
 
@@ -86,7 +91,11 @@ def fit(folder, *, where, activations=None, ckpt_path=None, num_done=0):
     module, before = RunsOut(tiny_llama(), where=where), Before()
     saved = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = quiet_trainer(
-        folder, strategy=FastFTStrategy(activations=activations), max_steps=NUM_STEPS, callbacks=[before, saved], enable_checkpointing=True
+        folder,
+        strategy=FastFTStrategy(activations=activations),
+        max_steps=NUM_STEPS,
+        callbacks=[before, saved],
+        enable_checkpointing=True,
     )
     error = None
     try:
@@ -107,7 +116,13 @@ def test_failed_allocation_ends_in_one_error_with_nothing_half_updated(tmp_path,
     assert isinstance(error, torch.OutOfMemoryError)
     message = str(error)
     assert message.startswith(f"The {where} ran out of memory on cpu, at optimizer step {FAILS_AT + 1}. ")
-    for part in ("Activations: auto:", "Budget: vram_budget auto", "peak of this process so far", "start again with", "tried to allocate"):
+    for part in (
+        "Activations: auto:",
+        "Budget: vram_budget auto",
+        "peak of this process so far",
+        "start again with",
+        "tried to allocate",
+    ):
         assert part in message
     # The save comes in the hook that copies; weights are the same.
     assert all(map(torch.equal, before.found["weights"], list(module.parameters())))
@@ -123,8 +138,12 @@ def test_failed_allocation_ends_in_one_error_with_nothing_half_updated(tmp_path,
 def test_forward_is_repeated_once_with_the_same_batch_under_a_leaner_plan(tmp_path):
     auto = {"vram_budget": 1000.0, "host_budget": 1.0}
     whole, *_ = fit(tmp_path / "whole", where="nowhere", activations=OffloadCheckpointing("auto", **auto))
-    with pytest.warns(UserWarning, match="The forward ran out of memory and is repeated with less: .*tried to allocate"):
-        module, trainer, _, error = fit(tmp_path / "hurt", where="forward", activations=OffloadCheckpointing("auto", **auto))
+    with pytest.warns(
+        UserWarning, match="The forward ran out of memory and is repeated with less: .*tried to allocate"
+    ):
+        module, trainer, _, error = fit(
+            tmp_path / "hurt", where="forward", activations=OffloadCheckpointing("auto", **auto)
+        )
     assert error is None
     assert (module.num_failed, module.num_forwards, trainer.global_step) == (1, NUM_STEPS + 1, NUM_STEPS)
     assert all(map(torch.equal, whole.parameters(), module.parameters()))
@@ -149,7 +168,10 @@ def test_offload_buffer_that_cannot_be_had_is_done_without_and_said(tmp_path):
             patch.setattr("lightning_fastft.strategies.packed_steps.rank_zero_info", reports.append)
             trainer.fit(module, packed_loader())
         trained.append(module)
-    assert any("The host has no 524288.0 GiB" in text and "Fewer layer inputs go to the host: 0 instead of 1" in text for text in reports)
+    assert any(
+        "The host has no 524288.0 GiB" in text and "Fewer layer inputs go to the host: 0 instead of 1" in text
+        for text in reports
+    )
     assert all(map(torch.equal, trained[0].parameters(), trained[1].parameters()))
 
 
@@ -176,7 +198,9 @@ class Ballast(PlainModule):
 
 
 class LimitInStep(Callback):
-    """Leaves room for one more tensor of the weights' size, behind the backward, for the rest of the process or the step."""
+    """Leaves room for one more tensor of the weights' size, behind the backward, for the rest of the process or
+    the step.
+    """
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == pl_module.at_step:
@@ -208,7 +232,8 @@ OPTIMIZERS = {
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs the /proc of Linux")
 @pytest.mark.parametrize(
-    ("name", "at_step", "is_as_before"), [("FusedAdamW", 0, True), ("AdamW", 0, True), pytest.param("AdamW", 1, False, marks=pytest.mark.fault)]
+    ("name", "at_step", "is_as_before"),
+    [("FusedAdamW", 0, True), ("AdamW", 0, True), pytest.param("AdamW", 1, False, marks=pytest.mark.fault)],
 )
 def test_optimizer_step_that_fails_says_what_it_changed(tmp_path, name, at_step, is_as_before):
     child, read = fork(lambda write: run_out_in_the_step(write, tmp_path, OPTIMIZERS[name], at_step=at_step))
@@ -217,7 +242,9 @@ def test_optimizer_step_that_fails_says_what_it_changed(tmp_path, name, at_step,
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     found = json.loads(text)
     print(f"R16: {name}, step {at_step + 1}: {found['message']}")
-    assert found["message"].startswith(f"The optimizer step ran out of memory on cpu, at optimizer step {at_step + 1}. ")
+    assert found["message"].startswith(
+        f"The optimizer step ran out of memory on cpu, at optimizer step {at_step + 1}. "
+    )
     # What the error says is what happened.
     said = "Weights and optimizer state are as before the step." in found["message"]
     assert said == found["is_as_before"] == is_as_before
@@ -271,7 +298,9 @@ class Cap(Callback):
             self.before = snapshot(trainer)
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2 * OnDevice.NUM_ELEMENTS) / total)
+            torch.cuda.set_per_process_memory_fraction(
+                (torch.cuda.memory_reserved() + 2 * OnDevice.NUM_ELEMENTS) / total
+            )
             trainer.lightning_module.is_capped = True
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -292,7 +321,9 @@ class Cap(Callback):
 
 
 class OnDevice(PlainModule):
-    """A weight of 64 MiB beside a tiny model, with scratch memory of that size in every part of a step but under "offload"."""
+    """A weight of 64 MiB beside a tiny model, with scratch memory of that size in every part of a step but under
+    "offload".
+    """
 
     NUM_ELEMENTS = 2**24
 
@@ -321,16 +352,22 @@ def test_capped_gpu_ends_in_one_error_with_nothing_half_updated(tmp_path, where)
     is_offload = where == "offload buffer"
     cap, saved = Cap(where), ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = quiet_trainer(
-        tmp_path, accelerator="gpu", strategy=FastFTStrategy(activations=OffloadCheckpointing("offload" if is_offload else "recompute")),
-        max_steps=NUM_STEPS, callbacks=[cap, saved], enable_checkpointing=True,
-    )  # fmt: skip
+        tmp_path,
+        accelerator="gpu",
+        strategy=FastFTStrategy(activations=OffloadCheckpointing("offload" if is_offload else "recompute")),
+        max_steps=NUM_STEPS,
+        callbacks=[cap, saved],
+        enable_checkpointing=True,
+    )
     try:
         with pytest.raises(DeviceMemoryError) as found:
             trainer.fit(OnDevice(is_small_forward=is_offload), packed_loader(8))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     print(f"R16: {where} on a GPU: {found.value}")
-    assert str(found.value).startswith(f"The {'forward' if is_offload else where} ran out of memory on cuda:0, at optimizer step {cap.at_step + 1}. ")
+    assert str(found.value).startswith(
+        f"The {'forward' if is_offload else where} ran out of memory on cuda:0, at optimizer step {cap.at_step + 1}. "
+    )
     assert "GiB reserved, of " in str(found.value)
     assert is_equal(cap.before, snapshot(trainer))
     paths = list(tmp_path.glob("*.ckpt"))

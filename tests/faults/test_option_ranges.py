@@ -1,6 +1,8 @@
-"""Every public option refuses what lies outside of its range: wrong types, numbers out of range, NaN, infinity, huge numbers, empty strings.
+"""Every public option refuses what lies outside of its range: wrong types, numbers out of range, NaN, infinity, huge
+numbers, empty strings.
 
-The options are read from the signatures of the public classes, so that one that is added without a line here fails the test.
+The options are read from the signatures of the public classes, so that one that is added without a line here fails the
+test.
 """
 
 import inspect
@@ -15,13 +17,53 @@ import lightning_fastft
 from lightning_fastft import FineTuner, OffloadCheckpointing, PackedDataModule
 from lightning_fastft.packing.context import BatchContext, Document
 
-CONFIG = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 # What options are called with; each kind of option says which of these it takes.
 HUGE = 10**400
 POOL = (
-    None, True, False, 0, 1, -1, -(10**400), HUGE, 0.5, 1.0, -0.5, 1e300, float("nan"), float("inf"), float("-inf"), "", "  ", "nonsense", "\0", "1",
-    "true", "nan", b"auto", [], [None], [1], [-1], {}, {"": 1}, {"unknown": "x"}, (), object(), 1j, len, timedelta(seconds=-1),
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    -(10**400),
+    HUGE,
+    0.5,
+    1.0,
+    -0.5,
+    1e300,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    "  ",
+    "nonsense",
+    "\0",
+    "1",
+    "true",
+    "nan",
+    b"auto",
+    [],
+    [None],
+    [1],
+    [-1],
+    {},
+    {"": 1},
+    {"unknown": "x"},
+    (),
+    object(),
+    1j,
+    len,
+    timedelta(seconds=-1),
+)
 
 
 def is_whole(value):
@@ -41,7 +83,9 @@ def number(low, high):
 
 
 def choice(*names):
-    return lambda value: any(value is name or (isinstance(value, str) and isinstance(name, str) and value == name) for name in names)
+    return lambda value: any(
+        value is name or (isinstance(value, str) and isinstance(name, str) and value == name) for name in names
+    )
 
 
 def either(*kinds):
@@ -81,7 +125,9 @@ strategy = {
     "activations": either(nothing),
     "attention": choice("auto", "sdpa", "dense", "varlen", "flex", "cudnn", "flash", "eager"),
     "exact_resume": flag,
-    **dict.fromkeys(("accelerator", "cluster_environment", "checkpoint_io", "precision_plugin", "kwargs", "timeout"), LIGHTNINGS_OWN),
+    **dict.fromkeys(
+        ("accelerator", "cluster_environment", "checkpoint_io", "precision_plugin", "kwargs", "timeout"), LIGHTNINGS_OWN
+    ),
 }
 size = either(choice("auto"), whole(1, 2**20))
 
@@ -150,11 +196,20 @@ OPTIONS = {
     "BincountRouter": {},
     "ExactResume": {"stop_signals": flag, "stop_timeout_s": number(1, 86_400)},
     "FastFTProgressBar": {"refresh_rate": whole(0), "process_position": whole(0), "leave": flag},
-    "FiniteGuard": {"max_skips": whole(1, 100), "check_every_n_steps": whole(1), "unsupported": choice("refuse", "wait")},
-    "FusedKernels": {"cuda_graphs": choice(False, True, "auto"), "base_compute": choice("model_dtype", "fp8", "fp8_reference")},
+    "FiniteGuard": {
+        "max_skips": whole(1, 100),
+        "check_every_n_steps": whole(1),
+        "unsupported": choice("refuse", "wait"),
+    },
+    "FusedKernels": {
+        "cuda_graphs": choice(False, True, "auto"),
+        "base_compute": choice("model_dtype", "fp8", "fp8_reference"),
+    },
     "GradientHealth": {"num_steps": whole(3), "allow_zero": either(text, lambda value: value in ([], ()))},
     "HostWaitDetector": {
-        "steps": lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(is_whole(step) and step >= 0 for step in value),
+        "steps": lambda value: (
+            isinstance(value, (list, tuple)) and len(value) > 0 and all(is_whole(step) and step >= 0 for step in value)
+        ),
         "on_wait": choice("report", "warn", "raise"),
     },
     "PackedTraining": {"attention": strategy["attention"], "activations": strategy["activations"]},
@@ -165,7 +220,16 @@ OPTIONS = {
 # The other options of a call, where the defaults are not enough to make one.
 GIVEN = {"FineTuner": {"model": CONFIG, "init": "random"}, "PackedDataModule": {"paths": "rows.jsonl"}}
 LORA = {"r": whole(1, 2**16), "lora_alpha": number(0, 2**20), "lora_dropout": share}
-CHECKED_WHEN_USED = ("BatchContext", "Document", "PackedBatch", "Status", "FastFTError", "collate", "register", "VerifiedCheckpointIO")
+CHECKED_WHEN_USED = (
+    "BatchContext",
+    "Document",
+    "PackedBatch",
+    "Status",
+    "FastFTError",
+    "collate",
+    "register",
+    "VerifiedCheckpointIO",
+)
 
 
 def option_names(name):
@@ -196,7 +260,11 @@ def cases():
 def test_every_public_option_has_a_range():
     public = {name: getattr(lightning_fastft, name) for name in lightning_fastft.__all__}
     owners = (FineTuner, PackedDataModule, OffloadCheckpointing)
-    wanted = {name for name, item in public.items() if item in owners or (isinstance(item, type) and issubclass(item, (Callback, Strategy)))}
+    wanted = {
+        name
+        for name, item in public.items()
+        if item in owners or (isinstance(item, type) and issubclass(item, (Callback, Strategy)))
+    }
     assert wanted == set(OPTIONS)
     assert public.keys() - wanted <= {*CHECKED_WHEN_USED}
     for name in wanted:
@@ -221,7 +289,10 @@ def test_values_of_adapters_outside_of_the_range_are_refused(field):
 def test_the_number_of_values_is_printed():
     found = [case.values for case in cases() if not case.marks]
     outside = sum(not kind(value) for _, _, kind in found for value in POOL)
-    print(f"R22: 0 of {outside} values outside of a range accepted, over {len(found)} options of {len(OPTIONS)} public classes")
+    print(
+        f"R22: 0 of {outside} values outside of a range accepted, over {len(found)} options of {len(OPTIONS)} public "
+        "classes"
+    )
     assert len(found) > 70
 
 

@@ -1,4 +1,6 @@
-"""R6: a signal at any moment of training ends the run at an optimizer step, in a good checkpoint, with an exit code that says so."""
+"""R6: a signal at any moment of training ends the run at an optimizer step, in a good checkpoint, with an exit
+code that says so.
+"""
 
 import os
 import random
@@ -38,7 +40,9 @@ def test_signals_end_in_a_checkpoint_at_a_step(tmp_path, num_signals):
     for trial in range(num_signals):
         folder = tmp_path / str(trial)
         number = (signal.SIGTERM, signal.SIGUSR1)[trial % 2]
-        child, read = fork(lambda write, f=folder: train("lora", "one", f, keep=True, callbacks=[Tell(write)], **LENGTH))
+        child, read = fork(
+            lambda write, f=folder: train("lora", "one", f, keep=True, callbacks=[Tell(write)], **LENGTH)
+        )
         num_begun = chance.randrange(1, 40)
         for _ in range(num_begun):
             assert os.read(read, 1) == b"x"
@@ -52,15 +56,28 @@ def test_signals_end_in_a_checkpoint_at_a_step(tmp_path, num_signals):
         os.close(read)
         stopped = list(folder.glob("stopped-step=*.ckpt"))
         # Two that come before the process runs again have no order.
-        is_good = code in (128 + number, 128 + second) and len(stopped) == 1 and check_file(stopped[0]) and not list(folder.glob(".*"))
+        is_good = (
+            code in (128 + number, 128 + second)
+            and len(stopped) == 1
+            and check_file(stopped[0])
+            and not list(folder.glob(".*"))
+        )
         state = torch.load(stopped[0], weights_only=True) if is_good else {}
-        is_good = is_good and state["PackedDataModule"]["micro_batches"] == state["global_step"] * ACCUMULATE >= num_begun - ACCUMULATE
+        is_good = (
+            is_good
+            and state["PackedDataModule"]["micro_batches"]
+            == state["global_step"] * ACCUMULATE
+            >= num_begun - ACCUMULATE
+        )
         num_good += is_good
         if is_good and trial % 5 == 0:
             num_resumed += 1
             resumed = train("lora", "one", tmp_path / "resumed", ckpt_path=stopped[0], **LENGTH)
             num_exact += not differences(whole, resumed, after=state["global_step"])
-    print(f"R6: {num_good} of {num_signals} signals ended in a good checkpoint; {num_exact} of {num_resumed} resumed bit-equal to an unstopped run")
+    print(
+        f"R6: {num_good} of {num_signals} signals ended in a good checkpoint; {num_exact} of {num_resumed} resumed "
+        "bit-equal to an unstopped run"
+    )
     assert num_good == num_signals
     assert num_exact == num_resumed > 0
 
@@ -76,7 +93,10 @@ def test_signal_inside_a_window_waits_for_its_end(tmp_path, number):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
     os.close(read)
     assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=3.ckpt"]
-    assert torch.load(tmp_path / "stopped-step=3.ckpt", weights_only=True)["PackedDataModule"]["micro_batches"] == 3 * ACCUMULATE
+    assert (
+        torch.load(tmp_path / "stopped-step=3.ckpt", weights_only=True)["PackedDataModule"]["micro_batches"]
+        == 3 * ACCUMULATE
+    )
 
 
 class SignalInValidation(Callback):

@@ -1,4 +1,6 @@
-"""The command line: SIGTERM ends in a checkpoint and exit code 143, and settings that contradict the checkpoint are said or refused."""
+"""The command line: SIGTERM ends in a checkpoint and exit code 143, and settings that contradict the checkpoint
+are said or refused.
+"""
 
 import signal
 import subprocess
@@ -15,20 +17,30 @@ from tests.cli.test_command import tiny_words
 
 def start(folder, words):
     return subprocess.Popen(
-        [sys.executable, "-m", "lightning_fastft", "fit", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "lightning_fastft", "fit", *words],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 @pytest.mark.fault
 def test_stopped_run_is_resumed_and_contradictions_are_said(tmp_path):
-    words = tiny_words(write_demo_files(generate_rows(num_train=40, num_validation=4), tmp_path / "demo", vocab_size=320))
+    words = tiny_words(
+        write_demo_files(generate_rows(num_train=40, num_validation=4), tmp_path / "demo", vocab_size=320)
+    )
     words += [
         "--trainer.default_root_dir",
         "out",
         "--trainer.enable_checkpointing=true",
         "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint",
     ]
-    words += ["--trainer.callbacks.dirpath=out", "--trainer.callbacks.every_n_train_steps=1", "--model.learning_rate=0.001"]
+    words += [
+        "--trainer.callbacks.dirpath=out",
+        "--trainer.callbacks.every_n_train_steps=1",
+        "--model.learning_rate=0.001",
+    ]
     run = start(tmp_path, [*words, "--trainer.max_steps=100000"])
     while not list((tmp_path / "out").glob("*.ckpt")):
         assert run.poll() is None, run.stderr.read()

@@ -1,4 +1,6 @@
-"""Fused decoder layers: the numbers of transformers' own layers, and those layers themselves wherever the Functions would not be exact."""
+"""Fused decoder layers: the numbers of transformers' own layers, and those layers themselves wherever the
+Functions would not be exact.
+"""
 
 import contextlib
 import copy
@@ -10,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import decoder
-from lightning_fastft.fused.decoder import LAYERS, install_fused_layers, settle_weights
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.fused.decoder import LAYERS, fuse_weight_buffers, install_fused_layers
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.hf.loading import ModelSource, build_model
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.layer_pairs import (
@@ -64,7 +66,12 @@ def test_every_family_of_the_table_is_compared():
 
 @pytest.mark.parametrize(
     ("form", "trained"),
-    [*(("packed", trained) for trained in TRAINED), ("padded on the right", "lora"), ("padded on the right", "full"), ("padded on the left", "lora")],
+    [
+        *(("packed", trained) for trained in TRAINED),
+        ("padded on the right", "lora"),
+        ("padded on the right", "full"),
+        ("padded on the left", "lora"),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_the_layers_own(family, form, trained):
@@ -78,13 +85,16 @@ def test_loss_and_gradients_equal_the_layers_own(family, form, trained):
 @pytest.mark.parametrize("family", ["llama biased", "qwen3", "gpt_oss", "phi3", "gemma3"])
 def test_weights_that_lie_next_to_their_adapters_give_the_same_and_are_given_back(family):
     fused, plain = make_pair(build(family, "lora", intermediate_size=80) if family in DENSE else build(family, "lora"))
-    state, strides = copy.deepcopy(fused.state_dict()), {name: parameter.stride() for name, parameter in fused.named_parameters()}
-    ledger = SwapLedger()
-    (settled,) = settle_weights(fused, ledger, device_types=("cpu",))
+    state, strides = (
+        copy.deepcopy(fused.state_dict()),
+        {name: parameter.stride() for name, parameter in fused.named_parameters()},
+    )
+    patcher = ModelPatcher()
+    (weight_buffer,) = fuse_weight_buffers(fused, patcher, device_types=("cpu",))
     # Experts are no part of it.
     num_products = {"gpt_oss": 2}.get(family, 4) * len(layers_of(fused))
-    assert settled.status().reason.startswith(f"{num_products} products")
-    assert not settle_weights(fused, ledger, device_types=("cpu",))
+    assert weight_buffer.status().reason.startswith(f"{num_products} products")
+    assert not fuse_weight_buffers(fused, patcher, device_types=("cpu",))
     batch = make_batch()
     is_fused, found = is_served(fused, lambda: step(fused, batch))
     assert is_fused
@@ -94,28 +104,35 @@ def test_weights_that_lie_next_to_their_adapters_give_the_same_and_are_given_bac
     assert list(now) == list(state)
     assert all(torch.equal(now[name], value) for name, value in state.items())
     # What is written to a file is whole.
-    settled.make_whole(now)
+    weight_buffer.make_whole(now)
     assert all(torch.equal(now[name], value) for name, value in state.items())
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in now.values())
 
-    ledger.undo()
-    assert settled.status().state == "inactive"
+    patcher.undo()
+    assert weight_buffer.status().state == "inactive"
     assert {name: parameter.stride() for name, parameter in fused.named_parameters()} == strides
-    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for layer in layers_of(fused) for parameter in layer.parameters())
+    assert all(
+        parameter.untyped_storage().nbytes() == parameter.nbytes
+        for layer in layers_of(fused)
+        for parameter in layer.parameters()
+    )
     assert relative_error(logits_of(fused), logits) <= 1e-6
 
 
 def test_a_call_that_the_layer_serves_itself_may_stand_beside_settled_ones():
     fused, plain = make_pair(build("llama", "lora"))
-    settle_weights(fused, SwapLedger(), device_types=("cpu",))
+    fuse_weight_buffers(fused, ModelPatcher(), device_types=("cpu",))
     gradients = []
     for model in (fused, plain):
-        # With a cache the layers run their own forward, and save their weights for a backward that comes after the other call has used the room.
+        # With a cache the layers run their own forward, and save their weights for a backward that comes after the
+        # other call has used the room.
         loss = model(input_ids=IDS, use_cache=True).logits.square().mean()
         with torch.no_grad():
             model(input_ids=IDS, use_cache=False)
         loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+        gradients.append(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
     ours, expected = gradients
     assert ours.keys() == expected.keys()
     assert ours
@@ -124,9 +141,9 @@ def test_a_call_that_the_layer_serves_itself_may_stand_beside_settled_ones():
 
 def test_weights_stay_where_they_are_off_the_gpu_and_where_they_are_trained():
     model, _ = make_pair(build("llama", "lora"))
-    assert not settle_weights(model, SwapLedger())
+    assert not fuse_weight_buffers(model, ModelPatcher())
     trained, _ = make_pair(build("llama", "full"))
-    assert not settle_weights(trained, SwapLedger(), device_types=("cpu",))
+    assert not fuse_weight_buffers(trained, ModelPatcher(), device_types=("cpu",))
 
 
 @pytest.mark.parametrize("trained", ["lora", "full"])
@@ -143,21 +160,33 @@ def test_in_float64_they_are_equal_to_float64(family, trained):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_round_where_their_family_does(family):
-    """Before or behind the weight: in bf16 a bit of many numbers, seen at the norm in front of the head, which has the form of the layers' own."""
+    """Before or behind the weight: in bf16 a bit of many numbers, seen at the norm in front of the head, which
+    has the form of the layers' own.
+    """
     fused, plain = make_pair(build(family, "full", dtype=torch.bfloat16))
     x = torch.randn(3, 50, fused.config.hidden_size).bfloat16()
     assert torch.equal(fused.model.norm(x), plain.model.norm(x))
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"), [("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}), ("gemma3", {"attention_bias": False})]
+    ("family", "overrides"),
+    [
+        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("gemma3", {"attention_bias": False}),
+    ],
 )
 def test_norms_of_heads_round_where_their_family_does(family, overrides, monkeypatch):
-    """Seen at documents of one token, whose position 0 is not rotated: attention gets what the norms of the heads gave."""
+    """Seen at documents of one token, whose position 0 is not rotated: attention gets what the norms of the heads
+    gave.
+    """
     fused, plain = make_pair(build(family, "full", dtype=torch.bfloat16, **overrides))
     heads, expected = [], []
     real = decoder.attend
-    monkeypatch.setattr(decoder, "attend", lambda layer, q, k, *args, **options: heads.append((q, k)) or real(layer, q, k, *args, **options))
+    monkeypatch.setattr(
+        decoder,
+        "attend",
+        lambda layer, q, k, *args, **options: heads.append((q, k)) or real(layer, q, k, *args, **options),
+    )
     attention = layers_of(plain)[0].self_attn
     for norm in (attention.q_norm, attention.k_norm):
         norm.register_forward_hook(lambda module, args, output: expected.append(output))
@@ -190,7 +219,8 @@ def test_adapters_in_bfloat16_are_as_near_to_the_truth_as_the_layers_own(family)
 
 
 @pytest.mark.parametrize(
-    ("family", "adapter_dtype"), [("qwen2", torch.bfloat16), ("qwen2", torch.float32), ("phi3", torch.bfloat16), ("gemma3", torch.float32)]
+    ("family", "adapter_dtype"),
+    [("qwen2", torch.bfloat16), ("qwen2", torch.float32), ("phi3", torch.bfloat16), ("gemma3", torch.float32)],
 )
 def test_nf4_is_as_near_to_the_truth_as_the_layers_own(family, adapter_dtype):
     model = quantised(adapter_dtype=adapter_dtype, family=family)
@@ -199,7 +229,9 @@ def test_nf4_is_as_near_to_the_truth_as_the_layers_own(family, adapter_dtype):
 
 def quantised(*, adapter_dtype, family="qwen2"):
     config = build(family, "full", **WIDE).config.to_dict()
-    model = build_model(ModelSource(config, init="random"), device=torch.device("cpu"), dtype=torch.bfloat16, quantization="nf4", seed=0)
+    model = build_model(
+        ModelSource(config, init="random"), device=torch.device("cpu"), dtype=torch.bfloat16, quantization="nf4", seed=0
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
@@ -222,7 +254,9 @@ def with_dense_weights(model):
                 from bitsandbytes.functional import dequantize_4bit
 
                 dense = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
-                dense.weight = nn.Parameter(dequantize_4bit(child.weight.data, child.weight.quant_state), requires_grad=False)
+                dense.weight = nn.Parameter(
+                    dequantize_4bit(child.weight.data, child.weight.quant_state), requires_grad=False
+                )
                 dense.bias = child.bias
                 module._modules[name] = dense
     return model
@@ -233,15 +267,15 @@ def assert_model_as_near(model, *, truth, has_shadows=False):
 
     Over several batches at once: the errors of a single one scatter, up and down, by more than the bound.
     """
-    install_packed_training(truth, SwapLedger())
+    install_packed_training(truth, ModelPatcher())
     use_exact_norms(truth, is_plain=True)
     batches = [make_batch((40, 1, 25, 30), seed=seed) for seed in range(4)]
     expected = steps(truth, batches)
     plain = copy.deepcopy(model)
     for each in (model, plain):
-        install_packed_training(each, SwapLedger())
+        install_packed_training(each, ModelPatcher())
         if has_shadows:
-            install_adapter_shadows(each, SwapLedger(), compute_dtype=torch.bfloat16)
+            install_low_precision_adapters(each, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(model)
     is_fused, found = is_served(model, lambda: steps(model, batches))
     assert is_fused
@@ -257,10 +291,12 @@ def steps(model, batches):
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_fp32_adapters_get_fp32_gradients_and_a_step_before_the_backward_is_an_error(quantization):
     model = (
-        quantised(adapter_dtype=torch.float32) if quantization else add_lora(build("llama", "full").bfloat16(), adapter_dtype=torch.float32).train()
+        quantised(adapter_dtype=torch.float32)
+        if quantization
+        else add_lora(build("llama", "full").bfloat16(), adapter_dtype=torch.float32).train()
     )
-    install_packed_training(model, SwapLedger())
-    shadows = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    install_packed_training(model, ModelPatcher())
+    shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert {parameter.dtype for parameter in trained} == {torch.float32}
@@ -280,7 +316,16 @@ def test_fp32_adapters_get_fp32_gradients_and_a_step_before_the_backward_is_an_e
     [
         *(("llama", name) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")),
         *(("llama", name) for name in ("input_layernorm", "post_attention_layernorm")),
-        *(("gemma3", name) for name in ("self_attn.o_proj", "self_attn.q_norm", "post_attention_layernorm", "mlp.up_proj", "mlp.down_proj")),
+        *(
+            ("gemma3", name)
+            for name in (
+                "self_attn.o_proj",
+                "self_attn.q_norm",
+                "post_attention_layernorm",
+                "mlp.up_proj",
+                "mlp.down_proj",
+            )
+        ),
         *(("gemma3", name) for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")),
         *(("phi3", name) for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")),
     ],
@@ -399,8 +444,19 @@ def test_what_functions_cannot_serve_is_left_to_the_layers_own_forward(case):
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        *(("gemma3", path) for path in ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "self_attn.k_norm")),
-        *(("phi3", path) for path in ("resid_attn_dropout", "resid_mlp_dropout", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp")),
+        *(
+            ("gemma3", path)
+            for path in (
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+                "self_attn.k_norm",
+            )
+        ),
+        *(
+            ("phi3", path)
+            for path in ("resid_attn_dropout", "resid_mlp_dropout", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp")
+        ),
     ],
 )
 def test_hooks_on_the_modules_of_other_layers_run_too(family, path):
@@ -559,16 +615,16 @@ def test_the_base_of_merged_adapters_is_left_to_peft():
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "gemma3"])
 def test_undo_leaves_nothing(family):
     model = build(family, "lora")
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     before = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
     modules, state = dict(model.named_modules()), model.state_dict()
     logits = logits_of(model)
-    ledger = fuse(model)
+    patcher = fuse(model)
     assert list(model.state_dict()) == list(state)
     assert all(value.data_ptr() == state[name].data_ptr() for name, value in model.state_dict().items())
     assert_close(logits_of(model), logits)
     step(model, make_batch())
-    ledger.undo()
+    patcher.undo()
     assert {name: (type(module), set(vars(module))) for name, module in model.named_modules()} == before
     assert all(module is modules[name] for name, module in model.named_modules())
     assert torch.equal(logits_of(model), logits)
@@ -576,11 +632,12 @@ def test_undo_leaves_nothing(family):
 
 # bitsandbytes' weights forget what they are when they are pickled.
 @pytest.mark.parametrize(
-    ("duplicate", "is_quantised"), [(copy.deepcopy, True), (copy.deepcopy, False), (lambda model: pickle.loads(pickle.dumps(model)), False)]
+    ("duplicate", "is_quantised"),
+    [(copy.deepcopy, True), (copy.deepcopy, False), (lambda model: pickle.loads(pickle.dumps(model)), False)],
 )
 def test_a_copied_or_pickled_model_is_fused_and_stands_alone(duplicate, is_quantised):
     model = quantised(adapter_dtype=torch.bfloat16) if is_quantised else build("qwen2", "lora")
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     fuse(model)
     expected = step(model, make_batch())
     twin = duplicate(model)
@@ -619,7 +676,11 @@ def test_a_second_backward_through_a_retained_graph_gives_the_same():
     loss.backward(retain_graph=True)
     model.zero_grad(set_to_none=True)
     loss.backward()
-    assert all(torch.equal(parameter.grad, expected[name]) for name, parameter in model.named_parameters() if parameter.grad is not None)
+    assert all(
+        torch.equal(parameter.grad, expected[name])
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    )
 
 
 # What the table says.
@@ -636,25 +697,45 @@ def test_a_second_backward_through_a_retained_graph_gives_the_same():
     ],
 )
 def test_status_says_what_is_fused(family, reason):
-    assert install_fused_layers(build(family, "full"), SwapLedger()) == [("fused layers", "active", reason, "")]
+    assert install_fused_layers(build(family, "full"), ModelPatcher()) == [("fused layers", "active", reason, "")]
 
 
 def test_unknown_families_are_left_alone():
-    model, ledger = build_tiny("granite"), SwapLedger()
-    (status,) = install_fused_layers(model, ledger)
-    assert (status.state, len(ledger)) == ("inactive", 0)
-    assert status.reason.startswith("GraniteDecoderLayer is not served; served are the layers of Gemma2, Gemma3, GptOss, Llama")
-    (status,) = install_fused_layers(nn.Linear(2, 2), ledger)
+    model, patcher = build_tiny("granite"), ModelPatcher()
+    (status,) = install_fused_layers(model, patcher)
+    assert (status.state, len(patcher)) == ("inactive", 0)
+    assert status.reason.startswith(
+        "GraniteDecoderLayer is not served; served are the layers of Gemma2, Gemma3, GptOss, Llama"
+    )
+    (status,) = install_fused_layers(nn.Linear(2, 2), patcher)
     assert status == ("fused layers", "inactive", "Linear holds no transformers model", "")
 
 
 OBSTACLES = {
-    "hook": (lambda: hooked(build("llama", "full")), "1 of 2 layers: LlamaAttention has hooks or a forward of its own, which would be passed over"),
-    "DoRA": (lambda: add_lora(build("llama", "full"), use_dora=True), r"2 of 2 layers: the adapter is no plain LoRA \(a variant such as DoRA"),
-    "dropout": (lambda: add_lora(build("llama", "full"), lora_dropout=0.1).train(), "2 of 2 layers: the adapter has dropout"),
-    "masters": (lambda: add_lora(build("llama", "full").bfloat16(), adapter_dtype=torch.float32), "float32 and rows are in torch.bfloat16, without"),
-    "dropout of the layer": (lambda: build("phi3", "full", resid_pdrop=0.1), "2 of 2 layers: resid_attn_dropout drops out in training"),
-    "activation": (lambda: build("llama", "full", hidden_act="mish"), "the activation .*mish.* is not known here|the activation Mish"),
+    "hook": (
+        lambda: hooked(build("llama", "full")),
+        "1 of 2 layers: LlamaAttention has hooks or a forward of its own, which would be passed over",
+    ),
+    "DoRA": (
+        lambda: add_lora(build("llama", "full"), use_dora=True),
+        r"2 of 2 layers: the adapter is no plain LoRA \(a variant such as DoRA",
+    ),
+    "dropout": (
+        lambda: add_lora(build("llama", "full"), lora_dropout=0.1).train(),
+        "2 of 2 layers: the adapter has dropout",
+    ),
+    "masters": (
+        lambda: add_lora(build("llama", "full").bfloat16(), adapter_dtype=torch.float32),
+        "float32 and rows are in torch.bfloat16, without",
+    ),
+    "dropout of the layer": (
+        lambda: build("phi3", "full", resid_pdrop=0.1),
+        "2 of 2 layers: resid_attn_dropout drops out in training",
+    ),
+    "activation": (
+        lambda: build("llama", "full", hidden_act="mish"),
+        "the activation .*mish.* is not known here|the activation Mish",
+    ),
 }
 
 
@@ -666,25 +747,25 @@ def hooked(model):
 @pytest.mark.parametrize("case", OBSTACLES)
 def test_an_obstacle_is_refused_with_its_reason_and_nothing_is_changed(case):
     make, reason = OBSTACLES[case]
-    model, ledger = make(), SwapLedger()
-    (status,) = install_fused_layers(model, ledger)
+    model, patcher = make(), ModelPatcher()
+    (status,) = install_fused_layers(model, patcher)
     assert status.state == "refused"
     assert re.search(reason, status.reason), status.reason
     assert status.remedy
-    assert len(ledger) == 0
+    assert len(patcher) == 0
 
 
 def test_adapters_that_will_have_copies_are_no_obstacle():
     model = add_lora(build("llama", "full").bfloat16(), adapter_dtype=torch.float32).train()
-    install_packed_training(model, SwapLedger())
-    (status,) = install_fused_layers(model, SwapLedger(), awaits_copies=True)
+    install_packed_training(model, ModelPatcher())
+    (status,) = install_fused_layers(model, ModelPatcher(), awaits_copies=True)
     assert status.state == "active"
     assert not is_served(model, lambda: logits_of(model))[0]
-    install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     assert is_served(model, lambda: step(model, make_batch()))[0]
 
 
 def test_two_models_are_told_apart():
     root = nn.ModuleDict({"student": build("llama", "full"), "teacher": build_tiny("granite")})
-    names = [(status.name, status.state) for status in install_fused_layers(root, SwapLedger())]
+    names = [(status.name, status.state) for status in install_fused_layers(root, ModelPatcher())]
     assert names == [("fused layers (student)", "active"), ("fused layers (teacher)", "inactive")]

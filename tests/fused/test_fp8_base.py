@@ -1,4 +1,6 @@
-"""Base products in fp8, emulated on the CPU: near the layers' own where fp8 can be, exact where it must be, and nothing left behind."""
+"""Base products in fp8, emulated on the CPU: near the layers' own where fp8 can be, exact where it must be, and
+nothing left behind.
+"""
 
 import copy
 import pickle
@@ -9,12 +11,12 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import fp8_base
 from lightning_fastft.fused.decoder import install_fp8_base
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.linear_parts import read_part
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
 from lightning_fastft.patches.packed import install_packed_training
 from tests.fused.test_decoder import logits_of, quantised, with_dense_weights
@@ -37,13 +39,13 @@ def make(family="qwen3", trained="lora", **options):
 
 
 def in_fp8(model, *, is_emulated=True, has_shadows=False):
-    """Install packed training, fused layers and fp8; return the ledger and what says what is active."""
-    install_packed_training(model, SwapLedger())
+    """Install packed training, fused layers and fp8; return the patcher and what says what is active."""
+    install_packed_training(model, ModelPatcher())
     if has_shadows:
-        install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
-    ledger = fuse(model)
-    (base,) = install_fp8_base(model, ledger, is_emulated=is_emulated)
-    return ledger, base
+        install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
+    patcher = fuse(model)
+    (base,) = install_fp8_base(model, patcher, is_emulated=is_emulated)
+    return patcher, base
 
 
 def weight_rows(weight):
@@ -69,7 +71,7 @@ def test_loss_and_gradients_are_as_near_as_fp8_is(family):
     model = make(family)
     plain = copy.deepcopy(model)
     _, base = in_fp8(model)
-    install_packed_training(plain, SwapLedger())
+    install_packed_training(plain, ModelPatcher())
     fuse(plain)
     is_fused, found = is_served(model, lambda: step(model, make_batch(BATCH)))
     expected = step(plain, make_batch(BATCH))
@@ -78,7 +80,11 @@ def test_loss_and_gradients_are_as_near_as_fp8_is(family):
     assert all(found[name].dtype is value.dtype for name, value in expected.items())
     assert base.status().state == "active"
     assert 0 < relative_error(found["loss"], expected["loss"]) < 0.01
-    cosines = [torch.cosine_similarity(found[name].flatten(), value.flatten(), dim=0).item() for name, value in expected.items() if value.ndim]
+    cosines = [
+        torch.cosine_similarity(found[name].flatten(), value.flatten(), dim=0).item()
+        for name, value in expected.items()
+        if value.ndim
+    ]
     assert min(cosines) > 0.9
     assert sorted(cosines)[len(cosines) // 2] > 0.98
     assert max(cosines) < 0.99999
@@ -86,7 +92,9 @@ def test_loss_and_gradients_are_as_near_as_fp8_is(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(family, monkeypatch):
-    """Everything but the rounding of rows: weights, both layouts, scales, order of columns, adapters, biases and residuals, to the last digits."""
+    """Everything but the rounding of rows: weights, both layouts, scales, order of columns, adapters, biases and
+    residuals, to the last digits.
+    """
     model = make(family)
     plain = copy.deepcopy(model)
     with torch.no_grad():
@@ -103,10 +111,12 @@ def test_with_rows_left_as_they_are_it_is_the_layer_of_the_rounded_weights(famil
 
     monkeypatch.setattr(fp8_base, "quantise_rows", wide_rows)
     monkeypatch.setattr(
-        fp8_base, "multiply", lambda rows, weight, scale, **options: (rows.values_TI @ weight.float().T) * (1.0 if scale is None else scale)
+        fp8_base,
+        "multiply",
+        lambda rows, weight, scale, **options: (rows.values_TI @ weight.float().T) * (1.0 if scale is None else scale),
     )
     in_fp8(model)
-    install_packed_training(plain, SwapLedger())
+    install_packed_training(plain, ModelPatcher())
     fuse(plain)
     found, expected = step(model, make_batch(BATCH)), step(plain, make_batch(BATCH))
     assert found.keys() == expected.keys()
@@ -119,7 +129,10 @@ def test_products_are_those_of_rounded_rows_and_weights():
     in_fp8(model)
     step(model, make_batch(BATCH))
     (weight, *_), layer = weights_of(model), layers_of(model)[0]
-    parts = [read_part(module, dtype=torch.float32) for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)]
+    parts = [
+        read_part(module, dtype=torch.float32)
+        for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    ]
     dense_OI = torch.cat([part.weight for part in parts])
     x_TI, d_TO = torch.randn(7, 64), torch.randn(7, len(dense_OI))
     scale_O = weight_rows(dense_OI).scale_T
@@ -137,16 +150,20 @@ def test_nf4_goes_to_fp8_without_a_copy(adapter_dtype):
     has_shadows = adapter_dtype is torch.float32
     _, base = in_fp8(model, has_shadows=has_shadows)
     for each in (plain, dense):
-        install_packed_training(each, SwapLedger())
+        install_packed_training(each, ModelPatcher())
     if has_shadows:
-        install_adapter_shadows(plain, SwapLedger(), compute_dtype=torch.bfloat16)
+        install_low_precision_adapters(plain, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(plain)
     with torch.inference_mode():
         model(**make_batch(BATCH))
     is_fused, found = is_served(model, lambda: step(model, make_batch(BATCH)))
     assert is_fused
     own, truth = step(plain, make_batch(BATCH)), step(dense, make_batch(BATCH))
-    cosines = [torch.cosine_similarity(found[name].float().flatten(), value.flatten(), dim=0).item() for name, value in truth.items() if value.ndim]
+    cosines = [
+        torch.cosine_similarity(found[name].float().flatten(), value.flatten(), dim=0).item()
+        for name, value in truth.items()
+        if value.ndim
+    ]
     assert min(cosines) > 0.98
     assert max(relative_error(own[name], value) for name, value in truth.items()) < max(
         relative_error(found[name], value) for name, value in truth.items()
@@ -154,7 +171,9 @@ def test_nf4_goes_to_fp8_without_a_copy(adapter_dtype):
     # One buffer of the largest product, a byte a weight, and no copies of weights; nothing is dense in bf16.
     (buffer,) = base.memory()
     assert (buffer.dtype, buffer.numel()) == (torch.float8_e4m3fn, 2 * 128 * 64)
-    assert all([each.dtype for each in weight.memory()] == [torch.float32, torch.bfloat16] for weight in weights_of(model))
+    assert all(
+        [each.dtype for each in weight.memory()] == [torch.float32, torch.bfloat16] for weight in weights_of(model)
+    )
     assert all(vars(layer)["fastft_fusion"].dense.memory() == [] for layer in layers_of(model))
 
 
@@ -162,13 +181,22 @@ def test_two_runs_are_bit_equal_and_dense_weights_are_quantised_once(monkeypatch
     model = make()
     in_fp8(model)
     given, real = [], fp8_base.quantise_rows
-    monkeypatch.setattr(fp8_base, "quantise_rows", lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options))
+    monkeypatch.setattr(
+        fp8_base, "quantise_rows", lambda x, **options: given.append(isinstance(x, nn.Parameter)) or real(x, **options)
+    )
     first = step(model, make_batch(BATCH))
     assert sum(given) == 14
     assert all(torch.equal(value, first[name]) for name, value in step(model, make_batch(BATCH)).items())
     assert sum(given) == 14
-    num_bytes = sum(tensor.numel() for weight in weights_of(model) for tensor in weight.memory() if tensor.itemsize == 1)
-    num_weights = sum(parameter.numel() for layer in layers_of(model) for name, parameter in layer.named_parameters() if "base_layer.weight" in name)
+    num_bytes = sum(
+        tensor.numel() for weight in weights_of(model) for tensor in weight.memory() if tensor.itemsize == 1
+    )
+    num_weights = sum(
+        parameter.numel()
+        for layer in layers_of(model)
+        for name, parameter in layer.named_parameters()
+        if "base_layer.weight" in name
+    )
     # What the first layer reads is not trained, so its first products have no backward by it.
     first = layers_of(model)[0].self_attn
     num_forward_only = sum(module.base_layer.weight.numel() for module in (first.q_proj, first.k_proj, first.v_proj))
@@ -226,7 +254,9 @@ def _write_larger_rows(weight):
     state = weight.quant_state
     dense_OI = dequantize_4bit(weight.data, state)
     factor_O = 2.0 ** (torch.arange(len(dense_OI)) % 4)
-    packed, weight.quant_state = quantize_4bit(dense_OI * factor_O[:, None].to(dense_OI.dtype), quant_type="nf4", compress_statistics=state.nested)
+    packed, weight.quant_state = quantize_4bit(
+        dense_OI * factor_O[:, None].to(dense_OI.dtype), quant_type="nf4", compress_statistics=state.nested
+    )
     with torch.no_grad():
         weight.copy_(packed)
 
@@ -238,11 +268,16 @@ def test_trained_weights_stay_as_they_are():
     model = make(trained="full")
     plain = copy.deepcopy(model)
     _, base = in_fp8(model)
-    install_packed_training(plain, SwapLedger())
+    install_packed_training(plain, ModelPatcher())
     fuse(plain)
     found, expected = step(model, make_batch(BATCH)), step(plain, make_batch(BATCH))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert base.status() == ("fp8 base", "inactive", "the weights are trained; products run in the dtype of the model", "")
+    assert base.status() == (
+        "fp8 base",
+        "inactive",
+        "the weights are trained; products run in the dtype of the model",
+        "",
+    )
 
 
 def test_one_trained_layer_leaves_its_product_alone():
@@ -257,7 +292,7 @@ def test_merged_adapters_compute_in_the_dtype_of_the_model_and_come_back():
     model = make()
     plain = copy.deepcopy(model)
     in_fp8(model)
-    install_packed_training(plain, SwapLedger())
+    install_packed_training(plain, ModelPatcher())
     fuse(plain)
     before = logits_of(model)
     assert relative_error(before, logits_of(plain)) > 1e-4
@@ -270,7 +305,9 @@ def test_merged_adapters_compute_in_the_dtype_of_the_model_and_come_back():
     merged, expected = model.merge_and_unload(), plain.merge_and_unload()
     logits_of(merged)
     weights = [weight for weight in weights_of(merged) if weight.memory()]
-    assert torch.equal(weights[1].memory()[2].float(), weight_rows(layers_of(expected)[0].self_attn.o_proj.weight).values_TI.float())
+    assert torch.equal(
+        weights[1].memory()[2].float(), weight_rows(layers_of(expected)[0].self_attn.o_proj.weight).values_TI.float()
+    )
 
 
 def test_a_disabled_adapter_leaves_the_base_in_fp8():
@@ -285,7 +322,10 @@ def test_a_disabled_adapter_leaves_the_base_in_fp8():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"is_emulated": False}, "fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu"),
+        (
+            {"is_emulated": False},
+            "fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu",
+        ),
         ({"intermediate_size": 72}, "fp8 products take multiples of 16 columns, and a weight is 72 x 64"),
         ({"dtype": torch.float64}, "rows are in torch.float64"),
         ({"is_sharded": True}, "the weights are sharded (FSDP2)"),
@@ -299,12 +339,15 @@ def test_what_cannot_compute_in_fp8_runs_as_ever_and_the_table_says_why(change, 
     model = build("qwen3", "lora", **{**WIDE, **options})
     plain = copy.deepcopy(model)
     _, base = in_fp8(model, is_emulated=is_emulated)
-    install_packed_training(plain, SwapLedger())
+    install_packed_training(plain, ModelPatcher())
     fuse(plain)
     found, expected = step(model, make_batch(BATCH)), step(plain, make_batch(BATCH))
     status = base.status()
     if "intermediate_size" in change:
-        assert (status.state, status.reason.partition(", 4 not: ")[0]) == ("active", "4 products of 2 layers in e4m3, in plain PyTorch")
+        assert (status.state, status.reason.partition(", 4 not: ")[0]) == (
+            "active",
+            "4 products of 2 layers in e4m3, in plain PyTorch",
+        )
         assert status.reason.endswith((reason, reason.replace("72 x 64", "64 x 72")))
         return
     assert status == ("fp8 base", "inactive", f"{reason}; products run in the dtype of the model", "")
@@ -316,17 +359,17 @@ def test_what_cannot_compute_in_fp8_runs_as_ever_and_the_table_says_why(change, 
 
 def test_undo_leaves_nothing_and_names_stay():
     model = make()
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     state, logits = model.state_dict(), logits_of(model)
-    ledger = fuse(model)
-    (base,) = install_fp8_base(model, ledger, is_emulated=True)
+    patcher = fuse(model)
+    (base,) = install_fp8_base(model, patcher, is_emulated=True)
     weights = weights_of(model)
     step(model, make_batch(BATCH))
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     was = base.status()
-    ledger.undo()
+    patcher.undo()
     assert base.status() == was
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert base.memory() == []
@@ -368,9 +411,9 @@ def test_adapters_in_fp32_get_fp32_gradients():
 
 def test_after_a_run_the_table_says_what_computed_in_it():
     model = make()
-    ledger, base = in_fp8(model)
+    patcher, base = in_fp8(model)
     step(model, make_batch(BATCH))
     # As when a strategy has moved the model to the host before callbacks are torn down.
     base.is_emulated = False
-    ledger.undo()
+    patcher.undo()
     assert base.status().state == "active"

@@ -1,4 +1,6 @@
-"""Fused layers whose attention hands over its gradients of keys and values in shares, one for each query head, as the flash kernels leave them."""
+"""Fused layers whose attention hands over its gradients of keys and values in shares, one for each query head, as
+the flash kernels leave them.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss")
 
 
 class Repeated(torch.autograd.Function):
-    """Heads of shape (1, H or G, T, W), keys and values repeated for each query head; their gradients are handed over and not given to autograd."""
+    """Heads of shape (1, H or G, T, W), keys and values repeated for each query head; their gradients are handed
+    over and not given to autograd.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, collect):

@@ -1,4 +1,6 @@
-"""Layers that read the same rows: adapters inside the base's product where rows are many, beside it where they are few, with the same numbers."""
+"""Layers that read the same rows: adapters inside the base's product where rows are many, beside it where they
+are few, with the same numbers.
+"""
 
 import gc
 import weakref
@@ -8,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_fastft.fused import dense_weights, linears
-from lightning_fastft.fused.dense_weights import DenseWeights, RoomyRows
+from lightning_fastft.fused.dense_weights import DenseWeights, PaddedBuffer
 from lightning_fastft.fused.linear_parts import LinearPart
-from lightning_fastft.fused.linears import Joint
+from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from tests.support.truth import fresh_memory_is_nan
 
@@ -27,29 +29,31 @@ def make_joint(*, dtype=torch.float32, is_trained=False, num_inputs=NUM_INPUTS, 
 
     parts = []
     for place, (num_outputs, rank) in enumerate(zip(NUM_OUTPUTS, RANKS)):
-        base = nn.Linear(num_inputs, num_outputs, bias=place == 2, dtype=dtype).requires_grad_(is_trained and place == 0)
+        base = nn.Linear(num_inputs, num_outputs, bias=place == 2, dtype=dtype).requires_grad_(
+            is_trained and place == 0
+        )
         base.weight.data = numbers(num_outputs, num_inputs + stride)[:, :num_inputs]
         a_RI, b_OR = (numbers(rank, num_inputs), numbers(num_outputs, rank)) if rank else (None, None)
         parts.append(LinearPart(base, base.weight, base.bias, a_RI, b_OR, a_RI, b_OR, 0.5 + place, num_outputs, False))
-    return Joint(tuple(parts), DenseWeights())
+    return FusedLinear(tuple(parts), DenseWeights())
 
 
 @torch.no_grad()
-def run(joint, num_rows, *, has_room=True):
+def run(fused_linear, num_rows, *, has_room=True):
     """Output, narrow rows, and the gradients of rows and narrow rows."""
     generator = torch.Generator().manual_seed(1)
-    like_TI = torch.randn(num_rows, joint.num_inputs, generator=generator).to(joint.parts[0].weight.dtype)
-    x_TI = linears.rows_for(joint, like_TI).copy_(like_TI) if has_room else like_TI.clone()
-    out = linears.product(joint, x_TI)
+    like_TI = torch.randn(num_rows, fused_linear.num_inputs, generator=generator).to(fused_linear.parts[0].weight.dtype)
+    x_TI = linears.rows_for(fused_linear, like_TI).copy_(like_TI) if has_room else like_TI.clone()
+    out = linears.product(fused_linear, x_TI)
     d_TO = torch.randn(out.y_TO.shape, generator=generator).to(like_TI.dtype)
-    return x_TI, d_TO, (out.y_TO, out.low_TR, *linears.rows_gradients(joint, d_TO, needs_x=True))
+    return x_TI, d_TO, (out.y_TO, out.low_TR, *linears.rows_gradients(fused_linear, d_TO, needs_x=True))
 
 
-def truth(joint, x_TI, d_TO):
+def truth(fused_linear, x_TI, d_TO):
     """The same in float64, from the definition."""
     x_TI, d_TO = x_TI.double(), d_TO.double()
     y, low, d_low, d_x, start = [], [x_TI[:, :0]], [x_TI[:, :0]], 0.0, 0
-    for part in joint.parts:
+    for part in fused_linear.parts:
         d_piece, weight_OI = d_TO[:, start : start + part.num_outputs], part.weight.detach().double()
         start += part.num_outputs
         y.append(x_TI @ weight_OI.T + (0.0 if part.bias is None else part.bias.detach().double()))
@@ -62,12 +66,12 @@ def truth(joint, x_TI, d_TO):
     return torch.cat(y, 1), torch.cat(low, 1), d_x, torch.cat(d_low, 1)
 
 
-def check(joint, num_rows, *, tolerance=1e-6, **options):
-    x_TI, d_TO, found = run(joint, num_rows, **options)
-    for one, other in zip(found, truth(joint, x_TI, d_TO), strict=True):
+def check(fused_linear, num_rows, *, tolerance=1e-6, **options):
+    x_TI, d_TO, found = run(fused_linear, num_rows, **options)
+    for one, other in zip(found, truth(fused_linear, x_TI, d_TO), strict=True):
         assert one.shape == other.shape
         assert ((one.double() - other).norm() / other.norm()).item() < tolerance
-    _, _, again = run(joint, num_rows, **options)
+    _, _, again = run(fused_linear, num_rows, **options)
     assert all(torch.equal(one, other) for one, other in zip(found, again))
 
 
@@ -80,10 +84,10 @@ def test_outputs_and_gradients_are_those_of_the_definition(num_rows, has_room):
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [1, MANY - 1, MANY])
 def test_gradients_apart_are_those_of_the_definition_once_they_are_added(num_rows):
-    joint = make_joint()
-    x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(joint, num_rows)
-    rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(joint, d_TO)
-    _, _, true_d_x_TI, _ = truth(joint, x_TI, d_TO)
+    fused_linear = make_joint()
+    x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(fused_linear, num_rows)
+    rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(fused_linear, d_TO)
+    _, _, true_d_x_TI, _ = truth(fused_linear, x_TI, d_TO)
     whole_TI = rest_TI.double() + d_low_again_TR.double() @ a_RI.double()
     assert ((whole_TI - true_d_x_TI).norm() / true_d_x_TI.norm()).item() < 1e-6
     assert torch.equal(d_low_again_TR, d_low_TR)
@@ -91,8 +95,8 @@ def test_gradients_apart_are_those_of_the_definition_once_they_are_added(num_row
 
 
 def test_without_adapters_nothing_is_left_apart():
-    joint = make_joint()
-    bare = joint._replace(parts=joint.parts[1:2])
+    fused_linear = make_joint()
+    bare = fused_linear._replace(parts=fused_linear.parts[1:2])
     d_TO = torch.randn(5, NUM_OUTPUTS[1])
     rest_TI, d_low_TR, a_RI = linears.rows_gradients_apart(bare, d_TO)
     assert d_low_TR is a_RI is None
@@ -104,28 +108,37 @@ def make_down(*, rank=4, num_outputs=16, is_trained=False, dtype=torch.float32):
     generator = torch.Generator().manual_seed(2)
     base = nn.Linear(48, num_outputs, dtype=dtype).requires_grad_(is_trained)
     a_RI, b_OR = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rank, 48), (num_outputs, rank)))
-    return Joint((LinearPart(base, base.weight, base.bias, a_RI, b_OR, a_RI, b_OR, 0.5, num_outputs, False),), DenseWeights())
+    return FusedLinear(
+        (LinearPart(base, base.weight, base.bias, a_RI, b_OR, a_RI, b_OR, 0.5, num_outputs, False),), DenseWeights()
+    )
 
 
-def check_apart(joint, num_rows, *, is_whole, tolerance=1e-6):
-    x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(joint, num_rows)
+def check_apart(fused_linear, num_rows, *, is_whole, tolerance=1e-6):
+    x_TI, d_TO, (_, _, d_x_TI, d_low_TR) = run(fused_linear, num_rows)
     with torch.no_grad(), fresh_memory_is_nan():
-        rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(joint, d_TO)
+        rest_TI, d_low_again_TR, a_RI = linears.rows_gradients_apart(fused_linear, d_TO)
     assert (a_RI is None) == is_whole
-    true_d_x_TI = truth(joint, x_TI, d_TO)[2]
+    true_d_x_TI = truth(fused_linear, x_TI, d_TO)[2]
     whole_TI = rest_TI.double() if a_RI is None else rest_TI.double() + d_low_again_TR.double() @ a_RI.double()
     for found_TI in (whole_TI, d_x_TI.double()):
         assert ((found_TI - true_d_x_TI).norm() / true_d_x_TI.norm()).item() < tolerance
     assert torch.equal(d_low_again_TR, d_low_TR)
 
 
-# Ranks that fill whole steps of the product and ranks that do not; packed weights, and dense ones with few rows and many.
+# Ranks that fill whole steps of the product and ranks that do not; packed weights, and dense ones with few rows and
+# many.
 @pytest.mark.parametrize("rank", [3, 8, 17])
-@pytest.mark.parametrize(("num_rows", "is_packed", "is_whole"), [(31, False, False), (32, False, True), (1, True, True)])
-def test_a_layer_that_narrows_its_rows_by_far_has_its_adapter_below_its_weight_backward(monkeypatch, rank, num_rows, is_packed, is_whole):
-    joint = make_down(rank=rank)
-    check_apart(packed(joint, monkeypatch) if is_packed else joint, num_rows, is_whole=is_whole)
-    assert [buffer.numel() for buffer in joint.dense.memory()] == ([48 * (16 + -(-rank // 8) * 8)] if is_whole else [])
+@pytest.mark.parametrize(
+    ("num_rows", "is_packed", "is_whole"), [(31, False, False), (32, False, True), (1, True, True)]
+)
+def test_a_layer_that_narrows_its_rows_by_far_has_its_adapter_below_its_weight_backward(
+    monkeypatch, rank, num_rows, is_packed, is_whole
+):
+    fused_linear = make_down(rank=rank)
+    check_apart(packed(fused_linear, monkeypatch) if is_packed else fused_linear, num_rows, is_whole=is_whole)
+    assert [buffer.numel() for buffer in fused_linear.dense.memory()] == (
+        [48 * (16 + -(-rank // 8) * 8)] if is_whole else []
+    )
 
 
 def test_in_bf16_the_same_is_as_exact_as_one_rounding():
@@ -140,14 +153,14 @@ def test_a_layer_that_is_trained_or_as_wide_as_its_rows_keeps_its_adapter_apart(
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_residual_is_added_to_base_and_adapter(dtype, rank):
-    joint = make_down(dtype=dtype)
+    fused_linear = make_down(dtype=dtype)
     if rank is None:
-        joint = joint._replace(parts=(without_adapters(joint.parts[0]),))
+        fused_linear = fused_linear._replace(parts=(without_adapters(fused_linear.parts[0]),))
     generator = torch.Generator().manual_seed(3)
     x_TI, residual_TO = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 48), (7, 16)))
     kept_TO = residual_TO.clone()
-    out = linears.product(joint, x_TI, addend_TO=residual_TO)
-    true_TO = truth(joint, x_TI, residual_TO)[0] + residual_TO.double()
+    out = linears.product(fused_linear, x_TI, addend_TO=residual_TO)
+    true_TO = truth(fused_linear, x_TI, residual_TO)[0] + residual_TO.double()
     assert ((out.y_TO.double() - true_TO).norm() / true_TO.norm()).item() < (1e-6 if dtype is torch.float32 else 5e-3)
     assert torch.equal(residual_TO, kept_TO)
     assert (out.low_TR is None) == (rank is None)
@@ -155,8 +168,16 @@ def test_a_residual_is_added_to_base_and_adapter(dtype, rank):
 
 APPENDED = linears._appended_gradient
 APPENDED_FAULTS = {
-    "adapter not below the weight": (DenseWeights, "above_adapter", lambda self, part, a_RI: torch.cat([part.weight, torch.zeros(8, 48)])),
-    "narrow rows not behind the rows": (linears, "_appended_gradient", lambda joint, d_TO, d_low_TR: APPENDED(joint, d_TO, d_low_TR * 0.0)),
+    "adapter not below the weight": (
+        DenseWeights,
+        "above_adapter",
+        lambda self, part, a_RI: torch.cat([part.weight, torch.zeros(8, 48)]),
+    ),
+    "narrow rows not behind the rows": (
+        linears,
+        "_appended_gradient",
+        lambda fused_linear, d_TO, d_low_TR: APPENDED(fused_linear, d_TO, d_low_TR * 0.0),
+    ),
 }
 
 
@@ -170,63 +191,69 @@ def test_a_fault_planted_below_the_weight_is_seen(fault, monkeypatch):
 # Settled weights
 
 
-def check_settled(joint):
-    check(joint, 1)
-    check(joint, MANY)
-    assert joint.dense.memory() == []
+def check_settled(fused_linear):
+    check(fused_linear, 1)
+    check(fused_linear, MANY)
+    assert fused_linear.dense.memory() == []
 
 
 def test_settled_weights_are_read_where_they_lie():
-    joint = make_joint()
-    parameters, values = [part.weight for part in joint.parts], [part.weight.detach().clone() for part in joint.parts]
-    settled = joint.dense.settle(joint.parts)
-    memory = joint.dense.settled(joint.parts)
+    fused_linear = make_joint()
+    parameters, values = (
+        [part.weight for part in fused_linear.parts],
+        [part.weight.detach().clone() for part in fused_linear.parts],
+    )
+    weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
+    memory = fused_linear.dense.settled(fused_linear.parts)
     # Seven ranks take eight columns.
     assert memory.shape == (sum(NUM_OUTPUTS), NUM_INPUTS + 8)
-    assert all(part.base.weight is parameter and part.weight is parameter for part, parameter in zip(joint.parts, parameters))
+    assert all(
+        part.base.weight is parameter and part.weight is parameter
+        for part, parameter in zip(fused_linear.parts, parameters)
+    )
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values))
-    check_settled(joint)
+    check_settled(fused_linear)
     # In place, as merging writes.
     with torch.no_grad():
         parameters[1].mul_(3.0)
-    check_settled(joint)
+    check_settled(fused_linear)
 
-    assert settled.is_there()
+    assert weight_buffer.is_there()
 
-    settled.give_back()
-    assert not settled.is_there()
-    assert joint.dense.settled(joint.parts) is None
+    weight_buffer.give_back()
+    assert not weight_buffer.is_there()
+    assert fused_linear.dense.settled(fused_linear.parts) is None
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters)
     assert torch.equal(parameters[1], 3.0 * values[1])
-    check(joint, MANY)
-    assert len(joint.dense.memory()) == 1
+    check(fused_linear, MANY)
+    assert len(fused_linear.dense.memory()) == 1
 
 
 @pytest.mark.parametrize("is_settled", [False, True])
 def test_the_adapter_of_one_layer_that_widens_its_rows_rides_along(is_settled):
-    joint = make_joint()
-    joint = joint._replace(parts=joint.parts[:1])
-    assert joint.parts[0].num_outputs > NUM_INPUTS
+    fused_linear = make_joint()
+    fused_linear = fused_linear._replace(parts=fused_linear.parts[:1])
+    assert fused_linear.parts[0].num_outputs > NUM_INPUTS
     if is_settled:
-        joint.dense.settle(joint.parts)
-        assert joint.dense.settled(joint.parts).shape == (NUM_OUTPUTS[0], NUM_INPUTS + 8)
-    check(joint, 1)
-    check(joint, MANY)
-    assert len(joint.dense.memory()) == (0 if is_settled else 1)
+        fused_linear.dense.fuse_buffer(fused_linear.parts)
+        assert fused_linear.dense.settled(fused_linear.parts).shape == (NUM_OUTPUTS[0], NUM_INPUTS + 8)
+    check(fused_linear, 1)
+    check(fused_linear, MANY)
+    assert len(fused_linear.dense.memory()) == (0 if is_settled else 1)
 
 
 def test_a_settled_layer_has_its_adapter_below_its_weight():
-    joint = make_down(rank=3)
-    value_OI = joint.parts[0].weight.detach().clone()
-    settled = joint.dense.settle(joint.parts)
-    assert joint.dense.settled(joint.parts).shape == (16 + 8, 48)
+    fused_linear = make_down(rank=3)
+    value_OI = fused_linear.parts[0].weight.detach().clone()
+    weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
+    assert fused_linear.dense.settled(fused_linear.parts).shape == (16 + 8, 48)
     for num_rows in (1, 32):
-        check_apart(joint, num_rows, is_whole=True)
-    assert joint.dense.memory() == []
-    assert torch.equal(joint.parts[0].weight, value_OI)
-    settled.give_back()
-    assert joint.parts[0].weight.untyped_storage().nbytes() == value_OI.nbytes
-    check_apart(joint, 31, is_whole=False)
+        check_apart(fused_linear, num_rows, is_whole=True)
+    assert fused_linear.dense.memory() == []
+    assert torch.equal(fused_linear.parts[0].weight, value_OI)
+    weight_buffer.give_back()
+    assert fused_linear.parts[0].weight.untyped_storage().nbytes() == value_OI.nbytes
+    check_apart(fused_linear, 31, is_whole=False)
 
 
 # Room behind gradients
@@ -234,38 +261,39 @@ def test_a_settled_layer_has_its_adapter_below_its_weight():
 
 @pytest.mark.parametrize("num_inputs_per_output", [1, 3])
 def test_gradients_with_room_are_not_copied(monkeypatch, num_inputs_per_output):
-    joint = make_down(num_outputs=48 // num_inputs_per_output)
-    joint.dense.settle(joint.parts)
-    d_TO = torch.randn(5, joint.parts[0].num_outputs)
-    roomy_TO = linears.gradients_for(joint, d_TO).copy_(d_TO)
+    fused_linear = make_down(num_outputs=48 // num_inputs_per_output)
+    fused_linear.dense.fuse_buffer(fused_linear.parts)
+    d_TO = torch.randn(5, fused_linear.parts[0].num_outputs)
+    roomy_TO = linears.gradients_for(fused_linear, d_TO).copy_(d_TO)
     kept_TO = roomy_TO.clone()
     with torch.no_grad():
-        expected = linears.rows_gradients(joint, d_TO, needs_x=True)
+        expected = linears.rows_gradients(fused_linear, d_TO, needs_x=True)
         monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_: pytest.fail("rows are copied"))
-        monkeypatch.setattr(linears, "low_rows_gradient", lambda joint, d_TO: expected[1])
-        d_x_TI, _, a_RI = linears.rows_gradients_apart(joint, roomy_TO)
+        monkeypatch.setattr(linears, "low_rows_gradient", lambda fused_linear, d_TO: expected[1])
+        d_x_TI, _, a_RI = linears.rows_gradients_apart(fused_linear, roomy_TO)
     assert a_RI is None
     assert ((d_x_TI - expected[0]).norm() / expected[0].norm()).item() < 1e-6
     assert torch.equal(roomy_TO, kept_TO)
 
 
 def test_a_settled_layer_that_widens_its_rows_copies_no_weight_for_gradients_with_room():
-    joint = make_joint()
-    joint = joint._replace(parts=joint.parts[:1])
-    joint.dense.settle(joint.parts)
-    d_TO = linears.gradients_for(joint, torch.empty(3, NUM_OUTPUTS[0])).normal_()
+    fused_linear = make_joint()
+    fused_linear = fused_linear._replace(parts=fused_linear.parts[:1])
+    fused_linear.dense.fuse_buffer(fused_linear.parts)
+    d_TO = linears.gradients_for(fused_linear, torch.empty(3, NUM_OUTPUTS[0])).normal_()
     with torch.no_grad():
-        linears.rows_gradients(joint, d_TO, needs_x=True)
-    assert joint.dense.memory() == []
+        linears.rows_gradients(fused_linear, d_TO, needs_x=True)
+    assert fused_linear.dense.memory() == []
 
 
 def test_room_is_found_again_in_its_own_rows_alone():
-    roomy, like_TD = RoomyRows(), torch.ones(4, 16)
+    roomy, like_TD = PaddedBuffer(), torch.ones(4, 16)
     assert not roomy.has_room(like_TD, num_ranks=8)
     rows_TD = roomy.give(like_TD, num_ranks=3)
     assert rows_TD.shape == (4, 16)
     assert roomy.has_room(rows_TD.view(1, 4, 16).view(4, 16), num_ranks=8)
-    # Other ranks, some of the rows, some of the columns, rows that somebody else laid the same way, and rows of an earlier call.
+    # Other ranks, some of the rows, some of the columns, rows that somebody else laid the same way, and rows of an
+    # earlier call.
     others = [(rows_TD, 9), (rows_TD[1:], 8), (rows_TD[:, :8], 16), (torch.ones(4, 24)[:, :16], 8)]
     assert not any(roomy.has_room(other, num_ranks=num_ranks) for other, num_ranks in others)
     roomy.give(like_TD, num_ranks=3)
@@ -273,14 +301,14 @@ def test_room_is_found_again_in_its_own_rows_alone():
 
 
 def test_weights_that_compute_in_a_format_of_their_own_ask_for_no_room():
-    joint, like_TO = make_down(), torch.ones(4, 16)
-    assert linears.gradients_for(joint, like_TO).stride(0) == 16 + 8
-    assert linears.gradients_for(joint._replace(base=object()), like_TO).is_contiguous()
+    fused_linear, like_TO = make_down(), torch.ones(4, 16)
+    assert linears.gradients_for(fused_linear, like_TO).stride(0) == 16 + 8
+    assert linears.gradients_for(fused_linear._replace(base=object()), like_TO).is_contiguous()
 
 
 @pytest.mark.parametrize("is_given", [False, True])
 def test_narrow_rows_are_laid_behind_rows_that_keep_their_values(is_given):
-    roomy, rows_TD, low_TR = RoomyRows(), torch.randn(4, 16), torch.randn(4, 3)
+    roomy, rows_TD, low_TR = PaddedBuffer(), torch.randn(4, 16), torch.randn(4, 3)
     with fresh_memory_is_nan():
         given_TD = roomy.give(rows_TD, num_ranks=3).copy_(rows_TD) if is_given else rows_TD
         whole = roomy.with_low(given_TD, low_TR)
@@ -289,7 +317,7 @@ def test_narrow_rows_are_laid_behind_rows_that_keep_their_values(is_given):
 
 
 def test_room_keeps_no_memory():
-    roomy = RoomyRows()
+    roomy = PaddedBuffer()
     assert roomy.give(torch.ones(4, 16), num_ranks=8).untyped_storage().data_ptr()
     assert roomy._memory.expired()
 
@@ -300,47 +328,56 @@ def with_rank(part, rank):
 
 
 def test_an_adapter_that_the_room_is_too_small_for_is_served_by_a_copy():
-    joint, down = make_joint(), make_down(rank=3)
-    for one in (joint, down):
-        one.dense.settle(one.parts)
-        assert one.dense.has_room_beside(one.parts) == (one is joint)
+    fused_linear, down = make_joint(), make_down(rank=3)
+    for one in (fused_linear, down):
+        one.dense.fuse_buffer(one.parts)
+        assert one.dense.has_room_beside(one.parts) == (one is fused_linear)
         assert one.dense.has_room_below(one.parts[0]) == (one is down)
     # Below the first weight lie the others.
-    assert joint.dense.settled(joint.parts[:1]) is None
-    larger = joint._replace(parts=(with_rank(joint.parts[0], 7), *joint.parts[1:]))
+    assert fused_linear.dense.settled(fused_linear.parts[:1]) is None
+    larger = fused_linear._replace(parts=(with_rank(fused_linear.parts[0], 7), *fused_linear.parts[1:]))
     # For few rows nothing is copied.
     check(larger, 1)
-    assert joint.dense.memory() == []
+    assert fused_linear.dense.memory() == []
     check(larger, MANY)
-    assert len(joint.dense.memory()) == 1
+    assert len(fused_linear.dense.memory()) == 1
     larger = down._replace(parts=(with_rank(down.parts[0], 9),))
     check_apart(larger, 1, is_whole=False)
     assert down.dense.memory() == []
     check_apart(larger, 32, is_whole=True)
     assert len(down.dense.memory()) == 1
     # And a smaller one leaves room.
-    check(joint._replace(parts=(with_rank(joint.parts[0], 1), without_adapters(joint.parts[1]), without_adapters(joint.parts[2]))), 1)
+    check(
+        fused_linear._replace(
+            parts=(
+                with_rank(fused_linear.parts[0], 1),
+                without_adapters(fused_linear.parts[1]),
+                without_adapters(fused_linear.parts[2]),
+            )
+        ),
+        1,
+    )
 
 
 def test_weights_that_were_given_other_memory_are_settled_no_more():
-    joint = make_joint()
-    settled = joint.dense.settle(joint.parts)
+    fused_linear = make_joint()
+    weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
     other = torch.randn(NUM_OUTPUTS[1], NUM_INPUTS)
-    joint.parts[1].weight.data = other
-    assert joint.dense.settled(joint.parts) is None
-    check(joint, 1)
-    check(joint, MANY)
+    fused_linear.parts[1].weight.data = other
+    assert fused_linear.dense.settled(fused_linear.parts) is None
+    check(fused_linear, 1)
+    check(fused_linear, MANY)
     # The others still share theirs.
-    assert settled.is_there()
-    settled.give_back()
-    assert joint.parts[1].weight.data_ptr() == other.data_ptr()
-    assert all(part.weight.untyped_storage().nbytes() == part.weight.nbytes for part in joint.parts)
+    assert weight_buffer.is_there()
+    weight_buffer.give_back()
+    assert fused_linear.parts[1].weight.data_ptr() == other.data_ptr()
+    assert all(part.weight.untyped_storage().nbytes() == part.weight.nbytes for part in fused_linear.parts)
 
 
 def test_a_weight_that_has_no_memory_to_go_back_to_stays_and_a_warning_says_so(monkeypatch):
-    joint = make_joint()
-    values = [part.weight.detach().clone() for part in joint.parts]
-    settled = joint.dense.settle(joint.parts)
+    fused_linear = make_joint()
+    values = [part.weight.detach().clone() for part in fused_linear.parts]
+    weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("full")
@@ -348,71 +385,71 @@ def test_a_weight_that_has_no_memory_to_go_back_to_stays_and_a_warning_says_so(m
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "clone", full)
         with pytest.warns(UserWarning, match="stays next to its adapter") as warned:
-            settled.give_back()
+            weight_buffer.give_back()
     assert len(warned) == 3
-    assert all(torch.equal(part.weight, value) for part, value in zip(joint.parts, values))
-    check(joint, 1)
-    settled.give_back()
-    assert not settled.is_there()
+    assert all(torch.equal(part.weight, value) for part, value in zip(fused_linear.parts, values))
+    check(fused_linear, 1)
+    weight_buffer.give_back()
+    assert not weight_buffer.is_there()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", full)
-        assert joint.dense.settle(joint.parts) is None
-    assert all(part.weight.untyped_storage().nbytes() == part.weight.nbytes for part in joint.parts)
+        assert fused_linear.dense.fuse_buffer(fused_linear.parts) is None
+    assert all(part.weight.untyped_storage().nbytes() == part.weight.nbytes for part in fused_linear.parts)
 
 
 @pytest.mark.parametrize("make", [make_joint, make_down])
 def test_room_that_is_written_changes_no_version_of_a_weight(make):
-    joint = make()
-    joint.dense.settle(joint.parts)
-    x_TI = torch.randn(3, joint.num_inputs, requires_grad=True)
+    fused_linear = make()
+    fused_linear.dense.fuse_buffer(fused_linear.parts)
+    x_TI = torch.randn(3, fused_linear.num_inputs, requires_grad=True)
     # Somebody else's backward reads the weight too.
-    y_TO = nn.functional.linear(x_TI, joint.parts[0].weight)
-    run(joint, 3)
+    y_TO = nn.functional.linear(x_TI, fused_linear.parts[0].weight)
+    run(fused_linear, 3)
     y_TO.sum().backward()
     assert x_TI.grad.abs().sum() > 0
 
 
 def test_weights_are_settled_and_given_back_in_inference_mode_for_training_later():
-    joint = make_joint()
+    fused_linear = make_joint()
     with torch.inference_mode():
-        settled = joint.dense.settle(joint.parts)
-    assert not any(part.weight.is_inference() for part in joint.parts)
-    check(joint, 1)
+        weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
+    assert not any(part.weight.is_inference() for part in fused_linear.parts)
+    check(fused_linear, 1)
     with torch.inference_mode():
-        settled.give_back()
-    assert not any(part.weight.is_inference() for part in joint.parts)
-    check(joint, 1)
+        weight_buffer.give_back()
+    assert not any(part.weight.is_inference() for part in fused_linear.parts)
+    check(fused_linear, 1)
 
 
 def test_old_weights_are_not_kept_alive():
-    joint = make_joint()
-    settled = joint.dense.settle(joint.parts)
-    memory = weakref.ref(joint.parts[0].weight)
-    del joint
+    fused_linear = make_joint()
+    weight_buffer = fused_linear.dense.fuse_buffer(fused_linear.parts)
+    memory = weakref.ref(fused_linear.parts[0].weight)
+    del fused_linear
     gc.collect()
     assert memory() is None
-    assert not settled.is_there()
-    settled.give_back()
+    assert not weight_buffer.is_there()
+    weight_buffer.give_back()
 
 
 @pytest.mark.parametrize("what", ["trained", "packed", "a view", "no adapters"])
 def test_other_weights_stay_where_they_are(what, monkeypatch):
-    joint = make_joint(is_trained=what == "trained", stride=8 if what == "a view" else 0)
+    fused_linear = make_joint(is_trained=what == "trained", stride=8 if what == "a view" else 0)
     if what == "packed":
-        joint = packed(joint, monkeypatch)
+        fused_linear = packed(fused_linear, monkeypatch)
     if what == "no adapters":
-        joint = joint._replace(parts=tuple(without_adapters(part) for part in joint.parts))
-    places = [part.weight.data_ptr() for part in joint.parts]
-    assert joint.dense.settle(joint.parts) is None
-    assert [part.weight.data_ptr() for part in joint.parts] == places
+        fused_linear = fused_linear._replace(parts=tuple(without_adapters(part) for part in fused_linear.parts))
+    places = [part.weight.data_ptr() for part in fused_linear.parts]
+    assert fused_linear.dense.fuse_buffer(fused_linear.parts) is None
+    assert [part.weight.data_ptr() for part in fused_linear.parts] == places
 
 
 def test_memory_of_settled_weights_is_freed_with_them():
-    joint = make_joint()
-    settled, dense = joint.dense.settle(joint.parts), joint.dense
-    del joint
+    fused_linear = make_joint()
+    weight_buffer, dense = fused_linear.dense.fuse_buffer(fused_linear.parts), fused_linear.dense
+    del fused_linear
     gc.collect()
-    assert settled._memory.expired()
+    assert weight_buffer._memory.expired()
     # Another weight at the same address is none of them.
     other = make_joint()
     dense._rooms = {other.parts[0].weight.data_ptr(): room for room in dense._rooms.values()}
@@ -420,55 +457,61 @@ def test_memory_of_settled_weights_is_freed_with_them():
 
 
 def test_from_so_many_rows_on_weights_are_copied_next_to_their_adapters():
-    joint = make_joint()
-    run(joint, MANY - 1)
-    assert joint.dense.memory() == []
-    run(joint, MANY)
-    (buffer,) = joint.dense.memory()
+    fused_linear = make_joint()
+    run(fused_linear, MANY - 1)
+    assert fused_linear.dense.memory() == []
+    run(fused_linear, MANY)
+    (buffer,) = fused_linear.dense.memory()
     # Seven ranks take eight columns.
     assert buffer.numel() == sum(NUM_OUTPUTS) * (NUM_INPUTS + 8)
     dense = buffer.view(sum(NUM_OUTPUTS), -1)
-    assert torch.equal(dense[:, :NUM_INPUTS], torch.cat([part.weight for part in joint.parts]))
-    assert torch.equal(dense[:40, NUM_INPUTS : NUM_INPUTS + 4], joint.parts[0].b_OR)
-    assert torch.equal(dense[48:, NUM_INPUTS + 4 : NUM_INPUTS + 7], joint.parts[2].b_OR)
+    assert torch.equal(dense[:, :NUM_INPUTS], torch.cat([part.weight for part in fused_linear.parts]))
+    assert torch.equal(dense[:40, NUM_INPUTS : NUM_INPUTS + 4], fused_linear.parts[0].b_OR)
+    assert torch.equal(dense[48:, NUM_INPUTS + 4 : NUM_INPUTS + 7], fused_linear.parts[2].b_OR)
 
 
 def test_weights_that_are_read_anew_follow_what_was_written():
-    joint = make_joint()
-    run(joint, MANY)
+    fused_linear = make_joint()
+    run(fused_linear, MANY)
     with torch.no_grad():
-        joint.parts[1].weight.mul_(3.0)
-        joint.parts[0].b_OR.mul_(2.0)
-    check(joint, MANY)
+        fused_linear.parts[1].weight.mul_(3.0)
+        fused_linear.parts[0].b_OR.mul_(2.0)
+    check(fused_linear, MANY)
 
 
 def test_trained_weights_stay_where_they_are():
-    joint = make_joint(is_trained=True)
-    check(joint, MANY)
-    assert joint.dense.memory() == []
+    fused_linear = make_joint(is_trained=True)
+    check(fused_linear, MANY)
+    assert fused_linear.dense.memory() == []
 
 
 # Columns that make whole words of 8 bytes and columns that do not; weights whose rows are apart.
 @pytest.mark.parametrize(("num_inputs", "stride"), [(24, 0), (24, 8), (24, 3), (21, 0)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)]
+)
 def test_copies_move_whole_words_where_they_can(dtype, tolerance, num_inputs, stride):
     check(make_joint(dtype=dtype, num_inputs=num_inputs, stride=stride), 2 * num_inputs, tolerance=tolerance)
 
 
-def biased(joint, *, dtype=None):
+def biased(fused_linear, *, dtype=None):
     """The same layers, each with a bias much larger than a product."""
     parts = []
-    for place, part in enumerate(joint.parts):
+    for place, part in enumerate(fused_linear.parts):
         bias_O = 100.0 * (place + 1) + torch.arange(float(part.num_outputs))
         parts.append(part._replace(bias=bias_O.to(dtype or part.weight.dtype)))
-    return joint._replace(parts=tuple(parts))
+    return fused_linear._replace(parts=tuple(parts))
 
 
-def packed(joint, monkeypatch):
+def packed(fused_linear, monkeypatch):
     """The same layers as packed weights, which become dense below each other."""
     monkeypatch.setattr(dense_weights, "read_params4bit", lambda weight: weight)
-    monkeypatch.setattr(dense_weights, "dequantise_many", lambda weights, *, outs: [out.copy_(weight) for out, weight in zip(outs, weights)])
-    return joint._replace(parts=tuple(part._replace(is_packed=True) for part in joint.parts))
+    monkeypatch.setattr(
+        dense_weights,
+        "dequantise_many",
+        lambda weights, *, outs: [out.copy_(weight) for out, weight in zip(outs, weights)],
+    )
+    return fused_linear._replace(parts=tuple(part._replace(is_packed=True) for part in fused_linear.parts))
 
 
 def count_passes(monkeypatch):
@@ -482,7 +525,9 @@ def without_adapters(part):
     return part._replace(a_RI=None, b_OR=None, narrow_a_RI=None, narrow_b_OR=None)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float64, 1e-14)]
+)
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32])
 def test_biases_are_added_by_the_product_that_carries_adapters(dtype, tolerance, bias_dtype, monkeypatch):
     calls = count_passes(monkeypatch)
@@ -494,37 +539,43 @@ def test_biases_are_added_by_the_product_that_carries_adapters(dtype, tolerance,
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_biases_are_added_by_a_product_without_adapters(num_layers, monkeypatch):
     calls = count_passes(monkeypatch)
-    joint = biased(make_joint(dtype=torch.bfloat16))
+    fused_linear = biased(make_joint(dtype=torch.bfloat16))
     if num_layers > 1:
-        joint = packed(joint, monkeypatch)
-    joint = joint._replace(parts=tuple(without_adapters(part) for part in joint.parts[:num_layers]))
+        fused_linear = packed(fused_linear, monkeypatch)
+    fused_linear = fused_linear._replace(
+        parts=tuple(without_adapters(part) for part in fused_linear.parts[:num_layers])
+    )
     x_TI = torch.randn(7, NUM_INPUTS).bfloat16()
     with torch.no_grad():
-        out = linears.product(joint, x_TI)
-        true = torch.cat([x_TI.double() @ part.weight.double().T + part.bias.double() for part in joint.parts], 1)
+        out = linears.product(fused_linear, x_TI)
+        true = torch.cat(
+            [x_TI.double() @ part.weight.double().T + part.bias.double() for part in fused_linear.parts], 1
+        )
         assert ((out.y_TO.double() - true).abs() <= torch.finfo(torch.bfloat16).eps * true.abs()).all()
     assert calls == []
 
 
 def test_weights_that_lie_apart_and_a_product_with_an_addend_get_their_biases_in_a_pass(monkeypatch):
     calls = count_passes(monkeypatch)
-    joint = biased(make_joint())
-    check(joint, MANY - 1)
+    fused_linear = biased(make_joint())
+    check(fused_linear, MANY - 1)
     assert len(calls) == 2
-    first = joint._replace(parts=(without_adapters(joint.parts[0]),))
+    first = fused_linear._replace(parts=(without_adapters(fused_linear.parts[0]),))
     x_TI, addend_TO = torch.randn(7, NUM_INPUTS), torch.randn(7, 40)
     with torch.no_grad():
         (part,) = first.parts
-        torch.testing.assert_close(linears.product(first, x_TI, addend_TO=addend_TO).y_TO, addend_TO + x_TI @ part.weight.T + part.bias)
+        torch.testing.assert_close(
+            linears.product(first, x_TI, addend_TO=addend_TO).y_TO, addend_TO + x_TI @ part.weight.T + part.bias
+        )
     assert len(calls) == 3
 
 
 def test_a_bias_is_read_in_every_call():
-    joint = biased(make_joint())
-    check(joint, MANY)
+    fused_linear = biased(make_joint())
+    check(fused_linear, MANY)
     with torch.no_grad():
-        joint.parts[1].bias.mul_(-1.0)
-    check(joint, MANY)
+        fused_linear.parts[1].bias.mul_(-1.0)
+    check(fused_linear, MANY)
 
 
 BIASED_PRODUCT = linears._biased_product
@@ -532,7 +583,11 @@ FAULTS = {
     "adapters of another place": (dense_weights, "write_block_diagonal", lambda out, blocks: out.zero_()),
     "weights lost": (dense_weights, "_copy_rows", lambda out, rows: out.zero_()),
     "biases lost": (linears, "_biased_product", lambda x_TI, weight_OI, parts: x_TI @ weight_OI.T),
-    "biases of other layers": (linears, "_biased_product", lambda x_TI, weight_OI, parts: BIASED_PRODUCT(x_TI, weight_OI, parts[::-1])),
+    "biases of other layers": (
+        linears,
+        "_biased_product",
+        lambda x_TI, weight_OI, parts: BIASED_PRODUCT(x_TI, weight_OI, parts[::-1]),
+    ),
 }
 
 

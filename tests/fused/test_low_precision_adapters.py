@@ -8,9 +8,9 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import low_precision_adapters as adapters
-from lightning_fastft.fused.low_precision_adapters import LoraLinear, install_adapter_shadows
+from lightning_fastft.fused.low_precision_adapters import LoraLinear, install_low_precision_adapters
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import assert_within_bound
 
@@ -36,8 +36,8 @@ def build_net(dtype=torch.bfloat16, **config):
 
 
 def install(model, compute_dtype=torch.bfloat16):
-    ledger = SwapLedger()
-    return install_adapter_shadows(model, ledger, compute_dtype=compute_dtype), ledger
+    patcher = ModelPatcher()
+    return install_low_precision_adapters(model, patcher, compute_dtype=compute_dtype), patcher
 
 
 def make_x(dtype=torch.bfloat16):
@@ -70,7 +70,10 @@ def assert_equal_results(expected, ours):
 
 
 def test_results_are_as_near_to_the_truth_as_plain_bf16_and_gradients_are_fp32(calls):
-    layer = get_peft_model(nn.Sequential(nn.Linear(WIDTH, NUM_OUTPUTS)).bfloat16(), LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))
+    layer = get_peft_model(
+        nn.Sequential(nn.Linear(WIDTH, NUM_OUTPUTS)).bfloat16(),
+        LoraConfig(r=4, target_modules=["0"], init_lora_weights=False),
+    )
     assert {parameter.dtype for name, parameter in layer.named_parameters() if "lora" in name} == {torch.float32}
     with torch.no_grad():
         # Masters that are bf16 numbers: the truth is the same for every arm.
@@ -106,7 +109,10 @@ def test_a_wrong_shadow_is_seen(monkeypatch):
     read = shadows.read
     monkeypatch.setattr(shadows, "read", lambda linear: read(linear) * 1.1)
     ours = run(model, make_x())
-    assert any((ours[name].double() - expected[name].double()).norm() > 2e-2 * expected[name].double().norm() for name in expected)
+    assert any(
+        (ours[name].double() - expected[name].double()).norm() > 2e-2 * expected[name].double().norm()
+        for name in expected
+    )
 
 
 def test_dropout_drops_the_same_tokens_as_peft(calls):
@@ -222,7 +228,10 @@ FALLBACKS = {
         and model.base_model.model.second.lora_A["default"].register_forward_pre_hook(lambda *args: None)
     ),
     "casting turned off": lambda model: (
-        [setattr(model.base_model.model.get_submodule(name), "cast_input_dtype_enabled", False) for name in ("first", "second")]
+        [
+            setattr(model.base_model.model.get_submodule(name), "cast_input_dtype_enabled", False)
+            for name in ("first", "second")
+        ]
         and [module.float() for module in (model,)]
     ),
 }
@@ -282,7 +291,9 @@ def test_switching_adding_and_deleting_adapters_works_as_in_peft(calls):
     assert len(shadows) == 8
     with model.disable_adapter():
         plain = model(x)
-    assert torch.equal(plain, model.get_base_model().second.base_layer(torch.tanh(model.get_base_model().first.base_layer(x))))
+    assert torch.equal(
+        plain, model.get_base_model().second.base_layer(torch.tanh(model.get_base_model().first.base_layer(x)))
+    )
     model.delete_adapter("other")
     assert len(shadows) == 4
     shadows.refresh()
@@ -319,9 +330,9 @@ def test_undo_restores_everything():
     model, x = build_net(), make_x()
     before = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
     expected = run(model, x)
-    _, ledger = install(model)
+    _, patcher = install(model)
     run(model, x)
-    ledger.undo()
+    patcher.undo()
     assert {name: (type(module), set(vars(module))) for name, module in model.named_modules()} == before
     assert_equal_results(expected, run(model, x))
 
@@ -343,17 +354,21 @@ def test_a_copy_of_the_model_has_shadows_of_its_own():
         (lambda: build_net(), torch.float32, "dtype they are held in"),
         (lambda: build_net().bfloat16(), torch.bfloat16, "dtype they are held in"),
         (lambda: Net(), torch.bfloat16, "no LoRA layers"),
-        (lambda: get_peft_model(nn.ModuleDict({"e": nn.Embedding(5, 4)}), LoraConfig(target_modules=["e"])), torch.bfloat16, "1 Embedding"),
+        (
+            lambda: get_peft_model(nn.ModuleDict({"e": nn.Embedding(5, 4)}), LoraConfig(target_modules=["e"])),
+            torch.bfloat16,
+            "1 Embedding",
+        ),
     ],
 )
 def test_where_no_shadow_is_needed_nothing_is_changed(build, compute_dtype, word):
     model = build()
     types = [type(module) for module in model.modules()]
-    shadows, ledger = install(model, compute_dtype)
+    shadows, patcher = install(model, compute_dtype)
     assert shadows.status.state == "inactive"
     assert word in shadows.status.reason
     assert [type(module) for module in model.modules()] == types
-    assert len(ledger) == len(shadows) == 0
+    assert len(patcher) == len(shadows) == 0
     shadows.refresh()
 
 
@@ -365,7 +380,9 @@ def test_a_whole_number_dtype_is_refused():
 def test_a_model_trains_with_checkpointing_as_without():
     results = []
     for is_checkpointed in (False, True):
-        model = get_peft_model(build_tiny("llama").bfloat16(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+        model = get_peft_model(
+            build_tiny("llama").bfloat16(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        ).train()
         torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             if "lora" in name:
@@ -375,11 +392,15 @@ def test_a_model_trains_with_checkpointing_as_without():
         if is_checkpointed:
             model.get_base_model()._set_gradient_checkpointing(
                 enable=True,
-                gradient_checkpointing_func=lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False),
+                gradient_checkpointing_func=lambda function, *args: torch.utils.checkpoint.checkpoint(
+                    function, *args, use_reentrant=False
+                ),
             )
         ids = torch.arange(40)[None] % VOCABULARY
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        results.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad})
+        results.append(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        )
     assert_equal_results(*results)
     assert all(gradient.dtype is torch.float32 for gradient in results[0].values())
 
@@ -409,7 +430,9 @@ class TestQuantised:
         bitsandbytes = pytest.importorskip("bitsandbytes")
         torch.manual_seed(0)
         if kind == "Linear4bit":
-            base = bitsandbytes.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=torch.uint8)
+            base = bitsandbytes.nn.Linear4bit(
+                64, 128, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=torch.uint8
+            )
         else:
             base = bitsandbytes.nn.Linear8bitLt(64, 128, bias=False, has_fp16_weights=False, threshold=6.0)
         base.load_state_dict({"weight": torch.randn(128, 64)})
@@ -432,7 +455,7 @@ class TestQuantised:
         d_out = torch.randn(out.shape).bfloat16()
         expected = [out.detach(), *torch.autograd.grad(out, [x, *trained], d_out)]
         keys = list(model.state_dict())
-        shadows, ledger = install(model)
+        shadows, patcher = install(model)
         assert shadows.status.state == "active"
         layer = model.base_model.model["layer"]
         out = layer(x)
@@ -442,5 +465,5 @@ class TestQuantised:
         for one, other in zip(expected, ours):
             assert one.dtype is other.dtype
             assert (one.double() - other.double()).norm() <= 2e-2 * one.double().norm()
-        ledger.undo()
+        patcher.undo()
         assert type(model.base_model.model["layer"]).__name__ == kind

@@ -1,10 +1,12 @@
-"""The smallest case of every Triton kernel of the package, forward and backward, in one process: what compute-sanitizer runs.
+"""The smallest case of every Triton kernel of the package, forward and backward, in one process: what compute-sanitizer
+runs.
 
-As a script: python -m tests.gpu.sanitizer [kernel folders]; it names every kernel that was launched, and fails where a case left one of its own out.
-On CUDA, or with TRITON_INTERPRET=1 on a CPU, which shows that cases and kernels still fit each other.
+As a script: python -m tests.gpu.sanitizer [kernel folders]; it names every kernel that was launched, and fails where a
+case left one of its own out. On CUDA, or with TRITON_INTERPRET=1 on a CPU, which shows that cases and kernels still fit
+each other.
 
-Sizes are odd, so that every mask has something to mask; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, whose ends the
-sanitizer knows.
+Sizes are odd, so that every mask has something to mask; PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an
+allocation of its own, whose ends the sanitizer knows.
 """
 
 import ast
@@ -45,16 +47,24 @@ def adamw_step(triton):
         table = TensorTable(params, exp_avgs=averages[0], exp_avg_sqs=averages[1], shadows=shadows)
         for param in params:
             param.grad = torch.randn_like(param)
-        flag = SkipFlag(found_inf=torch.zeros((), device=DEVICE), num_skipped=torch.zeros((), dtype=torch.float64, device=DEVICE))
-        triton.adamw_step(table, options=StepOptions(learning_rate=0.1, step=3), scale=torch.ones((), device=DEVICE), skip=flag)
+        flag = SkipFlag(
+            found_inf=torch.zeros((), device=DEVICE), num_skipped=torch.zeros((), dtype=torch.float64, device=DEVICE)
+        )
+        triton.adamw_step(
+            table, options=StepOptions(learning_rate=0.1, step=3), scale=torch.ones((), device=DEVICE), skip=flag
+        )
         triton.grad_norm(table)
     # Averages in 8 bits: a chunk and a bit, the last block not full.
     param = numbers(5000)
     param.grad = torch.randn_like(param)
     stored = [[torch.zeros(5000, dtype=torch.uint8, device=DEVICE)] for _ in range(2)]
     absmaxs = [[torch.ones(20, device=DEVICE)] for _ in range(2)]
-    table = TensorTable([param], exp_avgs=stored[0], exp_avg_sqs=stored[1], exp_avg_absmaxs=absmaxs[0], exp_avg_sq_absmaxs=absmaxs[1])
-    triton.adamw_step(table, options=StepOptions(learning_rate=0.1, step=3), scale=torch.ones((), device=DEVICE), skip=flag)
+    table = TensorTable(
+        [param], exp_avgs=stored[0], exp_avg_sqs=stored[1], exp_avg_absmaxs=absmaxs[0], exp_avg_sq_absmaxs=absmaxs[1]
+    )
+    triton.adamw_step(
+        table, options=StepOptions(learning_rate=0.1, step=3), scale=torch.ones((), device=DEVICE), skip=flag
+    )
 
 
 def block_diagonal(triton):
@@ -66,11 +76,23 @@ def cross_entropy(triton):
     for dtype in DTYPES:
         targets = whole([3, -100, 12], torch.int64)
         for softcap, factor, counts in ((None, 0.5, True), (5.0, 0.5, False), (None, None, True)):
-            triton.row_losses(numbers(3, 13, dtype=dtype), targets, scale=1.5, softcap=softcap, gradient_factor=factor, count_correct=counts)
+            triton.row_losses(
+                numbers(3, 13, dtype=dtype),
+                targets,
+                scale=1.5,
+                softcap=softcap,
+                gradient_factor=factor,
+                count_correct=counts,
+            )
 
 
 def expert_gate(triton):
-    for form in (GateForm(), GateForm(is_interleaved=True, activation="clamped"), GateForm(activation="gelu_tanh"), GateForm(activation="gelu")):
+    for form in (
+        GateForm(),
+        GateForm(is_interleaved=True, activation="clamped"),
+        GateForm(activation="gelu_tanh"),
+        GateForm(activation="gelu"),
+    ):
         for dtype in DTYPES:
             gate_up, d_act = numbers(5, 26, dtype=dtype), numbers(5, 13, dtype=dtype)
             triton.gate_forward(gate_up, form=form)
@@ -104,8 +126,16 @@ def grouped_mm(triton):
     # Experts with rows, without, and a row behind the last of them.
     ends = whole([3, 3, 6])
     for dtype in DTYPES:
-        rows, weights, d_rows = numbers(7, 13, dtype=dtype), numbers(3, 13, 19, dtype=dtype), numbers(7, 19, dtype=dtype)
-        addend = RowAddend(bias_EO=numbers(3, 19, dtype=dtype), low_NR=numbers(7, 4, dtype=dtype), low_ERO=numbers(3, 4, 19, dtype=dtype))
+        rows, weights, d_rows = (
+            numbers(7, 13, dtype=dtype),
+            numbers(3, 13, 19, dtype=dtype),
+            numbers(7, 19, dtype=dtype),
+        )
+        addend = RowAddend(
+            bias_EO=numbers(3, 19, dtype=dtype),
+            low_NR=numbers(7, 4, dtype=dtype),
+            low_ERO=numbers(3, 4, 19, dtype=dtype),
+        )
         gathered = GatheredRows(numbers(7, 13, dtype=dtype), torch.randperm(7).to(DEVICE), 1)
         for x_NI in (rows, gathered):
             for added in (RowAddend(), addend):
@@ -138,7 +168,14 @@ def nf4_parts(num_experts, num_blocks, *, is_nested=True):
         return packed, numbers(num_experts, num_blocks), None, None, table, None
     places = torch.randint(0, 256, (num_experts, num_blocks), dtype=torch.uint8, device=DEVICE)
     num_groups = -(-num_blocks // 256)
-    return packed, places, numbers(num_experts, num_groups), numbers(num_experts), table, torch.linspace(-1, 1, 256, device=DEVICE)
+    return (
+        packed,
+        places,
+        numbers(num_experts, num_groups),
+        numbers(num_experts),
+        table,
+        torch.linspace(-1, 1, 256, device=DEVICE),
+    )
 
 
 def nf4_experts(triton):
@@ -150,7 +187,9 @@ def nf4_linear(triton):
     for is_nested in (True, False):
         for dtype in DTYPES:
             parts = [nf4_parts(1, count, is_nested=is_nested) for count in (3, 10)]
-            weights = [NF4Weight(*(None if part is None else part[0] for part in of_one[:4]), *of_one[4:]) for of_one in parts]
+            weights = [
+                NF4Weight(*(None if part is None else part[0] for part in of_one[:4]), *of_one[4:]) for of_one in parts
+            ]
             shapes = ((3, 64), (2, 5 * 64))
             triton.dequantise_many(weights, [torch.empty(shape, dtype=dtype, device=DEVICE) for shape in shapes])
 
@@ -158,13 +197,20 @@ def nf4_linear(triton):
 def fp8_linear(triton):
     for dtype in DTYPES:
         for factor in (numbers(37), numbers(37).bfloat16(), None):
-            triton.quantise_rows(numbers(5, 41, dtype=dtype)[:, 1:38], factor_I=factor, round_scales_to_power_of_2=factor is None)
+            triton.quantise_rows(
+                numbers(5, 41, dtype=dtype)[:, 1:38], factor_I=factor, round_scales_to_power_of_2=factor is None
+            )
     for is_nested in (True, False):
         for is_transposed in (False, True):
             parts = [nf4_parts(1, count, is_nested=is_nested) for count in (6, 10)]
-            weights = [NF4Weight(*(None if part is None else part[0] for part in of_one[:4]), *of_one[4:]) for of_one in parts]
+            weights = [
+                NF4Weight(*(None if part is None else part[0] for part in of_one[:4]), *of_one[4:]) for of_one in parts
+            ]
             shapes = ((3, 128), (5, 128))
-            values = [torch.empty(shape[::-1] if is_transposed else shape, dtype=torch.float8_e4m3fn, device=DEVICE) for shape in shapes]
+            values = [
+                torch.empty(shape[::-1] if is_transposed else shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+                for shape in shapes
+            ]
             scales = [torch.empty(shape[0], device=DEVICE) for shape in shapes]
             triton.nf4_row_scales(weights, scales)
             triton.quantise_nf4(weights, values, scales, is_transposed=is_transposed)
@@ -179,7 +225,9 @@ def qk_rope(triton):
         for dtype in DTYPES:
             qkv, d_qkv = (numbers(5, form.num_columns, dtype=dtype) for _ in range(2))
             cos, sin = (numbers(5, form.num_rotated, dtype=dtype) for _ in range(2))
-            weights = {f"{name}_weight_W": numbers(form.head_width, dtype=dtype) if form.has_norm else None for name in "qk"}
+            weights = {
+                f"{name}_weight_W": numbers(form.head_width, dtype=dtype) if form.has_norm else None for name in "qk"
+            }
             triton.qk_rope_forward(qkv, cos, sin, form=form, **weights)
             triton.qk_rope_heads(qkv, cos, sin, form=form, **weights)
             triton.qk_rope_forward(qkv.clone(), cos, sin, form=form, out=qkv.clone(), **weights)
@@ -211,16 +259,38 @@ def rms_norm(triton):
 CASES = {
     case.__name__: case
     for case in (
-        adamw_step, block_diagonal, cross_entropy, expert_gate, expert_pack, expert_rows, expert_sort, fp8_linear, grouped_mm, host_gather,
-        low_rank_add, nf4_experts, nf4_linear, qk_rope, repeat_heads, rms_norm,
+        adamw_step,
+        block_diagonal,
+        cross_entropy,
+        expert_gate,
+        expert_pack,
+        expert_rows,
+        expert_sort,
+        fp8_linear,
+        grouped_mm,
+        host_gather,
+        low_rank_add,
+        nf4_experts,
+        nf4_linear,
+        qk_rope,
+        repeat_heads,
+        rms_norm,
     )
-}  # fmt: skip
+}
 
 
 def kernels_of(path):
-    """Return the names of the kernels of a file: functions under ``triton.jit`` that are launched, each with its own ``[grid]``."""
+    """Return the names of the kernels of a file: functions under ``triton.jit`` that are launched, each with its
+    own ``[grid]``.
+    """
     tree = ast.parse(path.read_text())
-    jitted = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for mark in node.decorator_list if "jit" in ast.unparse(mark)}
+    jitted = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for mark in node.decorator_list
+        if "jit" in ast.unparse(mark)
+    }
     launched = {
         node.func.value.id
         for node in ast.walk(tree)

@@ -1,4 +1,6 @@
-"""One AdamW step on a CUDA device: kernels against the truth for adapters of real shapes, one launch, no host wait, no copy overwritten."""
+"""One AdamW step on a CUDA device: kernels against the truth for adapters of real shapes, one launch, no host
+wait, no copy overwritten.
+"""
 
 from pathlib import Path
 
@@ -112,7 +114,8 @@ def test_hundreds_of_tensors_take_one_launch_and_no_memory():
         adamw_step(table, options=OPTIONS)
         torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() == before
-    # Each event has an object of its own for its type: compared by value. What waits for the device may be listed beside what runs on it.
+    # Each event has an object of its own for its type: compared by value. What waits for the device may be listed
+    # beside what runs on it.
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert [name for name in names if "sync" not in name.lower()] == ["_adamw_kernel"]
 
@@ -124,7 +127,11 @@ def test_a_forced_reference_is_obeyed():
         twin.owner.grad = None if row.owner.grad is None else twin.grad
     adamw_step(make_table(rows), options=OPTIONS, backend="reference")
     reference.adamw_step(make_table(twins), options=OPTIONS)
-    assert all(one is None or torch.equal(one, other) for row, twin in zip(rows, twins) for one, other in zip(row[:4], twin[:4]))
+    assert all(
+        one is None or torch.equal(one, other)
+        for row, twin in zip(rows, twins)
+        for one, other in zip(row[:4], twin[:4])
+    )
 
 
 def make_stack(dtype=FP32):
@@ -142,7 +149,10 @@ def test_a_stack_trained_in_one_pass_is_as_exact_as_with_the_fused_optimizer_of_
     ours, plain, truth = make_stack(), make_stack(), make_stack(torch.float64)
     options = {"lr": 1e-2, "weight_decay": 0.1}
     optimizer = FusedAdamW(ours.parameters(), **options)
-    others = [torch.optim.AdamW(plain.parameters(), fused=True, **options), torch.optim.AdamW(truth.parameters(), **options)]
+    others = [
+        torch.optim.AdamW(plain.parameters(), fused=True, **options),
+        torch.optim.AdamW(truth.parameters(), **options),
+    ]
     copies, told = [param.detach().bfloat16() for param in ours.parameters()], []
     optimizer.attach_copies(lambda: list(zip(ours.parameters(), copies)), on_written=told.append)
     for _ in range(10):
@@ -157,7 +167,9 @@ def test_a_stack_trained_in_one_pass_is_as_exact_as_with_the_fused_optimizer_of_
         assert_within_bound("norm", norm, plain=plain_norm, truth=true_norm, dtype=FP32)
         for stepper in (optimizer, *others):
             stepper.step()
-    for (name, param), other, true, copy in zip(ours.named_parameters(), plain.parameters(), truth.parameters(), copies):
+    for (name, param), other, true, copy in zip(
+        ours.named_parameters(), plain.parameters(), truth.parameters(), copies
+    ):
         assert_within_bound(name, param.detach(), plain=other.detach(), truth=true.detach(), dtype=FP32)
         assert torch.equal(copy, param.bfloat16()), name
     assert [len(written) for written in told] == [len(copies)] * 10

@@ -1,4 +1,6 @@
-"""Attention on a GPU: every backend of every claimed family against float32 and float64, which backend ran, and no host wait in a step."""
+"""Attention on a GPU: every backend of every claimed family against float32 and float64, which backend ran, and
+no host wait in a step.
+"""
 
 import importlib.util
 
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import BackendError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import FAMILIES, decoder_layers
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.packing.context import BatchContext
@@ -30,7 +32,13 @@ WIDTHS = {
 }
 OVERRIDES = {
     "deepseek_v3": dict(
-        WIDTHS, num_key_value_heads=4, head_dim=16, qk_rope_head_dim=16, qk_nope_head_dim=48, v_head_dim=32, moe_intermediate_size=64
+        WIDTHS,
+        num_key_value_heads=4,
+        head_dim=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=48,
+        v_head_dim=32,
+        moe_intermediate_size=64,
     ),
 }
 PAIRS = [(name, backend) for name, (model_type, _) in TINY.items() for backend in FAMILIES[model_type]]
@@ -62,7 +70,9 @@ class Recorded(nn.Module):
         super().__init__()
         self.calls = []
         layers = decoder_layers(model)
-        hooks = [layers[i].self_attn.register_forward_pre_hook(self.record, with_kwargs=True) for i in (0, len(layers) - 1)]
+        hooks = [
+            layers[i].self_attn.register_forward_pre_hook(self.record, with_kwargs=True) for i in (0, len(layers) - 1)
+        ]
         with torch.no_grad():
             model(**batch)
         for hook in hooks:
@@ -107,10 +117,12 @@ def replay(call, *, dtype, backend, context, weight):
 
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_backend_of_family_within_twice_the_error_of_plain_bf16(name, backend):
-    """Attention layers with the inputs that the whole model gives them; layers one by one, so that no router can choose otherwise in bf16."""
+    """Attention layers with the inputs that the whole model gives them; layers one by one, so that no router can
+    choose otherwise in bf16.
+    """
     needs_cudnn(backend)
     model = build_on_gpu(name)
-    install_attention(model, SwapLedger())
+    install_attention(model, ModelPatcher())
     batch = make_batch(LENGTHS, pad_to=512).to("cuda")
     batch.context.attention_backend = "reference"
     recorded = Recorded(model, batch)
@@ -119,7 +131,11 @@ def test_backend_of_family_within_twice_the_error_of_plain_bf16(name, backend):
         weight = torch.randn(1, 512, model.config.hidden_size, device="cuda").bfloat16().float()
         contexts = [make_batch(LENGTHS, pad_to=512).context.to("cuda") for _ in range(3)]
         # Inputs rounded to bf16 first: the truth is the exact result for what the other arms are given.
-        call = (call[0], [cast(value, torch.bfloat16) for value in call[1]], {key: cast(value, torch.bfloat16) for key, value in call[2].items()})
+        call = (
+            call[0],
+            [cast(value, torch.bfloat16) for value in call[1]],
+            {key: cast(value, torch.bfloat16) for key, value in call[2].items()},
+        )
         truth = replay(call, dtype=torch.float32, backend="eager", context=contexts[0], weight=weight)
         plain = replay(call, dtype=torch.bfloat16, backend="eager", context=contexts[1], weight=weight)
         ours = replay(call, dtype=torch.bfloat16, backend=backend, context=contexts[2], weight=weight)
@@ -134,7 +150,9 @@ def test_backend_of_family_within_twice_the_error_of_plain_bf16(name, backend):
 
 
 def test_cudnn_is_as_near_as_flash_for_long_documents_between_other_heads():
-    """The length and the layout in which its gradients were once NaN: heads of one token between each other, 16,384, 8,192 and 8,192 tokens."""
+    """The length and the layout in which its gradients were once NaN: heads of one token between each other,
+    16,384, 8,192 and 8,192 tokens.
+    """
     needs_cudnn("cudnn")
     lengths, width = (16_384, 8_192, 8_192), 128
     joint = torch.randn(sum(lengths), 12, width, device="cuda").bfloat16()
@@ -144,7 +162,9 @@ def test_cudnn_is_as_near_as_flash_for_long_documents_between_other_heads():
         context = make_batch(lengths).context.to("cuda")
         context.attention_backend = backend
         rows = joint.clone().requires_grad_()
-        out = packed_attention(*rows.split((8, 2, 2), dim=1), context=context, scale=width**-0.5, window=None, softcap=None, sink_H=None)
+        out = packed_attention(
+            *rows.split((8, 2, 2), dim=1), context=context, scale=width**-0.5, window=None, softcap=None, sink_H=None
+        )
         out.backward(weight)
         return out.detach(), *rows.grad.split((8, 2, 2), dim=1)
 
@@ -156,11 +176,13 @@ def test_cudnn_is_as_near_as_flash_for_long_documents_between_other_heads():
 @pytest.mark.parametrize("name", list(TINY))
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_step_never_waits_for_the_device(name, recomputes):
-    """Whole models in bf16 on the backend that is chosen: forward, backward and optimizer step under set_sync_debug_mode("error")."""
+    """Whole models in bf16 on the backend that is chosen: forward, backward and optimizer step under
+    set_sync_debug_mode("error").
+    """
     import functools
 
     model = build_on_gpu(name, experts="grouped_mm" if name in MOE else None).bfloat16().train()
-    install_attention(model, SwapLedger())
+    install_attention(model, ModelPatcher())
     if recomputes:
         checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
@@ -203,7 +225,9 @@ def test_sinks_have_exact_gradients(dtype, window, backend):
     weight = torch.randn(512, 8, 64, device="cuda").to(dtype)
 
     def run(backend, leaves, weight):
-        out = packed_attention(*leaves[:3], context=context, scale=0.125, window=window, softcap=None, sink_H=leaves[3], backend=backend)
+        out = packed_attention(
+            *leaves[:3], context=context, scale=0.125, window=window, softcap=None, sink_H=leaves[3], backend=backend
+        )
         return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
     given = run(backend, [q, k, v, sink], weight)
@@ -222,10 +246,14 @@ def test_pad_documents_and_poisoned_memory_give_no_nan_and_runs_are_close(backen
     # The allocator hands out what was full of NaN.
     poison = [torch.full((384, 64, 256), float("nan"), device="cuda") for _ in range(4)]
     del poison
-    out = packed_attention(q, k, v, context=context, scale=width**-0.5, window=None, softcap=None, sink_H=None, backend=backend)
+    out = packed_attention(
+        q, k, v, context=context, scale=width**-0.5, window=None, softcap=None, sink_H=None, backend=backend
+    )
     gradients = torch.autograd.grad(out.float().square().sum(), [q, k, v])
     assert all(x.isfinite().all() for x in (out, *gradients))
-    again = packed_attention(q, k, v, context=context, scale=width**-0.5, window=None, softcap=None, sink_H=None, backend=backend)
+    again = packed_attention(
+        q, k, v, context=context, scale=width**-0.5, window=None, softcap=None, sink_H=None, backend=backend
+    )
     assert torch.equal(out, again)
 
 
@@ -237,7 +265,10 @@ def test_another_document_changes_nothing(backend):
     second = [x.clone() for x in first]
     for x in second:
         x[rows] = torch.randn_like(x[rows])
-    outs = [packed_attention(*x, context=context, scale=0.125, window=None, softcap=None, sink_H=None, backend=backend) for x in (first, second)]
+    outs = [
+        packed_attention(*x, context=context, scale=0.125, window=None, softcap=None, sink_H=None, backend=backend)
+        for x in (first, second)
+    ]
     difference = (outs[0] - outs[1]).abs()
     assert difference[rows].max() > 0
     difference[rows] = 0
@@ -253,10 +284,20 @@ def test_the_kernel_that_repeats_heads_passes_its_tests_on_the_device():
 def test_shares_of_keys_and_values_add_up_to_their_gradients(width, has_sink):
     torch.manual_seed(0)
     context = BatchContext(lengths=list(LENGTHS), label_T=torch.full((sum(LENGTHS),), -100), num_items=1).to("cuda")
-    q, k, v = (torch.randn(sum(LENGTHS), count, width, device="cuda", dtype=torch.bfloat16).requires_grad_() for count in (6, 2, 2))
+    q, k, v = (
+        torch.randn(sum(LENGTHS), count, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for count in (6, 2, 2)
+    )
     sink = torch.randn(6, device="cuda").requires_grad_() if has_sink else None
     found = []
-    arguments = {"context": context, "scale": width**-0.5, "window": None, "softcap": None, "sink_H": sink, "backend": "varlen"}
+    arguments = {
+        "context": context,
+        "scale": width**-0.5,
+        "window": None,
+        "softcap": None,
+        "sink_H": sink,
+        "backend": "varlen",
+    }
     leaves = [q, k, v, *([sink] if has_sink else [])]
     outs, gradients = [], []
     for collect in (None, lambda *shares: found.extend(shares)):
@@ -279,12 +320,16 @@ def test_what_varlen_cannot_do_is_refused():
     q = torch.randn(sum(LENGTHS), 2, 64, device="cuda")
     for x, softcap in ((q, None), (q.bfloat16(), 30.0)):
         with pytest.raises(BackendError, match="'varlen'"):
-            packed_attention(x, x, x, context=context, scale=1.0, window=None, softcap=softcap, sink_H=None, backend="varlen")
+            packed_attention(
+                x, x, x, context=context, scale=1.0, window=None, softcap=softcap, sink_H=None, backend="varlen"
+            )
 
 
 def test_varlen_memory_is_linear_in_the_pack():
     def peak(num_tokens):
-        context = BatchContext(lengths=[512] * (num_tokens // 512), label_T=torch.full((num_tokens,), -100), num_items=1).to("cuda")
+        context = BatchContext(
+            lengths=[512] * (num_tokens // 512), label_T=torch.full((num_tokens,), -100), num_items=1
+        ).to("cuda")
         q = torch.randn(num_tokens, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -298,8 +343,11 @@ def test_varlen_memory_is_linear_in_the_pack():
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_oss"])
 def test_generates_the_tokens_of_eager_attention(name):
     model = build_on_gpu(name).eval()
-    inputs = {"input_ids": torch.randint(3, 97, (2, 12), device="cuda"), "attention_mask": torch.ones(2, 12, dtype=torch.long, device="cuda")}
+    inputs = {
+        "input_ids": torch.randint(3, 97, (2, 12), device="cuda"),
+        "attention_mask": torch.ones(2, 12, dtype=torch.long, device="cuda"),
+    }
     inputs["attention_mask"][1, :5] = 0
     expected = model.generate(**inputs, max_new_tokens=16, do_sample=False, eos_token_id=None)
-    install_attention(model, SwapLedger())
+    install_attention(model, ModelPatcher())
     assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False, eos_token_id=None), expected)

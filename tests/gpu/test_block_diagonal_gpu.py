@@ -1,4 +1,6 @@
-"""Blocks on a diagonal on a CUDA device: the plain twin's bits at the sizes of real adapters, in one launch, without a host wait."""
+"""Blocks on a diagonal on a CUDA device: the plain twin's bits at the sizes of real adapters, in one launch,
+without a host wait.
+"""
 
 import pytest
 import torch

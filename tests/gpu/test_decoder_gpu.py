@@ -1,11 +1,13 @@
-"""Fused decoder layers on a CUDA device: as exact as transformers' own in bf16, without a host wait, and blind to what memory held before."""
+"""Fused decoder layers on a CUDA device: as exact as transformers' own in bf16, without a host wait, and blind to
+what memory held before.
+"""
 
 import copy
 
 import pytest
 import torch
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.host_waits import waits_are_errors
@@ -15,9 +17,22 @@ from tests.support.packs import make_batch, relative_error
 pytestmark = pytest.mark.gpu
 LENGTHS = (190, 1, 64, 257)
 WIDTH = 256
-SIZES = {"hidden_size": WIDTH, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 1024,
+}
 # Every expert serves every token, so that no rounding changes a choice.
-MODELS = {"qwen3": SIZES, "gpt_oss": {**SIZES, "num_experts_per_tok": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
+MODELS = {
+    "qwen3": SIZES,
+    "gpt_oss": {
+        **SIZES,
+        "num_experts_per_tok": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
 
 
 def make_model(family, *, has_lora):
@@ -32,8 +47,8 @@ def make_model(family, *, has_lora):
 
 def on_device(model, *, is_fused):
     model = copy.deepcopy(model).to("cuda")
-    install_packed_training(model, SwapLedger())
-    install_bincount_router(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
+    install_bincount_router(model, ModelPatcher())
     if is_fused:
         fuse(model)
     return model
@@ -44,7 +59,7 @@ def on_device(model, *, is_fused):
 def test_bfloat16_is_as_near_to_the_truth_as_the_layers_own(family, has_lora):
     model = make_model(family, has_lora=has_lora)
     truth = copy.deepcopy(model).double()
-    install_packed_training(truth, SwapLedger())
+    install_packed_training(truth, ModelPatcher())
     use_exact_norms(truth, is_plain=True)
     expected = step(truth, make_batch(LENGTHS))
     fused, plain = on_device(model, is_fused=True), on_device(model, is_fused=False)

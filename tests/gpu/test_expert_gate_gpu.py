@@ -1,4 +1,6 @@
-"""The gate of an expert on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
+"""The gate of an expert on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host
+wait, no copies.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,13 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
-from tests.kernels.test_expert_gate import PublicEntries, check_against_truth, check_in_place, check_rows_of_nan_stay_alone, make_inputs
+from tests.kernels.test_expert_gate import (
+    PublicEntries,
+    check_against_truth,
+    check_in_place,
+    check_rows_of_nan_stay_alone,
+    make_inputs,
+)
 from tests.support.children import run_on_device
 from tests.support.host_waits import waits_are_errors
 

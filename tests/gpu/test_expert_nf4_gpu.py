@@ -1,4 +1,6 @@
-"""Experts in NF4 on a CUDA device at real sizes: bitsandbytes' bits, no host wait, and no more memory than one dense stack."""
+"""Experts in NF4 on a CUDA device at real sizes: bitsandbytes' bits, no host wait, and no more memory than one
+dense stack.
+"""
 
 import copy
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.expert_nf4 import quantise_experts, read_nf4
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4, quantise_stack
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
@@ -43,7 +45,9 @@ def test_real_stacks_equal_bitsandbytes(size):
     some = torch.randn((4, num_rows, num_columns), generator=generator, device="cuda").mul_(0.02).bfloat16()
     few = quantise_stack(some)
     again = torch.arange(num_experts, device="cuda") % 4
-    stack = few.stack._replace(**{name: getattr(few.stack, name).index_select(0, again) for name in few.stack._fields[:4]})
+    stack = few.stack._replace(
+        **{name: getattr(few.stack, name).index_select(0, again) for name in few.stack._fields[:4]}
+    )
     weight = ExpertsNF4(stack, shape=size, dtype=torch.bfloat16)
     out = torch.full(size, float("nan"), dtype=torch.bfloat16, device="cuda")
     with waits_are_errors():
@@ -75,7 +79,7 @@ def test_a_step_is_bit_equal_to_the_dense_one_and_never_waits(family):
     results = []
     for each in (copy.deepcopy(model), with_dense_weights(model)):
         adapted = add_lora(each).train()
-        install_bincount_router(adapted, SwapLedger())
+        install_bincount_router(adapted, ModelPatcher())
         logits = adapted(input_ids=ids, use_cache=False).logits
         logits.float().square().mean().backward()
         results.append([logits.detach(), *(p.grad for p in adapted.parameters() if p.requires_grad)])

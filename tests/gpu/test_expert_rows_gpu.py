@@ -1,4 +1,6 @@
-"""Expert order and rows on a CUDA device at the sizes of real models: bit-equal to the plain twins and to themselves, and the host never waits."""
+"""Expert order and rows on a CUDA device at the sizes of real models: bit-equal to the plain twins and to
+themselves, and the host never waits.
+"""
 
 import os
 import subprocess
@@ -14,8 +16,16 @@ from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-# Tokens, experts per token, experts, model width: Qwen3-30B-A3B, gpt-oss, Mixtral, odd sizes, one expert, as many experts as are allowed.
-SIZES = [(8192, 8, 128, 2048), (16384, 4, 32, 2880), (4096, 2, 8, 4096), (8191, 6, 61, 1111), (257, 1, 1, 130), (5000, 3, 4096, 64)]
+# Tokens, experts per token, experts, model width: Qwen3-30B-A3B, gpt-oss, Mixtral, odd sizes, one expert, as many
+# experts as are allowed.
+SIZES = [
+    (8192, 8, 128, 2048),
+    (16384, 4, 32, 2880),
+    (4096, 2, 8, 4096),
+    (8191, 6, 61, 1111),
+    (257, 1, 1, 130),
+    (5000, 3, 4096, 64),
+]
 
 
 def make_ids(num_tokens, num_choices, num_experts, *, kind):

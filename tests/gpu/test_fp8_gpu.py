@@ -1,4 +1,6 @@
-"""Base products in fp8 on a CUDA device: kernels against their twins at real sizes, torch's product against the formula, layers, no waits."""
+"""Base products in fp8 on a CUDA device: kernels against their twins at real sizes, torch's product against the
+formula, layers, no waits.
+"""
 
 import copy
 
@@ -6,7 +8,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused import fp8_base
 from lightning_fastft.fused.decoder import install_fp8_base
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
@@ -58,14 +60,20 @@ def test_nf4_equals_the_plain_twin_and_never_waits(sizes, is_transposed):
     for seed, size in enumerate(sizes):
         generator = torch.Generator("cuda").manual_seed(seed)
         dense = torch.randn(size, generator=generator, device="cuda").mul_(0.02).bfloat16()
-        weights.append(bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4", compress_statistics=True).to("cuda"))
+        weights.append(
+            bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4", compress_statistics=True).to("cuda")
+        )
     read = [read_params4bit(weight) for weight in weights]
     num_outputs, num_inputs = [size[0] for size in sizes], sizes[0][1]
     found = {}
     for backend in ("triton", "reference"):
         shape = (num_inputs, sum(num_outputs)) if is_transposed else (sum(num_outputs), num_inputs)
         values, scale_O = torch.empty(shape, dtype=FP8, device="cuda"), torch.empty(sum(num_outputs), device="cuda")
-        options = {"values": values.split(num_outputs, dim=int(is_transposed)), "scales": scale_O.split(num_outputs), "is_transposed": is_transposed}
+        options = {
+            "values": values.split(num_outputs, dim=int(is_transposed)),
+            "scales": scale_O.split(num_outputs),
+            "is_transposed": is_transposed,
+        }
         nf4_row_scales(read, scales=options["scales"], backend=backend)
         quantise_nf4(read, **options, backend=backend)
         if backend == "triton":
@@ -80,9 +88,14 @@ def test_nf4_equals_the_plain_twin_and_never_waits(sizes, is_transposed):
 @pytest.mark.parametrize("size", [(1024, 7168, 5120), (513, 5120, 17408), (1, 16, 16), (77, 48, 272)])
 @pytest.mark.parametrize("has_scale", [False, True])
 def test_products_of_torch_are_those_of_the_formula_and_never_wait(size, has_scale):
-    """Sums of the tensor cores keep fewer digits than fp32 (use_fast_accum), so the bound is that of bf16 and a few of those digits."""
+    """Sums of the tensor cores keep fewer digits than fp32 (use_fast_accum), so the bound is that of bf16 and a
+    few of those digits.
+    """
     num_rows, num_outputs, num_inputs = size
-    rows, weight = quantise_rows(torch.randn(num_rows, num_inputs, device="cuda")), quantise_rows(torch.randn(num_outputs, num_inputs, device="cuda"))
+    rows, weight = (
+        quantise_rows(torch.randn(num_rows, num_inputs, device="cuda")),
+        quantise_rows(torch.randn(num_outputs, num_inputs, device="cuda")),
+    )
     scale_O = weight.scale_T if has_scale else None
     multiply(rows, weight.values_TI, scale_O, dtype=torch.bfloat16)
     with waits_are_errors():
@@ -94,40 +107,59 @@ def test_products_of_torch_are_those_of_the_formula_and_never_wait(size, has_sca
 
 
 def make_model(*, is_quantised):
-    """A bf16 model on the device whose activations stay near 1 and whose weights have rows of different sizes, with LoRA on every layer."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+    """A bf16 model on the device whose activations stay near 1 and whose weights have rows of different sizes,
+    with LoRA on every layer.
+    """
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "head_dim": 64,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 1024,
+    }
     model = build("qwen3", "full", dtype=torch.bfloat16, **sizes)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_((32 / 256) ** 0.5 * torch.exp(0.7 * torch.randn(len(parameter), 1, generator=generator) - 0.25))
+                parameter.mul_(
+                    (32 / 256) ** 0.5 * torch.exp(0.7 * torch.randn(len(parameter), 1, generator=generator) - 0.25)
+                )
     if is_quantised:
         for layer in layers_of(model):
             for block in (layer.self_attn, layer.mlp):
                 for name, module in list(block.named_children()):
                     if isinstance(module, torch.nn.Linear):
                         packed = bnb.nn.Linear4bit(
-                            module.in_features, module.out_features, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16
+                            module.in_features,
+                            module.out_features,
+                            bias=False,
+                            quant_type="nf4",
+                            compute_dtype=torch.bfloat16,
                         )
-                        packed.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+                        packed.weight = bnb.nn.Params4bit(
+                            module.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+                        )
                         setattr(block, name, packed)
     model = add_lora(model.to("cuda"), r=16).train()
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     return model
 
 
 def fused(model, *, base=None):
     """A copy with fused layers; base: None for bf16, else whether fp8 is emulated."""
     model = copy.deepcopy(model)
-    ledger = fuse(model)
+    patcher = fuse(model)
     if base is not None:
-        (found,) = install_fp8_base(model, ledger, is_emulated=base)
-        assert (found.status().state, "12 products of 3 layers" in found.status().reason) == ("active", True), found.status()
+        (found,) = install_fp8_base(model, patcher, is_emulated=base)
+        assert (found.status().state, "12 products of 3 layers" in found.status().reason) == ("active", True), (
+            found.status()
+        )
     return model
 
 
-# What the tensor cores' sums lose, as a part of the mean number of a product (test_products_of_torch_are_those_of_the_formula_and_never_wait).
+# What the tensor cores' sums lose, as a part of the mean number of a product
+# (test_products_of_torch_are_those_of_the_formula_and_never_wait).
 SUM_NOISE = 1e-3
 
 
@@ -156,14 +188,19 @@ def distances(found, other):
 
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_layers_equal_the_emulated_ones_and_are_near_those_of_bf16(is_quantised):
-    """A last digit that differs moves numbers to their neighbours in bf16 and e4m3, and those move others: the yardstick is such a move."""
+    """A last digit that differs moves numbers to their neighbours in bf16 and e4m3, and those move others: the
+    yardstick is such a move.
+    """
     model = make_model(is_quantised=is_quantised)
     batch = make_batch(LENGTHS).to("cuda")
     found, emulated, bf16 = (gradients(model, batch, base=base) for base in (False, True, None))
     moved = gradients(model, batch, base=True, noise=SUM_NOISE)
     apart, yardstick = distances(found, emulated), distances(moved, emulated)
     from_bf16, emulated_from_bf16 = distances(found, bf16), distances(emulated, bf16)
-    print(is_quantised, {"emulated": apart, "moved": yardstick, "bf16": from_bf16, "emulated from bf16": emulated_from_bf16})
+    print(
+        is_quantised,
+        {"emulated": apart, "moved": yardstick, "bf16": from_bf16, "emulated from bf16": emulated_from_bf16},
+    )
     assert relative_error(found["loss"], bf16["loss"]) < 0.01
     assert all(one <= 1.25 * other for one, other in zip(apart, yardstick))
     # As far from bf16 as the formula is.

@@ -1,4 +1,6 @@
-"""Grouped products on a CUDA device: both backends against the truth at real sizes, no host wait, no tensor of the low-rank product."""
+"""Grouped products on a CUDA device: both backends against the truth at real sizes, no host wait, no tensor of
+the low-rank product.
+"""
 
 from pathlib import Path
 
@@ -29,7 +31,9 @@ def skip_without(backend):
 
 
 def real_case(dtype=torch.bfloat16, *, counts=COUNTS, num_inputs=512, num_outputs=384, step=8, **options):
-    return make_case(counts, num_inputs, num_outputs, dtype=dtype, num_sentinels=37, step=step, device="cuda", **options)
+    return make_case(
+        counts, num_inputs, num_outputs, dtype=dtype, num_sentinels=37, step=step, device="cuda", **options
+    )
 
 
 def test_the_triton_kernels_pass_their_tests_on_the_device():
@@ -67,7 +71,9 @@ def test_long_fp32_sums_are_as_good_as_those_of_plain_products(num_terms):
         truth = torch.cat([a.double() @ b.double() for a, b in pairs])
         plain_error = relative_error("torch.mm", torch.cat([torch.mm(a, b) for a, b in pairs]), truth)
         error = relative_error(name, ours, truth)
-        assert error <= 2 * plain_error, f"{name} over {num_terms} terms: error {error:.3g}, that of torch.mm {plain_error:.3g}"
+        assert error <= 2 * plain_error, (
+            f"{name} over {num_terms} terms: error {error:.3g}, that of torch.mm {plain_error:.3g}"
+        )
 
     x_NI, weight_EIO = torch.randn(300, num_terms, device="cuda"), torch.randn(2, num_terms, 256, device="cuda")
     end_E = torch.tensor([130, 300], dtype=torch.int32, device="cuda")
@@ -113,9 +119,17 @@ def test_misaligned_tensors_take_our_kernel():
 def test_every_backend_gives_the_same_within_a_rounding_and_auto_says_which_it_took():
     case = real_case(rank=16, has_bias=True, is_transposed=True)
     name = choose_backend(case.x_NI, case.weight_EIO, has_addend=True)
-    assert name == ("torch" if is_torch_fast() and torch.cuda.get_device_capability()[0] not in op._ADDEND_CAPABILITIES else "triton")
-    assert choose_grad_backend(case.x_NI, case.d_NO, num_experts=len(COUNTS)) == ("torch" if is_torch_fast() else "triton")
-    chosen, named = (public_product(backend)(case, torch.empty_like(case.d_NO))[: case.num_real] for backend in ("auto", name))
+    assert name == (
+        "torch"
+        if is_torch_fast() and torch.cuda.get_device_capability()[0] not in op._ADDEND_CAPABILITIES
+        else "triton"
+    )
+    assert choose_grad_backend(case.x_NI, case.d_NO, num_experts=len(COUNTS)) == (
+        "torch" if is_torch_fast() else "triton"
+    )
+    chosen, named = (
+        public_product(backend)(case, torch.empty_like(case.d_NO))[: case.num_real] for backend in ("auto", name)
+    )
     assert torch.equal(chosen, named)
 
 

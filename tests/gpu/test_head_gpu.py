@@ -7,8 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lightning_fastft.core.patcher import SwapLedger
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.kernels.cross_entropy import reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
@@ -41,11 +41,19 @@ def test_loss_and_every_gradient_equal_the_truth(dtype, case):
     row_R = torch.randperm(num_tokens, device="cuda")[:num_rows]
     target_R = torch.randint(0, vocabulary, (num_rows,), device="cuda")
     inputs = [tensor for tensor in (hidden_TD, weight_VD, bias_V) if tensor is not None]
-    arguments = {"row_R": row_R, "target_R": target_R, "num_items": 512.0, "scale": case["scale"], "softcap": case["softcap"]}
+    arguments = {
+        "row_R": row_R,
+        "target_R": target_R,
+        "num_items": 512.0,
+        "scale": case["scale"],
+        "softcap": case["softcap"],
+    }
 
     def gradients_of_reference(wide):
         cast = [tensor.detach().to(wide).requires_grad_() for tensor in inputs]
-        loss = reference.labelled_cross_entropy_reference(*cast[:2], bias_V=cast[2] if bias_V is not None else None, **arguments)
+        loss = reference.labelled_cross_entropy_reference(
+            *cast[:2], bias_V=cast[2] if bias_V is not None else None, **arguments
+        )
         return torch.autograd.grad(loss, cast, torch.tensor(1024.0, device="cuda", dtype=loss.dtype)), loss
 
     (truth, true_loss), (plain, plain_loss) = gradients_of_reference(torch.float64), gradients_of_reference(dtype)
@@ -108,11 +116,13 @@ def test_a_copied_batch_still_names_its_labelled_rows():
 def test_a_step_of_a_lora_model_never_waits_for_the_device(name):
     model = build_tiny(name, hidden_size=128, head_dim=32).bfloat16().cuda()
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).train()
-    ledger = SwapLedger()
-    install_attention(model.get_base_model(), ledger)
-    assert install_head(model.get_base_model(), ledger).state == "active"
-    shadows = install_adapter_shadows(model, ledger, compute_dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, fused=True)
+    patcher = ModelPatcher()
+    install_attention(model.get_base_model(), patcher)
+    assert install_head(model.get_base_model(), patcher).state == "active"
+    shadows = install_low_precision_adapters(model, patcher, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, fused=True
+    )
     batches = [make_batch(seed=seed).pin_memory() for seed in range(4)]
 
     def step(batch):
@@ -136,18 +146,23 @@ def test_a_step_of_a_lora_model_never_waits_for_the_device(name):
 def test_packed_loss_and_adapter_gradients_equal_transformers_and_peft_own():
     model = build_tiny("qwen3", hidden_size=128, head_dim=32).bfloat16().cuda()
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)).train()
-    install_attention(model.get_base_model(), SwapLedger())
+    install_attention(model.get_base_model(), ModelPatcher())
     batch = make_batch().to("cuda")
     results = []
     for is_ours in (False, True):
         if is_ours:
-            ledger = SwapLedger()
-            install_head(model.get_base_model(), ledger)
-            install_adapter_shadows(model, ledger, compute_dtype=torch.bfloat16)
+            patcher = ModelPatcher()
+            install_head(model.get_base_model(), patcher)
+            install_low_precision_adapters(model, patcher, compute_dtype=torch.bfloat16)
         model.zero_grad(set_to_none=True)
         loss = model(**batch).loss
         loss.backward()
-        results.append((loss.item(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}))
+        results.append(
+            (
+                loss.item(),
+                {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None},
+            )
+        )
     (loss, gradients), (our_loss, our_gradients) = results
     assert our_loss == pytest.approx(loss, rel=1e-2)
     assert gradients.keys() == our_gradients.keys()
@@ -165,7 +180,9 @@ def test_the_head_needs_one_chunk_of_logits():
     target_R = torch.randint(0, vocabulary, (num_tokens,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before_bytes = torch.cuda.memory_allocated()
-    labelled_cross_entropy(hidden_TD, weight_VD, row_R=rows, target_R=target_R, num_rows=num_tokens, num_items=8192.0).backward()
+    labelled_cross_entropy(
+        hidden_TD, weight_VD, row_R=rows, target_R=target_R, num_rows=num_tokens, num_items=8192.0
+    ).backward()
     used_bytes = torch.cuda.max_memory_allocated() - before_bytes
     chunk_bytes = 2048 * vocabulary * 2
     states_bytes = num_tokens * width * 2

@@ -1,4 +1,6 @@
-"""Decoder layers from CUDA graphs: the steps of layers that run as ever, without a host wait, in memory that does not grow."""
+"""Decoder layers from CUDA graphs: the steps of layers that run as ever, without a host wait, in memory that does
+not grow.
+"""
 
 import copy
 import gc
@@ -13,8 +15,8 @@ from transformers import AutoConfig
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
-from lightning_fastft.core.patcher import SwapLedger
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.graphs.cuda_recorder import CudaRecorder
 from lightning_fastft.graphs.install import install_layer_graphs
 from lightning_fastft.hf.loading import ModelSource, build_model
@@ -41,20 +43,26 @@ PACKS = (
     (30,) * 17 + (2,),
 )
 CONFIG = {
-    "vocab_size": 97, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 
 
-def prepare(model, *, policy, is_recorded, if_late=False):
+def prepare(model, *, policy, is_recorded, if_launch_bound=False):
     """The model on the device; its shadows, and its graphs where it has them."""
     model = copy.deepcopy(model).to("cuda")
-    install_bincount_router(model, SwapLedger())
-    shadows = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    install_bincount_router(model, ModelPatcher())
+    shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(model)
-    install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing(policy))
-    graphs = install_layer_graphs(model, SwapLedger(), if_late=if_late)[0] if is_recorded else None
+    install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing(policy))
+    graphs = install_layer_graphs(model, ModelPatcher(), if_launch_bound=if_launch_bound)[0] if is_recorded else None
     return model, shadows, graphs
 
 
@@ -90,7 +98,7 @@ def wide_lora(family):
 def test_steps_are_as_near_to_the_truth_as_those_without_graphs(family, has_lora, policy):
     model = wide_lora(family) if has_lora else make_model(family, has_lora=False)
     truth = copy.deepcopy(model).double()
-    install_packed_training(truth, SwapLedger())
+    install_packed_training(truth, ModelPatcher())
     use_exact_norms(truth, is_plain=True)
     batches = [make_batch(lengths, seed=number) for number, lengths in enumerate(PACKS)]
     on_device = [batch.to("cuda") for batch in batches]
@@ -109,11 +117,15 @@ def test_recorded_layers_see_what_a_step_has_changed(policy):
     batches = [make_batch(PACKS[number % 3], seed=number % 3).to("cuda") for number in range(9)]
     recorded, shadows, _ = prepare(model, policy=policy, is_recorded=True)
     found = train(recorded, shadows, batches, rate=0.05)
-    moving, standing = (train(*prepare(model, policy=policy, is_recorded=False)[:2], batches, rate=rate) for rate in (0.05, 0.0))
+    moving, standing = (
+        train(*prepare(model, policy=policy, is_recorded=False)[:2], batches, rate=rate) for rate in (0.05, 0.0)
+    )
     names = [name for name in moving[-1] if "lora_B" in name]
     # Rounding adds up over the steps, and is far from what the steps change.
     for name in names:
-        assert relative_error(found[-1][name], moving[-1][name]) <= 0.1 * relative_error(standing[-1][name], moving[-1][name]), name
+        assert relative_error(found[-1][name], moving[-1][name]) <= 0.1 * relative_error(
+            standing[-1][name], moving[-1][name]
+        ), name
 
 
 def test_a_window_of_micro_batches_adds_up():
@@ -126,7 +138,9 @@ def test_a_window_of_micro_batches_adds_up():
             each.zero_grad(set_to_none=True)
             for batch in batches:
                 run(each, batch)
-        found.append({name: parameter.grad.clone() for name, parameter in each.named_parameters() if parameter.grad is not None})
+        found.append(
+            {name: parameter.grad.clone() for name, parameter in each.named_parameters() if parameter.grad is not None}
+        )
     assert all(relative_error(found[0][name], value) <= 0.01 for name, value in found[1].items())
 
 
@@ -158,7 +172,11 @@ def test_recordings_that_are_all_dropped_are_no_obstacle_to_the_next():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_recording_that_cannot_begin_leaves_the_process_as_it_was(when):
-    recorder, number, begin = CudaRecorder(torch.device("cuda", 0)), torch.zeros((), device="cuda"), torch.cuda.CUDAGraph.capture_begin
+    recorder, number, begin = (
+        CudaRecorder(torch.device("cuda", 0)),
+        torch.zeros((), device="cuda"),
+        torch.cuda.CUDAGraph.capture_begin,
+    )
 
     def fail(graph, *args, **options):
         if when == "after":
@@ -176,18 +194,18 @@ def test_memory_of_graphs_is_given_back():
     model = wide_lora("qwen3")
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
     each = copy.deepcopy(model).to("cuda")
-    shadows = install_adapter_shadows(each, SwapLedger(), compute_dtype=torch.bfloat16)
+    shadows = install_low_precision_adapters(each, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(each)
-    install_packed_training(each, SwapLedger())
+    install_packed_training(each, ModelPatcher())
     train(each, shadows, batches)
     # cuBLAS keeps a workspace for each stream.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    ledger = SwapLedger()
-    install_layer_graphs(each, ledger)
+    patcher = ModelPatcher()
+    install_layer_graphs(each, patcher)
     train(each, shadows, batches)
-    ledger.undo()
+    patcher.undo()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before + 4 * 2**20
@@ -197,7 +215,7 @@ def test_layers_are_recorded_where_the_device_waits_for_the_host_and_only_there(
     model = wide_lora("qwen3")
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
     for cycles_ahead in (0, 2_000_000_000):
-        each, shadows, graphs = prepare(model, policy="keep", is_recorded=True, if_late=True)
+        each, shadows, graphs = prepare(model, policy="keep", is_recorded=True, if_launch_bound=True)
         train(each, shadows, batches[:2])
         with waits_are_errors():
             for batch in batches[2:4]:
@@ -210,7 +228,7 @@ def test_layers_are_recorded_where_the_device_waits_for_the_host_and_only_there(
 
 def test_without_the_memory_layers_run_as_ever():
     # Where everything is kept without a plan there is no budget.
-    model, shadows, graphs = prepare(wide_lora("qwen3"), policy="recompute", is_recorded=True, if_late=True)
+    model, shadows, graphs = prepare(wide_lora("qwen3"), policy="recompute", is_recorded=True, if_launch_bound=True)
     for layer in graphs._layers:
         vars(layer.self_attn)[SEGMENT_ATTRIBUTE].vram_budget_bytes = torch.cuda.memory_allocated() + 2**16
     train(model, shadows, [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)])
@@ -238,12 +256,16 @@ except SwapError as error:
 
 def test_a_loss_that_is_held_with_its_graph_is_named_and_the_process_lives_on():
     # A recording that fails is nothing for the other tests of this process.
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", HELD_SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HELD_SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.stdout.strip().endswith("refused True"), done.stdout + done.stderr[-3000:]
 
 
 def test_a_loss_that_is_held_with_its_graph_is_no_error_where_recording_was_left_to_us():
-    script = HELD_SCRIPT.replace("is_recorded=True", "is_recorded=True, if_late=True").replace("PACKS[:3]", "PACKS[:6]")
+    script = HELD_SCRIPT.replace("is_recorded=True", "is_recorded=True, if_launch_bound=True").replace(
+        "PACKS[:3]", "PACKS[:6]"
+    )
     script = (
         script.rpartition("try:")[0]
         + """
@@ -254,7 +276,9 @@ print("as ever", graphs.num_replays, torch.randn(2, device="cuda").isfinite().al
 """
     )
     script = script.replace("model, _, _ = prepare", "model, _, graphs = prepare")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     # All three layers were recorded forward, in one step.
     assert done.stdout.strip().endswith("as ever 3 True"), done.stdout + done.stderr[-3000:]
 
@@ -262,8 +286,16 @@ print("as ever", graphs.num_replays, torch.randn(2, device="cuda").isfinite().al
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_nf4_layers_and_adapters_of_experts_are_recorded(family):
     config = AutoConfig.for_model(family, **{**CONFIG, **(MIXTURE if family == "qwen3_moe" else {})})
-    model = build_model(ModelSource(config, init="random"), device=torch.device("cuda"), dtype=torch.bfloat16, quantization="nf4", seed=0)
-    experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if family == "qwen3_moe" else {}
+    model = build_model(
+        ModelSource(config, init="random"),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        quantization="nf4",
+        seed=0,
+    )
+    experts = (
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if family == "qwen3_moe" else {}
+    )
     model = add_lora(model, r=16, adapter_dtype=torch.float32, **experts).train()
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
     recorded, shadows, graphs = prepare(model, policy="keep", is_recorded=True)

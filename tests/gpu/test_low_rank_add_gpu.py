@@ -1,4 +1,6 @@
-"""A thin product added to a wide matrix on a CUDA device: the truth at the size of a layer, bit-equal twice, no host wait, no copies."""
+"""A thin product added to a wide matrix on a CUDA device: the truth at the size of a layer, bit-equal twice, no
+host wait, no copies.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ def beside(tensor):
 
 
 def largest_errors(sum_TN, inputs):
-    """Return the largest error of ours, and what is allowed: twice that of fp32 rounded once, or a unit in the last place of the largest value."""
+    """Return the largest error of ours, and what is allowed: twice that of fp32 rounded once, or a unit in the
+    last place of the largest value.
+    """
     error, plain_error, largest = (torch.zeros((), dtype=torch.float64, device="cuda") for _ in range(3))
     for start in range(0, sum_TN.shape[0], PIECE):
         base_TN, low_TR, factor_RN, residual_TN = inputs

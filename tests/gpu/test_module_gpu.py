@@ -1,4 +1,6 @@
-"""FineTuner on a CUDA device: placement, NF4, dtypes, the fused optimizer, fp16 with a scaler, and no host wait in a step."""
+"""FineTuner on a CUDA device: placement, NF4, dtypes, the fused optimizer, fp16 with a scaler, and no host wait
+in a step.
+"""
 
 import itertools
 
@@ -30,8 +32,11 @@ def gpu_trainer(tmp_path, **options):
 
 
 MODES = {
-    "full": {}, "lora": {"lora": LORA}, "qlora": {"lora": LORA, "quantization": "nf4"}, "lora_fp32": {"lora": LORA, "dtype": "float32"},
-}  # fmt: skip
+    "full": {},
+    "lora": {"lora": LORA},
+    "qlora": {"lora": LORA, "quantization": "nf4"},
+    "lora_fp32": {"lora": LORA, "dtype": "float32"},
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -56,13 +61,17 @@ def test_each_mode_learns_without_a_host_wait_in_its_steps(tmp_path, mode):
     assert all(group["fused"] for group in trainer.optimizers[0].param_groups if mode == "full")
     base = torch.float32 if mode == "lora_fp32" else torch.bfloat16
     assert module._compute_dtype == base
-    assert {parameter.dtype for parameter in trainable(module).values()} == {torch.bfloat16 if mode == "full" else torch.float32}
+    assert {parameter.dtype for parameter in trainable(module).values()} == {
+        torch.bfloat16 if mode == "full" else torch.float32
+    }
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 @pytest.mark.parametrize("init", ["random", "pretrained"])
 def test_every_tensor_is_made_on_the_device(tmp_path, init, quantization):
-    build_model(ModelSource(CONFIG, init="random"), device=torch.device("cpu"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    build_model(ModelSource(CONFIG, init="random"), device=torch.device("cpu"), dtype=torch.bfloat16).save_pretrained(
+        tmp_path
+    )
     source = ModelSource(str(tmp_path), init=init)
     model = build_model(source, device=CUDA, dtype=torch.bfloat16, quantization=quantization, seed=4)
     assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {CUDA}
@@ -131,7 +140,9 @@ def test_frozen_weights_lie_next_to_their_adapters_while_it_trains(tmp_path, cud
     counts = []
 
     def count(trainer, pl_module, *_):
-        counts.append(sum(parameter.untyped_storage().nbytes() != parameter.nbytes for parameter in pl_module.model.parameters()))
+        counts.append(
+            sum(parameter.untyped_storage().nbytes() != parameter.nbytes for parameter in pl_module.model.parameters())
+        )
 
     losses = []
     for callbacks in ([], [FusedKernels(cuda_graphs=cuda_graphs)]):
@@ -141,6 +152,6 @@ def test_frozen_weights_lie_next_to_their_adapters_while_it_trains(tmp_path, cud
         trainer = gpu_trainer(tmp_path, max_steps=12, callbacks=[*callbacks, looks])
         trainer.fit(module, packed_loader(3))
         losses.append(trainer.validate(module, packed_loader(3), verbose=False)[0]["val_loss"])
-    settled = 7 * CONFIG["num_hidden_layers"]
-    assert counts == [0] * 13 + [settled] * 12 + [0]
+    weight_buffer = 7 * CONFIG["num_hidden_layers"]
+    assert counts == [0] * 13 + [weight_buffer] * 12 + [0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -1,4 +1,6 @@
-"""Routed experts on a CUDA device: as exact as plain bf16, without a host wait, the same bits twice; whole models under the router."""
+"""Routed experts on a CUDA device: as exact as plain bf16, without a host wait, the same bits twice; whole models
+under the router.
+"""
 
 import copy
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.moe.routing import ExpertAdapter, ExpertLinear, run_experts
@@ -36,7 +38,9 @@ def make_layer(shape, *, num_tokens, rank, dtype, skew=0.0):
         if form.is_interleaved:
             weight = weight.contiguous()
         bias = draw(num_experts, outputs, scale=0.1).detach() if has_bias else None
-        adapter = ExpertAdapter(draw(num_experts, inputs, rank, scale=inputs**-0.5), draw(num_experts, rank, outputs, scale=0.1), 1.0)
+        adapter = ExpertAdapter(
+            draw(num_experts, inputs, rank, scale=inputs**-0.5), draw(num_experts, rank, outputs, scale=0.1), 1.0
+        )
         return ExpertLinear(weight, bias, adapter if rank else None)
 
     gate_up, down = linear(width, 2 * inner), linear(inner, width)
@@ -52,7 +56,9 @@ def make_layer(shape, *, num_tokens, rank, dtype, skew=0.0):
 
 def step(function, layer, d_y_TD=None):
     inputs, expert_TK, gate_up, down, form, num_experts = layer
-    y_TD = function(inputs["x"], expert_TK, inputs["routing"], gate_up=gate_up, down=down, form=form, num_experts=num_experts)
+    y_TD = function(
+        inputs["x"], expert_TK, inputs["routing"], gate_up=gate_up, down=down, form=form, num_experts=num_experts
+    )
     if d_y_TD is None:
         d_y_TD = torch.randn(y_TD.shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda").to(y_TD.dtype)
     gradients = torch.autograd.grad(y_TD, list(inputs.values()), d_y_TD)
@@ -65,14 +71,23 @@ def widened(layer, dtype):
     wide = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
 
     def linear(name, product):
-        adapter = None if product.adapter is None else ExpertAdapter(wide[f"{name}.a"], wide[f"{name}.b"], product.adapter.scale)
-        return ExpertLinear(product.weight_EIO.to(dtype), None if product.bias_EO is None else product.bias_EO.to(dtype), adapter)
+        adapter = (
+            None
+            if product.adapter is None
+            else ExpertAdapter(wide[f"{name}.a"], wide[f"{name}.b"], product.adapter.scale)
+        )
+        return ExpertLinear(
+            product.weight_EIO.to(dtype), None if product.bias_EO is None else product.bias_EO.to(dtype), adapter
+        )
 
     return wide, expert_TK, linear("gate_up", gate_up), linear("down", down), form, num_experts
 
 
 def errors(found, true):
-    return {name: float((found[name].double() - value.double()).norm() / value.double().norm()) for name, value in true.items()}
+    return {
+        name: float((found[name].double() - value.double()).norm() / value.double().norm())
+        for name, value in true.items()
+    }
 
 
 @pytest.mark.parametrize("skew", [0.0, 4.0], ids=["balanced", "skewed"])
@@ -94,7 +109,9 @@ def test_the_kernels_of_other_devices(dtype):
     true = step(plain_experts, widened(layer, torch.float64))
     plain, ours = errors(step(plain_experts, layer), true), errors(step(run_experts, layer), true)
     for name, error in ours.items():
-        assert error <= max(2 * plain[name], 2 * torch.finfo(dtype).eps), f"{name}: {error:.2e}, plain {plain[name]:.2e}"
+        assert error <= max(2 * plain[name], 2 * torch.finfo(dtype).eps), (
+            f"{name}: {error:.2e}, plain {plain[name]:.2e}"
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -116,14 +133,17 @@ def test_a_whole_model_is_as_exact_as_plain_bf16(name):
     wide = get_peft_model(base, config).cuda().train()
     narrow = copy.deepcopy(wide).bfloat16()
     ours = copy.deepcopy(narrow)
-    install_bincount_router(ours, SwapLedger())
+    install_bincount_router(ours, ModelPatcher())
     token_BT = torch.randint(3, base.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1)).cuda()
 
     def run(model):
         model.zero_grad()
         output = model(input_ids=token_BT, labels=token_BT)
         output.loss.backward()
-        return {"logits": output.logits.detach(), **{key: value.grad for key, value in model.named_parameters() if value.grad is not None}}
+        return {
+            "logits": output.logits.detach(),
+            **{key: value.grad for key, value in model.named_parameters() if value.grad is not None},
+        }
 
     true, plain, found = run(wide), run(narrow), run(ours)
     assert found.keys() == true.keys()
@@ -131,7 +151,11 @@ def test_a_whole_model_is_as_exact_as_plain_bf16(name):
     def total(results):
         # Routing in bf16 may flip for single tokens in either: the sum over all tensors is compared.
         return (
-            sum((results[key].double() - true[key].double()).square().sum() / true[key].double().square().sum().clamp(min=1e-30) for key in true)
+            sum(
+                (results[key].double() - true[key].double()).square().sum()
+                / true[key].double().square().sum().clamp(min=1e-30)
+                for key in true
+            )
             ** 0.5
         )
 
@@ -143,10 +167,16 @@ def test_a_whole_step_never_waits():
     from lightning_fastft.patches.packed import install_packed_training
 
     torch.manual_seed(0)
-    model = get_peft_model(build_tiny("qwen3_moe").bfloat16(), LoraConfig(r=8, target_modules=["o_proj"], target_parameters=STACKS)).cuda().train()
-    ledger = SwapLedger()
-    install_bincount_router(model, ledger)
-    install_packed_training(model, ledger)
+    model = (
+        get_peft_model(
+            build_tiny("qwen3_moe").bfloat16(), LoraConfig(r=8, target_modules=["o_proj"], target_parameters=STACKS)
+        )
+        .cuda()
+        .train()
+    )
+    patcher = ModelPatcher()
+    install_bincount_router(model, patcher)
+    install_packed_training(model, patcher)
     batch = make_batch((40, 1, 25, 62)).to(torch.device("cuda"))
     model(**batch).loss.backward()
     torch.cuda.synchronize()
@@ -158,7 +188,7 @@ def test_a_whole_step_never_waits():
 
 def test_three_steps_with_shadows_are_those_without_and_never_wait():
     """fp32 masters on a bf16 base: the same weights to the bit, and the gradients lie in memory as their parameters."""
-    from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+    from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
     from lightning_fastft.patches.packed import install_packed_training
 
     batch = make_batch((40, 1, 25, 62)).to(torch.device("cuda"))
@@ -166,14 +196,18 @@ def test_three_steps_with_shadows_are_those_without_and_never_wait():
     for has_shadows in (False, True):
         torch.manual_seed(0)
         base = build_tiny("qwen3_moe").bfloat16()
-        model = get_peft_model(base, LoraConfig(r=8, target_modules=[], target_parameters=STACKS, init_lora_weights=False)).cuda().train()
+        model = (
+            get_peft_model(base, LoraConfig(r=8, target_modules=[], target_parameters=STACKS, init_lora_weights=False))
+            .cuda()
+            .train()
+        )
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         assert {parameter.dtype for parameter in trained} == {torch.float32}
-        ledger = SwapLedger()
-        install_bincount_router(model, ledger)
+        patcher = ModelPatcher()
+        install_bincount_router(model, patcher)
         # Without a batch context transformers looks for documents in the positions, which waits.
-        install_packed_training(model, ledger)
-        shadows = install_adapter_shadows(model, ledger, compute_dtype=torch.bfloat16) if has_shadows else None
+        install_packed_training(model, patcher)
+        shadows = install_low_precision_adapters(model, patcher, compute_dtype=torch.bfloat16) if has_shadows else None
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
 
         def train(model=model, optimizer=optimizer, shadows=shadows):

@@ -1,4 +1,6 @@
-"""Linear weights in NF4 on a CUDA device at real sizes: bitsandbytes' bits, no host wait, and no memory but the output."""
+"""Linear weights in NF4 on a CUDA device at real sizes: bitsandbytes' bits, no host wait, and no memory but the
+output.
+"""
 
 from pathlib import Path
 
@@ -46,7 +48,9 @@ def test_odd_sizes_equal_bitsandbytes(dtype, is_nested):
 def test_real_layers_equal_bitsandbytes_and_never_wait(sizes, num_extra):
     weights = [quantise(size, seed=seed) for seed, size in enumerate(sizes)]
     num_rows = [size[0] for size in sizes]
-    buffer = torch.full((sum(num_rows) + 16, sizes[0][1] + num_extra), float("nan"), dtype=torch.bfloat16, device="cuda")
+    buffer = torch.full(
+        (sum(num_rows) + 16, sizes[0][1] + num_extra), float("nan"), dtype=torch.bfloat16, device="cuda"
+    )
     outs = [rows[:, : sizes[0][1]] for rows in buffer[:-16].split(num_rows)]
     with waits_are_errors():
         dequantise_many([read_params4bit(weight) for weight in weights], outs=outs)
@@ -60,14 +64,18 @@ def test_real_layers_equal_bitsandbytes_and_never_wait(sizes, num_extra):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_plain_twin_reads_the_same_bits(dtype, is_nested):
     weight = read_params4bit(quantise((515, 2880), dtype=dtype, is_nested=is_nested))
-    ours, twin = (dequantise(weight, shape=(515, 2880), dtype=dtype, backend=backend) for backend in ("triton", "reference"))
+    ours, twin = (
+        dequantise(weight, shape=(515, 2880), dtype=dtype, backend=backend) for backend in ("triton", "reference")
+    )
     assert torch.equal(ours, twin)
 
 
 def test_more_than_two_to_the_31_weights():
     few = read_params4bit(quantise((2048, 4096)))
     num_copies = 257
-    weight = few._replace(**{name: getattr(few, name).repeat(num_copies) for name in ("packed_C", "absmax_Q", "nested_absmax_G")})
+    weight = few._replace(
+        **{name: getattr(few, name).repeat(num_copies) for name in ("packed_C", "absmax_Q", "nested_absmax_G")}
+    )
     out_OI = dequantise(weight, shape=(num_copies * 2048, 4096), dtype=torch.bfloat16)
     assert out_OI.numel() > 2**31
     truth_OI = dequantise(few, shape=(2048, 4096), dtype=torch.bfloat16)

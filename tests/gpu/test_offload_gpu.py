@@ -1,4 +1,6 @@
-"""Offload on a GPU: bit-equal under delayed copies, no host wait, no leak, and copies that really run beside compute."""
+"""Offload on a GPU: bit-equal under delayed copies, no host wait, no leak, and copies that really run beside
+compute.
+"""
 
 import random
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from lightning_fastft.activations.engine import OffloadEngine, describe_use
-from lightning_fastft.activations.streams import CudaLanes
+from lightning_fastft.activations.streams import CudaCopyStreams
 from lightning_fastft.planner.step import SegmentPlan
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan
 from tests.support.host_waits import waits_are_errors
@@ -20,7 +22,7 @@ LENGTHS = (300, 1, 512, 211)
 CYCLES_PER_MS = 2_000_000
 
 
-class DelayedLanes(CudaLanes):
+class DelayedLanes(CudaCopyStreams):
     """Copies that start late, at random, by up to 3 ms."""
 
     least_ms, most_ms = 0.0, 3.0
@@ -56,8 +58,10 @@ def test_random_plans_are_bit_equal_under_delayed_copies(name, deterministic):
     model, batches = make_model(name)
     expected = {count: kept_gradients(model, batches, count) for count in (1, 3)}
     for count in (1, 3):
-        assert_equal(kept_gradients(model, batches, count, policy="torch"), expected[count], what=f"{name}: torch's checkpoint")
-    planned = PlannedModel(model, batches, make_lanes=lambda device: DelayedLanes(device, seed=5))
+        assert_equal(
+            kept_gradients(model, batches, count, policy="torch"), expected[count], what=f"{name}: torch's checkpoint"
+        )
+    planned = PlannedModel(model, batches, make_copy_streams=lambda device: DelayedLanes(device, seed=5))
     # Attention is a value here: the flash kernels are ours to skip.
     assert "attention" in planned.value_names[0]
     for seed in range(50):
@@ -65,7 +69,12 @@ def test_random_plans_are_bit_equal_under_delayed_copies(name, deterministic):
         for count in (1, 3):
             assert_equal(planned.gradients(count), expected[count], what=f"{name}, plan {seed}, accumulation {count}")
         use = planned.use()
-        assert use is None or (use["num_kept"], use["num_unplanned"], use["num_replaced"], use["pinned_used_bytes"]) == (0, 0, 0, 0)
+        assert use is None or (
+            use["num_kept"],
+            use["num_unplanned"],
+            use["num_replaced"],
+            use["pinned_used_bytes"],
+        ) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("fault", ["out", "in"])
@@ -83,14 +92,19 @@ def test_a_missing_wait_is_seen(fault, deterministic):
 
     model, batches = make_model("llama")
     expected = kept_gradients(model, batches, 3)
-    planned = PlannedModel(model, batches, make_lanes=lambda device: (Careless if fault == "out" else EarlyFetch)(device, seed=5))
+    planned = PlannedModel(
+        model, batches, make_copy_streams=lambda device: (Careless if fault == "out" else EarlyFetch)(device, seed=5)
+    )
     planned.follow(all_on_host(planned.value_names))
     found = planned.gradients(3)
     assert any(not torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def all_on_host(value_names):
-    return [SegmentPlan(is_kept=False, input_place="host", values=tuple((name, "host") for name in names)) for names in value_names]
+    return [
+        SegmentPlan(is_kept=False, input_place="host", values=tuple((name, "host") for name in names))
+        for names in value_names
+    ]
 
 
 def test_a_step_under_offload_waits_for_nothing():
@@ -116,7 +130,7 @@ def test_nothing_leaks_over_200_steps_nor_after_the_end():
             found[step] = (planned.use(), torch.cuda.memory_allocated())
     assert found[2] == found[199]
     engine = planned.stack.engine
-    planned.ledger.undo()
+    planned.patcher.undo()
     assert describe_use(engine)["pinned_bytes"] == describe_use(engine)["staging_bytes"] == 0
     model.zero_grad(set_to_none=True)
     assert torch.cuda.memory_allocated() <= before
@@ -140,17 +154,17 @@ def test_an_exception_in_the_backward_leaves_a_clean_next_step(deterministic):
 
 
 def test_pinned_copies_reach_the_speed_of_the_bus():
-    engine = OffloadEngine(CudaLanes(torch.device("cuda")), host_bytes=2**30, slot_bytes=2**29)
+    engine = OffloadEngine(CudaCopyStreams(torch.device("cuda")), host_bytes=2**30, slot_bytes=2**29)
     tensor = torch.ones(2**28, dtype=torch.uint8, device="cuda")
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    leases = []
+    allocations = []
     for repeat in range(4):
         if repeat == 1:
-            begin.record(engine.lanes.out_stream)
-        leases.append(engine.store(engine.open_group(), tensor))
-    end.record(engine.lanes.out_stream)
+            begin.record(engine.streams.out_stream)
+        allocations.append(engine.store(engine.open_group(), tensor))
+    end.record(engine.streams.out_stream)
     end.synchronize()
     rate = 3 * 2**28 / (begin.elapsed_time(end) / 1e3)
-    leases.clear()
+    allocations.clear()
     engine.close()
     assert rate > 20e9, f"{rate / 1e9:.1f} GB/s: is the slab pinned?"

@@ -1,4 +1,6 @@
-"""R11: training with activations on the host, with every copy delayed, ends in the bits of training that keeps them: losses and weights."""
+"""R11: training with activations on the host, with every copy delayed, ends in the bits of training that keeps
+them: losses and weights.
+"""
 
 import pytest
 import torch
@@ -6,12 +8,12 @@ from peft import LoraConfig
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.engine import describe_use
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.patches.packed import install_packed_training
 from tests.gpu.test_offload_gpu import DelayedLanes, all_on_host, deterministic  # noqa: F401 (a fixture)
 from tests.planner.plan_trials import PlannedModel
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 
@@ -27,7 +29,7 @@ ON_DEVICES = pytest.mark.parametrize(
 KINDS = pytest.mark.parametrize("kind", ["full", "lora"])
 
 
-class Careless(LateLanes):
+class Careless(LateStreams):
     """The fault on a CPU: nobody waits for a copy."""
 
     def wait_compute(self, mark):
@@ -35,7 +37,9 @@ class Careless(LateLanes):
 
 
 class CarelessOnDevice(DelayedLanes):
-    """The fault on a device; copies are later than the host ever is with its launches, so that what is read too early is really not there."""
+    """The fault on a device; copies are later than the host ever is with its launches, so that what is read too
+    early is really not there.
+    """
 
     least_ms, most_ms = 40.0, 41.0
 
@@ -44,7 +48,7 @@ class CarelessOnDevice(DelayedLanes):
 
 
 def delayed(device):
-    return LateLanes(seed=5) if device.type == "cpu" else DelayedLanes(device, seed=5)
+    return LateStreams(seed=5) if device.type == "cpu" else DelayedLanes(device, seed=5)
 
 
 def careless(device):
@@ -61,31 +65,31 @@ def make_model(kind, device):
     return add_adapters(base, lora=lora, adapter_dtype=torch.float32).train()
 
 
-def offload_inputs(model, batches, make_lanes):
+def offload_inputs(model, batches, make_copy_streams):
     """Inputs of layers on the host; the rest runs again."""
     checkpointing = OffloadCheckpointing("offload", buffers=BUFFERS, host_budget=HOST_GIB)
-    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     (stack,) = checkpointing.stacks
-    stack.make_lanes = make_lanes
+    stack.make_copy_streams = make_copy_streams
     return stack
 
 
-def offload_everything(model, batches, make_lanes):
+def offload_everything(model, batches, make_copy_streams):
     """Inputs and all values that can be kept on the host; nothing but cheap parts runs again."""
-    planned = PlannedModel(model, batches, make_lanes=make_lanes, buffers=BUFFERS)
+    planned = PlannedModel(model, batches, make_copy_streams=make_copy_streams, buffers=BUFFERS)
     planned.follow(all_on_host(planned.value_names))
     return planned.stack
 
 
-def keep(model, batches, make_lanes):
-    install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing("keep"))
+def keep(model, batches, make_copy_streams):
+    install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing("keep"))
 
 
-def train(kind, device, num_steps, install, make_lanes=delayed):
+def train(kind, device, num_steps, install, make_copy_streams=delayed):
     """Return the losses of all steps, the trained weights after the last, and the stack under offload."""
     model = make_model(kind, device)
     batches = [make_batch(lengths, seed=seed).to(device) for seed, lengths in enumerate(PACKS[device])]
-    stack = install(model, batches, make_lanes)
+    stack = install(model, batches, make_copy_streams)
     model.zero_grad(set_to_none=True)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, fused=True)
@@ -112,7 +116,10 @@ def test_training_with_offload_is_bit_equal_to_training_without(kind, install, d
     losses, weights, _ = train(kind, device, num_steps, keep)
     offloaded_losses, offloaded_weights, stack = train(kind, device, num_steps, install)
     num_equal, different = int((losses == offloaded_losses).sum()), differing(weights, offloaded_weights)
-    print(f"R11: {kind}, {install.__name__}, {device}: {num_equal} of {num_steps} losses equal, {len(different)} of {len(weights)} weights differ")
+    print(
+        f"R11: {kind}, {install.__name__}, {device}: {num_equal} of {num_steps} losses equal, {len(different)} of "
+        f"{len(weights)} weights differ"
+    )
     assert torch.isfinite(losses).all()
     assert len(set(losses.tolist())) > num_steps // 2
     assert num_equal == num_steps
@@ -130,6 +137,6 @@ def test_training_with_offload_is_bit_equal_to_training_without(kind, install, d
 @pytest.mark.parametrize("install", [offload_inputs, offload_everything], ids=["inputs", "everything"])
 def test_a_wait_that_is_missing_changes_the_bits(install, device, num_steps, deterministic):  # noqa: F811
     losses, weights, _ = train("full", device, min(num_steps, 10), keep)
-    found, found_weights, _ = train("full", device, min(num_steps, 10), install, make_lanes=careless)
+    found, found_weights, _ = train("full", device, min(num_steps, 10), install, make_copy_streams=careless)
     assert not torch.equal(losses, found)
     assert differing(weights, found_weights)

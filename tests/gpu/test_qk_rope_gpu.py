@@ -1,4 +1,6 @@
-"""Norm and rotation of q and k on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
+"""Norm and rotation of q and k on a CUDA device: kernels against the truth at real widths, bit-equal twice, no
+host wait, no copies.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,8 @@ from tests.support.host_waits import waits_are_errors
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 16_411
-# Llama 3 8B, Qwen3 30B-A3B, Qwen3 0.6B, Gemma 3 4B, GLM-4 9B, GLM-4.5, ERNIE 4.5 0.3B, Phi-2's width of 80, and numbers that fit no tile.
+# Llama 3 8B, Qwen3 30B-A3B, Qwen3 0.6B, Gemma 3 4B, GLM-4 9B, GLM-4.5, ERNIE 4.5 0.3B, Phi-2's width of 80, and numbers
+# that fit no tile.
 CASES = (
     RopeForm(32, 8, 128),
     RopeForm(32, 4, 128, has_norm=True),
@@ -59,7 +62,9 @@ def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, dtype):
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_dtypes_of_angles_and_weights(angle_dtype, weight_dtype):
     for form in CASES[:4]:
-        check_against_truth(PublicEntries, 131, form, torch.bfloat16, device="cuda", angle_dtype=angle_dtype, weight_dtype=weight_dtype)
+        check_against_truth(
+            PublicEntries, 131, form, torch.bfloat16, device="cuda", angle_dtype=angle_dtype, weight_dtype=weight_dtype
+        )
 
 
 def test_without_eps_nothing_is_divided_by_zero():

@@ -1,4 +1,6 @@
-"""Residual add and RMSNorm on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host wait, no copies."""
+"""Residual add and RMSNorm on a CUDA device: kernels against the truth at real widths, bit-equal twice, no host
+wait, no copies.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,14 @@ from tests.support.host_waits import waits_are_errors
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 # A head of Qwen3, Qwen3-30B-A3B, gpt-oss, Llama-3 8B, Gemma 3 27B, the widest row; rows that fit no block.
-CASES = ((LLAMA, 100_003, 128), (LLAMA, 8_209, 2048), (GPT_OSS, 8_209, 2880), (LLAMA, 8_209, 4096), (GEMMA, 4_099, 5376), (LLAMA, 1_031, MAX_COLUMNS))
+CASES = (
+    (LLAMA, 100_003, 128),
+    (LLAMA, 8_209, 2048),
+    (GPT_OSS, 8_209, 2880),
+    (LLAMA, 8_209, 4096),
+    (GEMMA, 4_099, 5376),
+    (LLAMA, 1_031, MAX_COLUMNS),
+)
 
 
 def test_the_triton_kernels_pass_their_tests_on_the_device():
@@ -36,7 +45,9 @@ def test_the_triton_kernels_pass_their_tests_on_the_device():
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
 def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows, num_columns, dtype):
     check_against_truth(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
-    check_against_truth(PublicEntries, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32, is_rstd_given=False)
+    check_against_truth(
+        PublicEntries, 65, num_columns, dtype, form, device="cuda", weight_dtype=torch.float32, is_rstd_given=False
+    )
     check_in_place(PublicEntries, num_rows, num_columns, dtype, form, device="cuda")
     check_rows_of_nan_stay_alone(PublicEntries, dtype, form, device="cuda")
     check_without_the_weight(PublicEntries, dtype, form, device="cuda")
@@ -44,7 +55,9 @@ def test_values_and_every_gradient_equal_the_truth_at_real_widths(form, num_rows
 
 @pytest.mark.parametrize(("form", "num_rows", "num_columns"), CASES)
 def test_two_runs_are_bit_equal_and_the_host_never_waits(form, num_rows, num_columns):
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, torch.bfloat16, form, device="cuda")
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(
+        num_rows, num_columns, torch.bfloat16, form, device="cuda"
+    )
     runs = []
     with waits_are_errors():
         for _ in range(2):

@@ -1,4 +1,6 @@
-"""Streamed weights and the host embedding on a CUDA device: bit-equal under late copies, no host wait, and the memory really goes."""
+"""Streamed weights and the host embedding on a CUDA device: bit-equal under late copies, no host wait, and the
+memory really goes.
+"""
 
 import functools
 import gc
@@ -10,10 +12,10 @@ from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fastft.activations.slots import PinnedSlab
-from lightning_fastft.activations.streams import CudaLanes
+from lightning_fastft.activations.streams import CudaCopyStreams
 from lightning_fastft.activations.weights import WeightStreamer
 from lightning_fastft.core.errors import HostMemoryError, ShapeError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.loading import ModelSource, build_model
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.kernels.host_gather.op import host_gather
@@ -30,7 +32,7 @@ LENGTHS = (130, 1, 257, 64, 37)
 SLEEP_CYCLES = 2_000_000
 
 
-class SleepyLanes(CudaLanes):
+class SleepyLanes(CudaCopyStreams):
     """Copies begin late: the copy stream sleeps before each of them."""
 
     def copy_in(self, device, host, *, after):
@@ -39,7 +41,7 @@ class SleepyLanes(CudaLanes):
         return super().copy_in(device, host, after=after)
 
 
-class EarlyLanes(CudaLanes):
+class EarlyLanes(CudaCopyStreams):
     """Copies that forget what they must wait for: the control."""
 
     def copy_in(self, device, host, *, after):
@@ -71,11 +73,21 @@ def host():
 
 def lora_model(quantization, *, num_layers=6, hidden=256, recomputes=False):
     config = {
-        "model_type": "qwen3", "vocab_size": 97, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": False, "num_hidden_layers": num_layers,
-    }  # fmt: skip
-    base = build_model(ModelSource(config, init="random"), device=DEVICE, dtype=torch.bfloat16, quantization=quantization)
-    install_attention(base, SwapLedger())
+        "model_type": "qwen3",
+        "vocab_size": 97,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": num_layers,
+    }
+    base = build_model(
+        ModelSource(config, init="random"), device=DEVICE, dtype=torch.bfloat16, quantization=quantization
+    )
+    install_attention(base, ModelPatcher())
     if recomputes:
         run_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run_again)
@@ -131,22 +143,25 @@ def test_steps_are_bit_equal_with_late_copies(quantization, recomputes, host):
         model = lora_model(quantization, recomputes=recomputes)
         expected = run(model)
         assert is_same(run(model), expected), "the resident model itself is not deterministic"
-        for lanes in (CudaLanes(DEVICE), SleepyLanes(DEVICE), CudaLanes(DEVICE, is_serial=True)):
-            ledger = SwapLedger()
-            _, streamer = install_weight_streaming(model.get_base_model(), ledger, lanes=lanes, allocate_host=host)
-            assert install_host_embedding(model.get_base_model(), ledger, lanes=lanes, allocate_host=host).state == "active"
+        for streams in (CudaCopyStreams(DEVICE), SleepyLanes(DEVICE), CudaCopyStreams(DEVICE, is_serial=True)):
+            patcher = ModelPatcher()
+            _, streamer = install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
+            assert (
+                install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host).state
+                == "active"
+            )
             poison(streamer)
             assert is_same(run(model), expected)
-            ledger.undo()
+            patcher.undo()
             assert is_same(run(model), expected)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def read_slowly(lanes, host, *, num_layers=9, num_bytes=2**20):
+def read_slowly(streams, host, *, num_layers=9, num_bytes=2**20):
     """Compute that lags far behind the host reads each layer's tensor; returns whether every read was right."""
     layers = [[torch.full((num_bytes,), index, dtype=torch.uint8, device=DEVICE)] for index in range(num_layers)]
-    streamer = WeightStreamer(layers, lanes=lanes, allocate_host=host)
+    streamer = WeightStreamer(layers, streams=streams, allocate_host=host)
     streamer.attach()
     poison(streamer)
     reads = []
@@ -161,7 +176,7 @@ def read_slowly(lanes, host, *, num_layers=9, num_bytes=2**20):
 
 
 def test_a_slot_is_overwritten_only_when_compute_has_left_it(host):
-    assert read_slowly(CudaLanes(DEVICE), host)
+    assert read_slowly(CudaCopyStreams(DEVICE), host)
     assert read_slowly(SleepyLanes(DEVICE), host)
     # The teeth: without the marks of the compute stream the same reads are wrong.
     assert not read_slowly(EarlyLanes(DEVICE), host)
@@ -170,9 +185,9 @@ def test_a_slot_is_overwritten_only_when_compute_has_left_it(host):
 @pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_a_step_never_waits_for_the_device(quantization, host):
     model = lora_model(quantization, recomputes=True)
-    ledger, lanes = SwapLedger(), CudaLanes(DEVICE)
-    install_weight_streaming(model.get_base_model(), ledger, lanes=lanes, allocate_host=host)
-    install_host_embedding(model.get_base_model(), ledger, lanes=lanes, allocate_host=host)
+    patcher, streams = ModelPatcher(), CudaCopyStreams(DEVICE)
+    install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
+    install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host)
     for seed in range(2):
         model(**make_step_batch(seed)).loss.backward()
     batch = make_batch(LENGTHS, seed=2, pad_to=512).pin_memory()
@@ -183,7 +198,7 @@ def test_a_step_never_waits_for_the_device(quantization, host):
         model(**batch.to("cuda", non_blocking=True)).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    ledger.undo()
+    patcher.undo()
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
@@ -196,10 +211,10 @@ def test_device_memory_falls_by_what_was_moved_and_comes_back(quantization, host
     # Workspaces of the libraries come with the first step.
     step()
     before = requested_bytes()
-    ledger, lanes = SwapLedger(), CudaLanes(DEVICE)
-    _, streamer = install_weight_streaming(model.get_base_model(), ledger, lanes=lanes, allocate_host=host)
+    patcher, streams = ModelPatcher(), CudaCopyStreams(DEVICE)
+    _, streamer = install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
     weight = model.get_base_model().get_input_embeddings().weight
-    install_host_embedding(model.get_base_model(), ledger, lanes=lanes, allocate_host=host)
+    install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host)
     expected = before - streamer.num_host_bytes + streamer.num_slot_bytes - weight.numel() * weight.element_size()
     # The host region rounds each tensor up to 512 bytes, the device does not.
     assert requested_bytes() == pytest.approx(expected, abs=512 * 1024)
@@ -208,40 +223,45 @@ def test_device_memory_falls_by_what_was_moved_and_comes_back(quantization, host
     step()
     step()
     assert requested_bytes() == during
-    ledger.undo()
+    patcher.undo()
     assert requested_bytes() == pytest.approx(before, abs=64 * 1024)
 
 
 def test_weights_that_never_were_on_the_device_can_be_streamed(host):
     layers = [[torch.full((3, 5), float(index))] for index in range(5)]
-    streamer = WeightStreamer(layers, lanes=CudaLanes(DEVICE), allocate_host=host)
+    streamer = WeightStreamer(layers, streams=CudaCopyStreams(DEVICE), allocate_host=host)
     streamer.attach()
     for index in range(5):
         streamer.use(index, direction=1)
         assert layers[index][0].device == DEVICE
         assert bool((layers[index][0] == index).all())
     streamer.detach(device=torch.device("cpu"))
-    assert [(tensor.device.type, float(tensor.mean())) for (tensor,) in layers] == [("cpu", float(index)) for index in range(5)]
+    assert [(tensor.device.type, float(tensor.mean())) for (tensor,) in layers] == [
+        ("cpu", float(index)) for index in range(5)
+    ]
 
 
 def test_generation_from_streamed_weights(host):
     model = lora_model("nf4").eval()
-    inputs = {"input_ids": torch.randint(3, 97, (2, 12), device="cuda"), "attention_mask": torch.ones(2, 12, dtype=torch.long, device="cuda")}
+    inputs = {
+        "input_ids": torch.randint(3, 97, (2, 12), device="cuda"),
+        "attention_mask": torch.ones(2, 12, dtype=torch.long, device="cuda"),
+    }
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    ledger, lanes = SwapLedger(), CudaLanes(DEVICE)
-    install_weight_streaming(model.get_base_model(), ledger, lanes=lanes, allocate_host=host)
-    install_host_embedding(model.get_base_model(), ledger, lanes=lanes, allocate_host=host)
+    patcher, streams = ModelPatcher(), CudaCopyStreams(DEVICE)
+    install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
+    install_host_embedding(model.get_base_model(), patcher, streams=streams, allocate_host=host)
     assert model.get_base_model().device.type == "cuda"
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None), expected)
-    ledger.undo()
+    patcher.undo()
 
 
 def test_pageable_memory_is_refused():
     model = lora_model(None)
-    lanes = CudaLanes(DEVICE)
+    streams = CudaCopyStreams(DEVICE)
     for install in (install_weight_streaming, install_host_embedding):
         with pytest.raises(HostMemoryError, match="pinned"):
-            install(model.get_base_model(), SwapLedger(), lanes=lanes)
+            install(model.get_base_model(), ModelPatcher(), streams=streams)
     with pytest.raises(ShapeError, match="pageable"):
         host_gather(torch.zeros(3, 2), torch.tensor([1], device="cuda"))
 
@@ -253,7 +273,9 @@ def test_the_triton_kernel_passes_its_tests_on_the_device():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_host_gather_equals_index_select_on_registered_memory(dtype, host):
     num_rows, num_columns = 5003, 5120
-    table = host(num_rows * num_columns * dtype.itemsize).view(dtype)[: num_rows * num_columns].view(num_rows, num_columns)
+    table = (
+        host(num_rows * num_columns * dtype.itemsize).view(dtype)[: num_rows * num_columns].view(num_rows, num_columns)
+    )
     table.copy_(torch.randn(num_rows, num_columns).to(dtype))
     token_T = torch.randint(0, num_rows, (4096,), device="cuda")
     before = requested_bytes()

@@ -9,8 +9,8 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import SwapError
-from lightning_fastft.core.patcher import SwapLedger
-from lightning_fastft.graphs.launch_bound import HostPace
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.graphs.launch_bound import LaunchBoundProbe
 from tests.graphs.test_layer_graphs import PACKS, Repeating, assert_same, install, train, twins
 from tests.support.layer_pairs import build, fuse, layers_of
 
@@ -35,7 +35,9 @@ class Queue:
 
 
 def watch(pace, queue, *, host, device, num_layers=8, num_batches=4):
-    """Micro-batches whose backward takes twice as long as their forward on both sides; returns how many were watched."""
+    """Micro-batches whose backward takes twice as long as their forward on both sides; returns how many were
+    watched.
+    """
     num_watched = 0
     for _ in range(num_batches):
         is_watched = pace.begin_batch()
@@ -49,17 +51,19 @@ def watch(pace, queue, *, host, device, num_layers=8, num_batches=4):
     return num_watched
 
 
-@pytest.mark.parametrize(("host", "device", "is_late"), [(3.0, 1.0, True), (1.2, 1.0, True), (1.0, 1.2, False), (1.0, 20.0, False)])
-def test_a_host_that_takes_longer_than_the_device_is_late(host, device, is_late):
+@pytest.mark.parametrize(
+    ("host", "device", "is_launch_bound"), [(3.0, 1.0, True), (1.2, 1.0, True), (1.0, 1.2, False), (1.0, 20.0, False)]
+)
+def test_a_host_that_takes_longer_than_the_device_is_late(host, device, is_launch_bound):
     queue = Queue()
-    pace = HostPace(queue.mark)
+    pace = LaunchBoundProbe(queue.mark)
     assert watch(pace, queue, host=host, device=device) == 2
-    assert pace.is_late is is_late, pace.describe()
+    assert pace.is_launch_bound is is_launch_bound, pace.describe()
 
 
 def test_a_wait_once_a_step_does_not_make_a_host_late():
     queue = Queue()
-    pace = HostPace(queue.mark)
+    pace = LaunchBoundProbe(queue.mark)
     for _ in range(2):
         assert pace.begin_batch()
         queue.now = max(queue.now, queue.free_at)
@@ -67,7 +71,7 @@ def test_a_wait_once_a_step_does_not_make_a_host_late():
             queue.run(host=1.0, device=3.0)
             pace.layer_queued()
     assert not pace.begin_batch()
-    assert not pace.is_late
+    assert not pace.is_launch_bound
     # The first answer of each forward, after which the host is ahead.
     assert pace.describe() == "the device waited for the host at 0 % of layers"
 
@@ -78,15 +82,15 @@ class Answer:
         self.query = lambda: is_done
 
 
-def auto_twins(*, is_late, recorder=None):
+def auto_twins(*, is_launch_bound, recorder=None):
     model, plain, graphs = twins("qwen3", "lora")
-    graphs._pace = HostPace(lambda: Answer(is_done=is_late))
+    graphs._pace = LaunchBoundProbe(lambda: Answer(is_done=is_launch_bound))
     graphs._recorder = recorder or graphs._recorder
     return model, plain, graphs
 
 
 def test_layers_are_recorded_where_the_device_waits():
-    model, plain, graphs = auto_twins(is_late=True)
+    model, plain, graphs = auto_twins(is_launch_bound=True)
     assert graphs.status().reason == "2 layers, recorded after the first steps if the device waits for the host"
     assert_same(train(model), train(plain))
     # Two micro-batches warm up and two are watched.
@@ -96,7 +100,7 @@ def test_layers_are_recorded_where_the_device_waits():
 
 
 def test_layers_run_as_ever_where_the_host_is_ahead():
-    model, plain, graphs = auto_twins(is_late=False)
+    model, plain, graphs = auto_twins(is_launch_bound=False)
     assert_same(train(model), train(plain))
     assert graphs.num_replays == 0
     assert graphs._recorder.num_recorded == 0
@@ -105,7 +109,9 @@ def test_layers_run_as_ever_where_the_host_is_ahead():
 
 
 class Failing(Repeating):
-    """Fails once, in the middle, when what autograd needed for a backward is gone; what is being recorded has changed no memory."""
+    """Fails once, in the middle, when what autograd needed for a backward is gone; what is being recorded has
+    changed no memory.
+    """
 
     def __init__(self, number):
         super().__init__()
@@ -125,11 +131,17 @@ class Failing(Repeating):
 
 @pytest.mark.parametrize(("number", "num_replays"), [(0, 0), (1, 1), (2, 2), (3, 2)])
 def test_where_recording_fails_layers_run_as_ever_with_a_warning(caplog, number, num_replays):
-    model, plain, graphs = auto_twins(is_late=True, recorder=Failing(number))
+    model, plain, graphs = auto_twins(is_launch_bound=True, recorder=Failing(number))
     graphs._recorder.memory = lambda: [*graphs._buffers.values(), *graphs._grads.values()]
     with caplog.at_level(logging.WARNING):
         assert_same(train(model), train(plain))
-    assert sum("could not be recorded" in record.message and "Layers run as ever" in record.message for record in caplog.records) == 1
+    assert (
+        sum(
+            "could not be recorded" in record.message and "Layers run as ever" in record.message
+            for record in caplog.records
+        )
+        == 1
+    )
     # The forwards before the recording that failed: the first two are those of both layers.
     assert graphs.num_replays == num_replays
     assert graphs._recorder.num_recorded == number
@@ -149,11 +161,11 @@ def test_who_asks_for_graphs_is_told_where_recording_fails():
 def test_the_option_decides_who_is_asked():
     for option, has_pace in ((True, False), ("auto", True)):
         model = build("qwen3", "lora")
-        callback, ledger = FusedKernels(cuda_graphs=option), SwapLedger()
-        callback.install(model, ledger)
+        callback, patcher = FusedKernels(cuda_graphs=option), ModelPatcher()
+        callback.install(model, patcher)
         (graphs,) = callback._graphs
         assert (graphs._pace is not None) is has_pace
-        ledger.undo()
+        patcher.undo()
 
 
 def test_segments_know_what_the_device_may_hold():
@@ -161,6 +173,6 @@ def test_segments_know_what_the_device_may_hold():
 
     model = build("qwen3", "lora")
     fuse(model)
-    install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing("auto", vram_budget=1.5))
+    install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing("auto", vram_budget=1.5))
     budgets = [vars(layer.self_attn)[SEGMENT_ATTRIBUTE].vram_budget_bytes for layer in layers_of(model)]
     assert budgets == [1.5 * 2**30] * len(layers_of(model))

@@ -1,4 +1,6 @@
-"""Recorded layers: the numbers of layers that run as ever, whatever packs come, and layers as ever wherever a recording would not be exact."""
+"""Recorded layers: the numbers of layers that run as ever, whatever packs come, and layers as ever wherever a
+recording would not be exact.
+"""
 
 import copy
 import gc
@@ -11,8 +13,8 @@ from torch import nn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import ShapeError, SwapError
-from lightning_fastft.core.patcher import SwapLedger
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.graphs.install import install_layer_graphs
 from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE, LayerGraphs
 from lightning_fastft.patches.packed import install_packed_training
@@ -21,12 +23,25 @@ from tests.support.packs import make_batch, relative_error
 from tests.support.two_ranks import run_two_ranks
 
 # Packs of 32 tokens: documents of one kind, then of two others.
-PACKS = ((7, 1, 12, 12), (12, 9, 11), (10, 11, 11), (16, 16), (7, 9, 8, 8), (15, 10, 7), (32,), (5, 27), (9, 9, 14), (31, 1))
+PACKS = (
+    (7, 1, 12, 12),
+    (12, 9, 11),
+    (10, 11, 11),
+    (16, 16),
+    (7, 9, 8, 8),
+    (15, 10, 7),
+    (32,),
+    (5, 27),
+    (9, 9, 14),
+    (31, 1),
+)
 CPU = frozenset({"sdpa", "reference"})
 
 
 class Repeating:
-    """Runs work again where CUDA would run what was recorded of it, in the same memory; recording runs it too, as that of CUDA does not."""
+    """Runs work again where CUDA would run what was recorded of it, in the same memory; recording runs it too, as
+    that of CUDA does not.
+    """
 
     def __init__(self):
         self.num_recorded = 0
@@ -51,12 +66,12 @@ def shared_memory(layer):
 
 def install(model, *, policy="keep", recorder=None):
     """Fuse, attach a policy, and record; return the graphs."""
-    ledger = SwapLedger()
+    patcher = ModelPatcher()
     fuse(model)
-    install_packed_training(model, ledger, checkpointing=OffloadCheckpointing(policy))
+    install_packed_training(model, patcher, checkpointing=OffloadCheckpointing(policy))
     graphs = LayerGraphs(layers_of(model), memory_of=shared_memory, recorder=recorder or Repeating(), backends=CPU)
-    graphs.install(ledger)
-    return graphs, ledger
+    graphs.install(patcher)
+    return graphs, patcher
 
 
 def twins(family, trained, *, policy="keep", **overrides):
@@ -64,7 +79,7 @@ def twins(family, trained, *, policy="keep", **overrides):
     model = build(family, trained, **overrides)
     plain = copy.deepcopy(model)
     fuse(plain)
-    install_packed_training(plain, SwapLedger(), checkpointing=OffloadCheckpointing(policy))
+    install_packed_training(plain, ModelPatcher(), checkpointing=OffloadCheckpointing(policy))
     graphs, _ = install(model, policy=policy)
     return model, plain, graphs
 
@@ -83,7 +98,9 @@ def train(model, packs=PACKS, *, accumulate=1, rate=0.05, options=None):
         if (number + 1) % accumulate:
             continue
         found = trained_parameters(model)
-        gradients.append({name: parameter.grad.clone() for name, parameter in found.items() if parameter.grad is not None})
+        gradients.append(
+            {name: parameter.grad.clone() for name, parameter in found.items() if parameter.grad is not None}
+        )
         with torch.no_grad():
             for parameter in found.values():
                 if parameter.grad is not None:
@@ -102,7 +119,10 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize(("family", "trained"), [("qwen3", "lora"), ("qwen3", "full"), ("llama", "norms"), ("qwen3_moe", "lora"), ("gemma3", "lora")])
+@pytest.mark.parametrize(
+    ("family", "trained"),
+    [("qwen3", "lora"), ("qwen3", "full"), ("llama", "norms"), ("qwen3_moe", "lora"), ("gemma3", "lora")],
+)
 def test_steps_are_bit_equal_to_those_without(family, trained, policy):
     model, plain, graphs = twins(family, trained, policy=policy)
     assert_same(train(model), train(plain))
@@ -137,7 +157,7 @@ def test_weights_of_several_layers_have_the_sum_of_their_gradients(tmp_path, is_
     second.mlp.down_proj.weight = first.mlp.down_proj.weight
     plain = copy.deepcopy(model)
     fuse(plain)
-    install_packed_training(plain, SwapLedger(), checkpointing=OffloadCheckpointing("keep"))
+    install_packed_training(plain, ModelPatcher(), checkpointing=OffloadCheckpointing("keep"))
     graphs, _ = install(model)
     if is_in_group:
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -159,7 +179,10 @@ def test_weights_that_are_exchanged_are_recorded_again():
 def test_weights_in_pieces_of_the_first_fsdp_run_as_ever(tmp_path):
     run_two_ranks("tests.hf.fsdp1_worker", tmp_path)
     for use_orig_params in (True, False):
-        plain, recorded = (torch.load(tmp_path / f"{use_orig_params}-{is_recorded}.pt", weights_only=True) for is_recorded in (False, True))
+        plain, recorded = (
+            torch.load(tmp_path / f"{use_orig_params}-{is_recorded}.pt", weights_only=True)
+            for is_recorded in (False, True)
+        )
         assert recorded["losses"] == plain["losses"]
         assert recorded["replays"] == 0
         assert recorded["reasons"] == ["weights are held in pieces"]
@@ -180,12 +203,12 @@ def test_copies_of_wide_adapters_are_read_where_they_lie():
     found = []
     for is_recorded in (True, False):
         model = narrow()
-        shadows = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+        shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
         if is_recorded:
             graphs, _ = install(model)
         else:
             fuse(model)
-            install_packed_training(model, SwapLedger())
+            install_packed_training(model, ModelPatcher())
         losses, gradients = [], []
         for number, lengths in enumerate(PACKS):
             loss = model(**make_batch(lengths, seed=number)).loss
@@ -212,7 +235,8 @@ def test_a_batch_that_runs_twice_before_its_backward_runs_as_ever():
     for each in (model, plain):
         batch = make_batch(PACKS[0])
         loss = each(**batch).loss + each(**batch).loss
-        # Two more, whose offsets and hidden states must not be put in the place of the first one's: one of the same kind, one of another.
+        # Two more, whose offsets and hidden states must not be put in the place of the first one's: one of the same
+        # kind, one of another.
         for lengths in (PACKS[1], PACKS[6]):
             loss = loss + each(**make_batch(lengths)).loss
         loss.backward()
@@ -317,9 +341,14 @@ def test_evaluation_runs_as_ever_between_steps():
     ("change", "reason"),
     [
         (lambda model: layers_of(model)[0].mlp.register_forward_hook(lambda *_: None), "has hooks"),
-        (lambda model: next(iter(trained_parameters(model).values())).register_hook(lambda grad: grad), "a parameter has hooks"),
         (
-            lambda model: next(iter(trained_parameters(model).values())).register_post_accumulate_grad_hook(lambda _: None),
+            lambda model: next(iter(trained_parameters(model).values())).register_hook(lambda grad: grad),
+            "a parameter has hooks",
+        ),
+        (
+            lambda model: next(iter(trained_parameters(model).values())).register_post_accumulate_grad_hook(
+                lambda _: None
+            ),
             "a parameter has hooks",
         ),
         (lambda model: setattr(layers_of(model)[0], "mlp_dropout", nn.Dropout(0.1)), "drop out"),
@@ -366,11 +395,11 @@ def test_batches_without_a_context_and_autocast_run_as_ever():
 
 def test_attention_that_is_not_recorded_is_named():
     model = build("qwen3", "lora")
-    ledger = SwapLedger()
+    patcher = ModelPatcher()
     fuse(model)
-    install_packed_training(model, ledger)
+    install_packed_training(model, patcher)
     graphs = LayerGraphs(layers_of(model), memory_of=shared_memory, recorder=Repeating())
-    graphs.install(ledger)
+    graphs.install(patcher)
     train(model)
     assert graphs.num_replays == 0
     assert any("attention by sdpa" in reason for reason in graphs.reasons)
@@ -378,14 +407,16 @@ def test_attention_that_is_not_recorded_is_named():
 
 def test_auto_is_recorded_when_its_plan_stands():
     model = build("qwen3", "lora")
-    ledger, recorder = SwapLedger(), Repeating()
+    patcher, recorder = ModelPatcher(), Repeating()
     fuse(model)
-    install_packed_training(model, ledger, checkpointing=OffloadCheckpointing("auto", vram_budget=1.0, host_budget=0.0))
+    install_packed_training(
+        model, patcher, checkpointing=OffloadCheckpointing("auto", vram_budget=1.0, host_budget=0.0)
+    )
     graphs = LayerGraphs(layers_of(model), memory_of=shared_memory, recorder=recorder, backends=CPU)
-    graphs.install(ledger)
+    graphs.install(patcher)
     plain = build("qwen3", "lora")
     fuse(plain)
-    install_packed_training(plain, SwapLedger())
+    install_packed_training(plain, ModelPatcher())
     same = [PACKS[0]] * 9
     assert_same(train(model, same), train(plain, same))
     assert graphs.num_replays > 0
@@ -395,15 +426,15 @@ def test_auto_is_recorded_when_its_plan_stands():
 def test_on_a_cpu_the_status_says_that_there_are_no_graphs():
     model = build("qwen3", "lora")
     fuse(model)
-    install_packed_training(model, SwapLedger())
-    ledger = SwapLedger()
-    (graphs,) = install_layer_graphs(model, ledger)
+    install_packed_training(model, ModelPatcher())
+    patcher = ModelPatcher()
+    (graphs,) = install_layer_graphs(model, patcher)
     # The table of a run is made before its first step.
     assert (graphs.status().state, graphs.status().reason) == ("inactive", "CUDA graphs do not exist on cpu")
     train(model)
     assert graphs.status().state == "inactive"
     assert graphs.status().reason == "CUDA graphs do not exist on cpu"
-    ledger.undo()
+    patcher.undo()
     assert all(GRAPH_ATTRIBUTE not in vars(layer) for layer in layers_of(model))
     assert graphs.status().reason == "CUDA graphs do not exist on cpu"
 
@@ -411,7 +442,7 @@ def test_on_a_cpu_the_status_says_that_there_are_no_graphs():
 def test_everything_is_taken_back_and_copies_have_no_graphs():
     model = build("qwen3", "lora")
     plain = copy.deepcopy(model)
-    graphs, ledger = install(model)
+    graphs, patcher = install(model)
     train(model)
     assert graphs.num_replays > 0
     copied = copy.deepcopy(model)
@@ -419,7 +450,7 @@ def test_everything_is_taken_back_and_copies_have_no_graphs():
     assert pickle.loads(pickle.dumps(graphs._graphs[0])) is None
     held = [weakref.ref(recording) for kind in graphs._kinds.values() for recording in kind.recordings.values()]
     held += [weakref.ref(buffer) for buffer in graphs._buffers.values()]
-    ledger.undo()
+    patcher.undo()
     gc.collect()
     assert len(held) > 4
     assert all(reference() is None for reference in held)

@@ -1,4 +1,6 @@
-"""Train a tiny model in torch's first FSDP, layers recorded and as ever; run by torchrun on two ranks: ``-m tests.hf.fsdp1_worker <folder>``."""
+"""Train a tiny model in torch's first FSDP, layers recorded and as ever; run by torchrun on two ranks: ``-m
+tests.hf.fsdp1_worker <folder>``.
+"""
 
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from tests.graphs.test_layer_graphs import PACKS, install
 from tests.support.layer_pairs import build, fuse
@@ -22,8 +24,11 @@ def train(*, is_recorded, use_orig_params, rank):
         graphs, _ = install(model)
     else:
         fuse(model)
-        install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing("keep"))
-    sharded, losses = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu")), []
+        install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing("keep"))
+    sharded, losses = (
+        FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu")),
+        [],
+    )
     for number, lengths in enumerate(PACKS[:6]):
         loss = sharded(**make_batch(lengths, seed=2 * number + rank)).loss
         loss.backward()
@@ -33,7 +38,11 @@ def train(*, is_recorded, use_orig_params, rank):
                 if parameter.grad is not None:
                     parameter -= 0.05 * parameter.grad
         sharded.zero_grad()
-    return {"losses": losses, "replays": graphs.num_replays, "reasons": sorted(graphs.reasons)} if is_recorded else {"losses": losses}
+    return (
+        {"losses": losses, "replays": graphs.num_replays, "reasons": sorted(graphs.reasons)}
+        if is_recorded
+        else {"losses": losses}
+    )
 
 
 def main(folder):

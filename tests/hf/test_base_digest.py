@@ -88,7 +88,9 @@ def test_evaluation_is_refused_too(saved, tmp_path):
     base, checkpoint = saved
     change("other training", base)
     with pytest.raises(ResumeError, match="accept_other_base"):
-        quiet_trainer(tmp_path, strategy="fastft").validate(tuner(base), packed_loader(1), ckpt_path=checkpoint, verbose=False)
+        quiet_trainer(tmp_path, strategy="fastft").validate(
+            tuner(base), packed_loader(1), ckpt_path=checkpoint, verbose=False
+        )
 
 
 def test_model_in_memory_is_known_by_its_values(tmp_path):

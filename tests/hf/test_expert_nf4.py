@@ -1,4 +1,6 @@
-"""Experts in NF4: bitsandbytes' numbers for each expert, a step bit-equal to the dense one, one dense stack at a time, and names that stay."""
+"""Experts in NF4: bitsandbytes' numbers for each expert, a step bit-equal to the dense one, one dense stack at a
+time, and names that stay.
+"""
 
 import copy
 import io
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_fastft.core.errors import MissingDependencyError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.expert_nf4 import BUFFER_ATTRIBUTE, DenseBuffer, quantise_block, quantise_experts, read_nf4
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4, quantise_stack
 from lightning_fastft.moe.install import install_bincount_router
@@ -52,7 +54,9 @@ def step(model):
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return loss.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def assert_same_step(ours, theirs):
@@ -73,7 +77,11 @@ class LiveStacks(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.is_floating_point() and leaf.numel() >= self.num_values:
+            if (
+                type(leaf) in (torch.Tensor, nn.Parameter)
+                and leaf.is_floating_point()
+                and leaf.numel() >= self.num_values
+            ):
                 self._alive.setdefault(leaf.untyped_storage()._cdata, StorageWeakRef(leaf.untyped_storage()))
         self._alive = {key: ref for key, ref in self._alive.items() if not ref.expired()}
         self.peak = max(self.peak, len(self._alive))
@@ -86,7 +94,8 @@ class LiveStacks(TorchDispatchMode):
 def dense_of(packed, state):
     """What bitsandbytes makes of a weight, asked for block by block.
 
-    On a processor with AVX-512 its 0.50.2 reads other blocks' scales where a row is no multiple of 64 columns, as in these small experts.
+    On a processor with AVX-512 its 0.50.2 reads other blocks' scales where a row is no multiple of 64 columns, as in
+    these small experts.
     """
     by_block = copy.copy(state)
     by_block.shape = torch.Size((packed.numel() * 2 // 64, 64))
@@ -106,7 +115,9 @@ def test_every_expert_has_the_numbers_of_bitsandbytes(family, dtype):
     for name, stack in stacks.items():
         assert (stack.shape, stack.dtype, stack.requires_grad) == (plain[name].shape, dtype, False)
         for expert, weight in enumerate(plain[name]):
-            packed, state = bnb.quantize_4bit(weight.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4")
+            packed, state = bnb.quantize_4bit(
+                weight.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4"
+            )
             own_packed, own_state = stack.expert_state(expert)
             assert torch.equal(own_packed, packed)
             assert torch.equal(own_state.absmax, state.absmax)
@@ -166,14 +177,16 @@ def test_a_step_is_bit_equal_to_the_dense_one(family, experts, is_checkpointed):
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             adapted.enable_input_require_grads()
         if experts == "router":
-            install_bincount_router(adapted, SwapLedger())
+            install_bincount_router(adapted, ModelPatcher())
     assert_same_step(*pair)
 
 
 def test_llama4_without_adapters_on_its_experts():
     model = build_tiny("llama4_text")
     quantise_experts(model)
-    assert_same_step(*(add_lora(each, targets=None).train() for each in (copy.deepcopy(model), with_dense_weights(model))))
+    assert_same_step(
+        *(add_lora(each, targets=None).train() for each in (copy.deepcopy(model), with_dense_weights(model)))
+    )
 
 
 def test_two_adapters_take_pefts_own_way():
@@ -184,7 +197,7 @@ def test_two_adapters_take_pefts_own_way():
         torch.manual_seed(4)
         adapted.add_adapter("second", copy.deepcopy(adapted.peft_config["default"]))
         adapted.base_model.set_adapter(["default", "second"])
-        install_bincount_router(adapted, SwapLedger())
+        install_bincount_router(adapted, ModelPatcher())
     assert_same_step(*pair)
 
 
@@ -198,11 +211,13 @@ def test_one_dense_stack_at_a_time(family, is_checkpointed):
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    install_bincount_router(model, SwapLedger())
+    install_bincount_router(model, ModelPatcher())
     step(model)
     smallest = min(stack.numel() for stack in stacks_of(model).values())
     # Whatever else is as large would be counted, too.
-    assert all(parameter.numel() < smallest for parameter in model.parameters() if not isinstance(parameter, ExpertsNF4))
+    assert all(
+        parameter.numel() < smallest for parameter in model.parameters() if not isinstance(parameter, ExpertsNF4)
+    )
     with LiveStacks(smallest) as live:
         step(model)
     assert live.peak == 1
@@ -258,7 +273,7 @@ def test_inference_mode_reads_what_training_reads(experts, has_adapters):
     quantise_experts(model)
     model = add_lora(model) if has_adapters else model
     if experts == "router":
-        install_bincount_router(model, SwapLedger())
+        install_bincount_router(model, ModelPatcher())
     ids = torch.arange(3, 12)[None]
     expected = model(input_ids=ids).logits.detach()
     with torch.inference_mode():
@@ -267,7 +282,7 @@ def test_inference_mode_reads_what_training_reads(experts, has_adapters):
 
 def test_training_goes_on_after_an_evaluation_that_came_first():
     model = add_lora(quantised())
-    install_bincount_router(model, SwapLedger())
+    install_bincount_router(model, ModelPatcher())
     ids = torch.arange(3, 12)[None]
     # The installation asked first, to see which product serves the stacks.
     for module in model.modules():
@@ -391,10 +406,17 @@ def test_a_dense_state_dict_is_quantised_as_it_is_loaded():
 
 def test_state_dicts_that_do_not_fit_are_refused():
     model = quantised()
-    lost = {key: value for key, value in model.state_dict().items() if not key.endswith("layers.0.mlp.experts.down_proj.offset")}
+    lost = {
+        key: value
+        for key, value in model.state_dict().items()
+        if not key.endswith("layers.0.mlp.experts.down_proj.offset")
+    }
     with pytest.raises(RuntimeError, match=r"Missing key.*layers\.0\.mlp\.experts\.down_proj\.offset"):
         model.load_state_dict(lost)
-    short = {key: value[:1] if key.endswith("layers.0.mlp.experts.down_proj") else value for key, value in model.state_dict().items()}
+    short = {
+        key: value[:1] if key.endswith("layers.0.mlp.experts.down_proj") else value
+        for key, value in model.state_dict().items()
+    }
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict(short)
 
@@ -412,9 +434,9 @@ def test_adapter_files_hold_no_experts():
 
 def test_undone_router_leaves_the_stacks():
     model = quantised()
-    before, ledger = copy.deepcopy(model), SwapLedger()
-    install_bincount_router(model, ledger)
-    ledger.undo()
+    before, patcher = copy.deepcopy(model), ModelPatcher()
+    install_bincount_router(model, patcher)
+    patcher.undo()
     assert_equal_stacks(model, before)
 
 
@@ -423,7 +445,10 @@ def test_undone_router_leaves_the_stacks():
 
 def test_sizes_that_are_no_multiple_of_a_block_are_refused_before_anything_changes():
     model = build_tiny("qwen3_moe", moe_intermediate_size=25)
-    with pytest.raises(UnsupportedModelError, match="down_proj has 32 x 25 = 800 weights for each expert, and NF4 takes multiples of 64"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="down_proj has 32 x 25 = 800 weights for each expert, and NF4 takes multiples of 64",
+    ):
         quantise_experts(model)
     assert not stacks_of(model)
 
@@ -448,13 +473,15 @@ def test_mxfp4_experts_are_refused_by_name():
 
 def test_trained_experts_are_refused():
     model = quantised()
-    install_bincount_router(model, SwapLedger())
+    install_bincount_router(model, ModelPatcher())
     model.requires_grad_(True)
     with pytest.raises(UnsupportedModelError, match="requires a gradient: 4 bits cannot be trained"):
         step(model)
 
 
-@pytest.mark.parametrize("write", [lambda stack: stack.add_(1.0), lambda stack: stack.normal_(), lambda stack: stack.data.mul_(2.0)])
+@pytest.mark.parametrize(
+    "write", [lambda stack: stack.add_(1.0), lambda stack: stack.normal_(), lambda stack: stack.data.mul_(2.0)]
+)
 def test_nothing_writes_in_place(write):
     stack = next(iter(stacks_of(quantised()).values()))
     before = stack.dense()

@@ -1,4 +1,6 @@
-"""Checkpoints come with experts in NF4, one dense stack at a time, and look like any model that bitsandbytes quantised."""
+"""Checkpoints come with experts in NF4, one dense stack at a time, and look like any model that bitsandbytes
+quantised.
+"""
 
 from unittest import mock
 
@@ -19,11 +21,18 @@ from tests.support.tiny_models import build_tiny
 
 
 def nf4():
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
 
 
 def read(folder, config, dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=config, output_loading_info=True)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, device_map={"": "cpu"}, quantization_config=config, output_loading_info=True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,7 +46,9 @@ def test_what_is_read_equals_what_is_quantised_later(family, dtype, tmp_path):
     assert not stacks_of(theirs)
     quantise_experts(theirs)
     assert_equal_stacks(ours, theirs)
-    linear = {name: parameter for name, parameter in theirs.named_parameters() if isinstance(parameter, bnb.nn.Params4bit)}
+    linear = {
+        name: parameter for name, parameter in theirs.named_parameters() if isinstance(parameter, bnb.nn.Params4bit)
+    }
     assert linear
     for name, parameter in ours.named_parameters():
         expected = theirs.get_parameter(name)
@@ -58,8 +69,12 @@ def test_each_stack_is_quantised_before_the_next_is_there(tmp_path):
     quantise = expert_nf4_reading.quantise_stack
     with mock.patch.object(expert_nf4_reading, "quantise_stack", counted):
         model, _ = read(tmp_path, quantise_experts_too(nf4()))
-    assert sorted(tuple(weight.shape) for weight in dense) == sorted(tuple(stack.shape) for stack in stacks_of(model).values())
-    assert len({id(vars(module)[BUFFER_ATTRIBUTE]) for module in model.modules() if BUFFER_ATTRIBUTE in vars(module)}) == 1
+    assert sorted(tuple(weight.shape) for weight in dense) == sorted(
+        tuple(stack.shape) for stack in stacks_of(model).values()
+    )
+    assert (
+        len({id(vars(module)[BUFFER_ATTRIBUTE]) for module in model.modules() if BUFFER_ATTRIBUTE in vars(module)}) == 1
+    )
 
 
 def test_the_model_says_bitsandbytes(tmp_path):
@@ -67,7 +82,9 @@ def test_the_model_says_bitsandbytes(tmp_path):
     config = nf4()
     model, _ = read(tmp_path, quantise_experts_too(config))
     assert config.quant_method == QuantizationMethod.BITS_AND_BYTES
-    assert model.quantization_method == model.config.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES
+    assert (
+        model.quantization_method == model.config.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES
+    )
     assert model.is_loaded_in_4bit
     assert model.hf_quantizer.is_trainable
     with pytest.raises(ValueError, match="dtype"):

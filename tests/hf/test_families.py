@@ -4,7 +4,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.hf.families import FAMILIES, check_servable, decoder_layers, find_causal_models, num_decoder_layers
+from lightning_fastft.hf.families import (
+    FAMILIES,
+    check_servable,
+    decoder_layers,
+    find_causal_models,
+    num_decoder_layers,
+)
 from lightning_fastft.kernels.attention.op import BACKENDS
 from tests.support.tiny_models import TINY, VOCABULARY, build_tiny
 
@@ -123,5 +129,7 @@ def test_a_root_that_is_a_model_has_the_empty_name():
 def test_encoders_are_left_out():
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
     assert find_causal_models(nn.ModuleList([BertModel(config)])) == []

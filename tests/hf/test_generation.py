@@ -40,7 +40,9 @@ def test_batch_equals_each_prompt_alone_and_restores_every_mode(name, tokenizer)
         for _ in range(6):
             ids = torch.cat([ids, model.eval()(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     written = ids[0, 7:].tolist()
-    assert together[1] == tokenizer.decode(written[: written.index(2)] if 2 in written else written, skip_special_tokens=True)
+    assert together[1] == tokenizer.decode(
+        written[: written.index(2)] if 2 in written else written, skip_special_tokens=True
+    )
 
 
 def test_modes_are_restored_after_an_error(tokenizer):
@@ -52,7 +54,9 @@ def test_modes_are_restored_after_an_error(tokenizer):
 
 def test_conversations_go_through_the_chat_template(tokenizer):
     model = build_tiny("llama")
-    chat = generate_texts(model, tokenizer=tokenizer, prompts=[[{"role": "user", "content": "w5 w6"}]], max_new_tokens=4, do_sample=False)
+    chat = generate_texts(
+        model, tokenizer=tokenizer, prompts=[[{"role": "user", "content": "w5 w6"}]], max_new_tokens=4, do_sample=False
+    )
     assert chat == generate_texts(model, tokenizer=tokenizer, prompts=["w5 w6 w9"], max_new_tokens=4, do_sample=False)
 
 

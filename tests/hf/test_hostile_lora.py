@@ -8,7 +8,9 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf import lora as lora_module
 from lightning_fastft.hf.lora import check_patterns, parse_lora
 
-NAMES = [name for name, _ in nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(4))).named_modules()] + ["model.layers.0.self_attn.q_proj"]
+NAMES = [name for name, _ in nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(4))).named_modules()] + [
+    "model.layers.0.self_attn.q_proj"
+]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,13 @@ def test_a_configuration_that_imports_or_never_ends_is_refused_as_a_mapping_and_
 
 
 def test_patterns_that_end_are_taken():
-    for pattern in (r".*\.(q|k|v|o)_proj", r"model\.layers\.(0|[1-9][0-9]*)\..*_proj", "all-linear", "q_proj", r"^(?!.*vision).*proj$"):
+    for pattern in (
+        r".*\.(q|k|v|o)_proj",
+        r"model\.layers\.(0|[1-9][0-9]*)\..*_proj",
+        "all-linear",
+        "q_proj",
+        r"^(?!.*vision).*proj$",
+    ):
         check_patterns(parse_lora({"target_modules": pattern, "rank_pattern": {r".*\.q_proj": 4}}), NAMES)
     assert parse_lora({"init_lora_weights": "pissa_niter_16"}).init_lora_weights == "pissa_niter_16"
 

@@ -15,9 +15,17 @@ from tests.support.tiny_models import TINY, build_tiny
 
 CPU = torch.device("cpu")
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -49,7 +57,9 @@ def test_random_model_has_what_transformers_initialises(name):
     plain = AutoModelForCausalLM.from_config(config)
     theirs = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     found = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
-    assert {key: (value.shape, value.dtype) for key, value in found.items()} == {key: (value.shape, value.dtype) for key, value in theirs.items()}
+    assert {key: (value.shape, value.dtype) for key, value in found.items()} == {
+        key: (value.shape, value.dtype) for key, value in theirs.items()
+    }
     for key, expected in theirs.items():
         value = found[key]
         assert torch.isfinite(value).all(), key
@@ -88,10 +98,20 @@ def test_load_ignores_the_default_device_and_dtype_of_the_caller(folder):
 
 
 def test_random_nf4_equals_quantising_the_same_random_weights(tmp_path):
-    plain, quantised = random_model(dtype=torch.bfloat16, seed=3), random_model(dtype=torch.bfloat16, seed=3, quantization="nf4")
+    plain, quantised = (
+        random_model(dtype=torch.bfloat16, seed=3),
+        random_model(dtype=torch.bfloat16, seed=3, quantization="nf4"),
+    )
     plain.save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
     assert {key: type(value).__name__ for key, value in quantised.named_parameters()} == {
         key: type(value).__name__ for key, value in stock.named_parameters()
     }
@@ -130,7 +150,9 @@ def test_pretrained_weights_are_the_ones_in_the_files(folder):
 
 FAULTS = {
     "missing from the files": lambda tensors: tensors.pop(WEIGHT),
-    "in the files but not in the model": lambda tensors: tensors.update({"model.layers.0.foreign.weight": torch.ones(2)}),
+    "in the files but not in the model": lambda tensors: tensors.update(
+        {"model.layers.0.foreign.weight": torch.ones(2)}
+    ),
     "of another shape": lambda tensors: tensors.update({WEIGHT: torch.ones(3, 3)}),
     "hold NaN": lambda tensors: tensors[WEIGHT][3].fill_(float("nan")),
     "or infinity": lambda tensors: tensors[WEIGHT][3, 4:5].fill_(float("-inf")),
@@ -196,9 +218,12 @@ def test_check_finite_lists_a_few_names_and_counts_the_rest():
 def test_sources_are_a_folder_a_file_a_dictionary_or_a_configuration(folder):
     random = {"init": "random"}
     sources = [
-        ModelSource(str(folder)), ModelSource(str(folder), **random), ModelSource(str(folder / "config.json"), **random),
-        ModelSource(CONFIG, **random), ModelSource(AutoConfig.from_pretrained(folder), **random),
-    ]  # fmt: skip
+        ModelSource(str(folder)),
+        ModelSource(str(folder), **random),
+        ModelSource(str(folder / "config.json"), **random),
+        ModelSource(CONFIG, **random),
+        ModelSource(AutoConfig.from_pretrained(folder), **random),
+    ]
     assert {source.vocab_size for source in sources} == {97}
     assert sources[2].load_tokenizer() is None
     assert sources[3].load_tokenizer() is None

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.loading import ModelSource, build_model
 from lightning_fastft.moe.install import install_bincount_router
 
@@ -24,10 +24,20 @@ def checkpoint(tmp_path):
     """A folder, and the expert weights in it as plain numbers."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "gpt_oss", vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_local_experts=4, num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], sliding_window=8,
+        "gpt_oss",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
         max_position_embeddings=128,
-    )  # fmt: skip
+    )
     tensors, expected = {}, {}
     for name, tensor in AutoModelForCausalLM.from_config(config).bfloat16().state_dict().items():
         if not name.endswith(STACKS):
@@ -37,7 +47,9 @@ def checkpoint(tmp_path):
         blocks = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 124, blocks.shape[:-1], dtype=torch.uint8)
         tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        numbers = VALUES[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()] * 2.0 ** (scales[..., None].float() - 127)
+        numbers = VALUES[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()] * 2.0 ** (
+            scales[..., None].float() - 127
+        )
         expected[name] = numbers.flatten(-2).transpose(1, 2)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -58,7 +70,7 @@ def test_experts_are_read_dequantised_in_the_dtype_asked_for(checkpoint, dtype):
 
 def test_every_expert_can_be_trained(checkpoint):
     model = build_model(ModelSource(str(checkpoint[0])), device=CPU, dtype=torch.float32)
-    install_bincount_router(model, SwapLedger())
+    install_bincount_router(model, ModelPatcher())
     token_BT = torch.arange(40).view(1, -1)
     model(input_ids=token_BT, labels=token_BT).loss.backward()
     for name, parameter in model.named_parameters():

@@ -1,4 +1,6 @@
-"""LoRA from plain values: on every linear layer unless told otherwise, in the dtype asked for, equal after equal seeds."""
+"""LoRA from plain values: on every linear layer unless told otherwise, in the dtype asked for, equal after equal
+seeds.
+"""
 
 import json
 
@@ -44,7 +46,9 @@ def test_adapters_are_the_same_under_any_default_device():
     for device in ("cpu", "meta"):
         model = random_model()
         with torch.device(device):
-            adapted = add_adapters(model, lora=LoraConfig(r=4, init_lora_weights=False), adapter_dtype=torch.float32, seed=1)
+            adapted = add_adapters(
+                model, lora=LoraConfig(r=4, init_lora_weights=False), adapter_dtype=torch.float32, seed=1
+            )
         weights.append({name: value for name, value in adapted.named_parameters() if value.requires_grad})
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 

@@ -1,4 +1,6 @@
-"""shard_model: the pieces of every rank are those of the model that one device builds, and no rank ever holds the whole."""
+"""shard_model: the pieces of every rank are those of the model that one device builds, and no rank ever holds the
+whole.
+"""
 
 import weakref
 from contextlib import contextmanager
@@ -17,16 +19,30 @@ from lightning_fastft.hf import sharding
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading import ModelSource, build_model
 from lightning_fastft.hf.lora import add_adapters, parse_lora
-from lightning_fastft.hf.sharding import is_sharded, open_model, reads_base, shard_model, sharded_roots, unsharded_trained_names
+from lightning_fastft.hf.sharding import (
+    is_sharded,
+    open_model,
+    reads_base,
+    shard_model,
+    sharded_roots,
+    unsharded_trained_names,
+)
 from tests.support.tiny_models import TINY, build_tiny
 
 NUM_RANKS = 2
 CPU = torch.device("cpu")
 SEED = 7
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
 LORAS = {
     "no adapters": None,
     "lora": {"r": 4},
@@ -54,7 +70,9 @@ def build_whole(source, *, dtype, lora=None):
 
 def build_pieces(source, mesh, *, dtype, lora=None, **options):
     config = None if lora is None else parse_lora(lora)
-    model, filler = open_model(source, device=CPU, dtype=dtype, seed=SEED, is_read_early=config is not None and reads_base(config))
+    model, filler = open_model(
+        source, device=CPU, dtype=dtype, seed=SEED, is_read_early=config is not None and reads_base(config)
+    )
     if config is not None:
         if filler is None:
             model = add_adapters(model, lora=config, adapter_dtype=torch.float32, seed=SEED)
@@ -119,9 +137,9 @@ def test_global_generators_are_left_as_they_were():
 def saved(tmp_path_factory):
     """A dense checkpoint in several files, with its own names."""
     folder = tmp_path_factory.mktemp("dense")
-    build_model(ModelSource({**CONFIG, "tie_word_embeddings": False}, init="random"), device=CPU, dtype=torch.float32, seed=3).save_pretrained(
-        folder, max_shard_size="40KB"
-    )
+    build_model(
+        ModelSource({**CONFIG, "tie_word_embeddings": False}, init="random"), device=CPU, dtype=torch.float32, seed=3
+    ).save_pretrained(folder, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return folder
 
@@ -146,7 +164,9 @@ def test_masters_hold_what_the_files_have_not_what_bf16_leaves_of_it(saved):
 def test_random_masters_begin_at_the_weights_of_one_device():
     source = ModelSource(CONFIG, init="random")
     with rank_of_two(0) as mesh:
-        model, _ = build_pieces(source, mesh, dtype=torch.bfloat16, compute_dtype=torch.bfloat16, master_dtype=torch.float32)
+        model, _ = build_pieces(
+            source, mesh, dtype=torch.bfloat16, compute_dtype=torch.bfloat16, master_dtype=torch.float32
+        )
         check_pieces(model, build_whole(source, dtype=torch.bfloat16), rank=0, dtype=torch.float32)
 
 
@@ -168,10 +188,15 @@ def test_no_rank_holds_more_than_its_pieces_one_layer_and_what_is_outside_the_la
         def measure_and_cut(unit, **options):
             wholes = [reference() for reference in filled]
             pieces = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
-            held.append(sum(tensor.numel() * tensor.element_size() for tensor in (*wholes, *pieces) if tensor is not None))
+            held.append(
+                sum(tensor.numel() * tensor.element_size() for tensor in (*wholes, *pieces) if tensor is not None)
+            )
             return cut(unit, **options)
 
-        with mock.patch.object(filler, "fill", fill_and_remember), mock.patch.object(sharding, "fully_shard", measure_and_cut):
+        with (
+            mock.patch.object(filler, "fill", fill_and_remember),
+            mock.patch.object(sharding, "fully_shard", measure_and_cut),
+        ):
             shard_model(model, mesh, filler=filler)
         layers = decoder_layers(model)
         whole_layer = sum(parameter.numel() * 4 for parameter in layers[0].parameters())
@@ -228,7 +253,9 @@ def test_quantised_pieces_are_the_bytes_of_one_device(dtype):
         whole = build_model(source, **options).model.layers[1].mlp.up_proj.weight
         found = model.model.layers[1].mlp.up_proj.weight
         assert found.dtype is dtype
-        assert torch.equal(found.to_local().detach().flatten().view(torch.uint8), whole.detach().flatten().chunk(NUM_RANKS)[1])
+        assert torch.equal(
+            found.to_local().detach().flatten().view(torch.uint8), whole.detach().flatten().chunk(NUM_RANKS)[1]
+        )
 
 
 def test_frozen_tensors_that_a_model_keeps_wide_stay_whole():

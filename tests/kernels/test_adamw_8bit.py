@@ -1,4 +1,6 @@
-"""AdamW in 8 bits: format, steps against float64 and refusals by the plain twin; the kernel in the interpreter and by the compiler."""
+"""AdamW in 8 bits: format, steps against float64 and refusals by the plain twin; the kernel in the interpreter
+and by the compiler.
+"""
 
 from typing import NamedTuple
 
@@ -121,11 +123,15 @@ def make_rows(combinations=COMBINATIONS, *, sizes=SIZES, missing=(3,), offset=1,
         grad = padded((wide_numbers(size, device) * is_kept).to(grad_dtype), offset)
         average = wide_numbers(size, device) * is_kept
         # Never far below the average's own square, as in a run.
-        square = (average.square() + grad.float().square() * torch.rand(size, device=device)) * (1 + torch.rand(size, device=device))
+        square = (average.square() + grad.float().square() * torch.rand(size, device=device)) * (
+            1 + torch.rand(size, device=device)
+        )
         code, absmax_B = codes.encode(average, is_signed=True)
         code_sq, absmax_sq_B = codes.encode(square, is_signed=False)
         param = torch.randn(size, device=device) * (torch.rand(size, device=device) < 0.9)
-        shadow = None if shadow_dtype is None else padded_state(torch.zeros(size, dtype=shadow_dtype, device=device), offset)
+        shadow = (
+            None if shadow_dtype is None else padded_state(torch.zeros(size, dtype=shadow_dtype, device=device), offset)
+        )
         owner = torch.empty(size, dtype=grad_dtype, device=device)
         owner.grad = None if index in missing else grad
         stored = [padded_codes(each, offset) for each in (code, code_sq)]
@@ -153,7 +159,9 @@ def check_row(row, old, options, scale):
     average = options.beta1 * average + (1 - options.beta1) * grad
     square = options.beta2 * square + (1 - options.beta2) * grad.square()
     rate = float(options.learning_rate)
-    step_size = rate / (1 - options.beta1**options.step) / ((square / (1 - options.beta2**options.step)).sqrt() + options.eps)
+    step_size = (
+        rate / (1 - options.beta1**options.step) / ((square / (1 - options.beta2**options.step)).sqrt() + options.eps)
+    )
     param = old.param.double()
     truth, magnitude = param * (1 - rate * options.weight_decay) - step_size * average, param.abs() + step_size * terms
     units = in_units(row.param, truth, magnitude, row.param.dtype)
@@ -171,22 +179,38 @@ def check_row(row, old, options, scale):
         nearest_BV = torch.minimum((grid[place] - share_BV).abs(), (grid[place - 1] - share_BV).abs())
         share, nearest = share_BV.flatten()[: len(true)], nearest_BV.flatten()[: len(true)]
         is_farther = (grid[code.long()] - share).abs() > nearest + TIE * share.abs()
-        assert not (is_farther & is_filled).any(), f"{name}: {int((is_farther & is_filled).sum())} codes are not the nearest"
+        assert not (is_farther & is_filled).any(), (
+            f"{name}: {int((is_farther & is_filled).sum())} codes are not the nearest"
+        )
 
 
 def check_rows(rows, before, options=OPTIONS, scale=None):
     for index, (row, old) in enumerate(zip(rows, before)):
         if row.owner.grad is None:
-            assert all(new is None or torch.equal(new, kept) for new, kept in zip(row[:6], old[:6])), f"row {index} has changed"
+            assert all(new is None or torch.equal(new, kept) for new, kept in zip(row[:6], old[:6])), (
+                f"row {index} has changed"
+            )
         elif len(row.param):
             check_row(row, old, options, scale)
             if row.shadow is not None:
-                assert torch.equal(row.shadow, rounded(row.param, row.shadow.dtype)), f"shadow[{index}] is not the rounded master"
+                assert torch.equal(row.shadow, rounded(row.param, row.shadow.dtype)), (
+                    f"shadow[{index}] is not the rounded master"
+                )
         assert torch.equal(row.grad, old.grad)
     assert_margins(rows)
 
 
-def check_step(functions, combinations=COMBINATIONS, *, options=OPTIONS, scale=0.37, offset=1, device="cpu", Table=TensorTable, sizes=SIZES):
+def check_step(
+    functions,
+    combinations=COMBINATIONS,
+    *,
+    options=OPTIONS,
+    scale=0.37,
+    offset=1,
+    device="cpu",
+    Table=TensorTable,
+    sizes=SIZES,
+):
     torch.manual_seed(0)
     rows = make_rows(combinations, offset=offset, device=device, sizes=sizes)
     scale = None if scale is None else torch.tensor(scale, device=device)
@@ -207,7 +231,11 @@ def check_skip(functions, *, device="cpu", Table=TensorTable):
         table = make_table(rows, Table)
         for found_inf in (one, nan):
             functions.adamw_step(table, options=options, scale=nan, skip=SkipFlag(found_inf, count))
-            assert all(old is None or torch.equal(new, old) for row, kept in zip(rows, before) for new, old in zip(row[:6], kept[:6]))
+            assert all(
+                old is None or torch.equal(new, old)
+                for row, kept in zip(rows, before)
+                for new, old in zip(row[:6], kept[:6])
+            )
         functions.adamw_step(table, options=options, skip=SkipFlag(zero, count))
         check_rows(rows, before, options._replace(step=options.step - 2))
 
@@ -225,12 +253,24 @@ def check_mixed(functions, *, device="cpu", Table=TensorTable):
     alone = [[each.clone() for each in column] for column in (wide, *averages)]
     owners = [row.owner for row in rows]
     together = {f"{name}s": [*column, *([None] * 2)] for name, column in lists.items()}
-    together |= {"exp_avgs": [*lists["exp_avg"], *averages[0]], "exp_avg_sqs": [*lists["exp_avg_sq"], *averages[1]], "owners": [*owners, *owners]}
+    together |= {
+        "exp_avgs": [*lists["exp_avg"], *averages[0]],
+        "exp_avg_sqs": [*lists["exp_avg_sq"], *averages[1]],
+        "owners": [*owners, *owners],
+    }
     functions.adamw_step(Table([*(row.param for row in rows), *wide], **together), options=OPTIONS)
     functions.adamw_step(make_table(twins, Table), options=OPTIONS)
     functions.adamw_step(Table(alone[0], exp_avgs=alone[1], exp_avg_sqs=alone[2], owners=owners), options=OPTIONS)
-    assert all(one is None or torch.equal(one, other) for row, twin in zip(rows, twins) for one, other in zip(row[:6], twin[:6]))
-    assert all(torch.equal(one, other) for column, others in zip((wide, *averages), alone) for one, other in zip(column, others))
+    assert all(
+        one is None or torch.equal(one, other)
+        for row, twin in zip(rows, twins)
+        for one, other in zip(row[:6], twin[:6])
+    )
+    assert all(
+        torch.equal(one, other)
+        for column, others in zip((wide, *averages), alone)
+        for one, other in zip(column, others)
+    )
 
 
 def check_every_part(functions, Table=TensorTable, device="cpu"):
@@ -333,13 +373,16 @@ def test_no_wait():
 
 
 REFERENCE_FAULTS = {
-    "average of the signed map twice": ("for pair, is_signed in zip(stored, (True, False))]", "for pair, is_signed in zip(stored, (True, True))]"),
+    "average of the signed map twice": (
+        "for pair, is_signed in zip(stored, (True, False))]",
+        "for pair, is_signed in zip(stored, (True, True))]",
+    ),
     "stored in the signed map twice": ("zip(stored, averages, (True, False))", "zip(stored, averages, (True, True))"),
     "largest magnitudes not written": ("for tensor, new in zip(pair, codes", "for tensor, new in zip(pair[:1], codes"),
     "averages not written": ("                tensor.copy_(new)\n", "                tensor\n"),
     "shadow lost": ("wide = row._replace(", "wide = row._replace(shadow=None, "),
     "written in a skipped step": ("else row.written()", "else row.written()[:-1]"),
-}  # fmt: skip
+}
 CODE_FAULTS = {
     "largest magnitude of two blocks": ("blocks_BV.abs().amax(1)", "blocks_BV.abs().amax().expand(len(blocks_BV))"),
     "largest value instead of magnitude": ("blocks_BV.abs().amax(1)", "blocks_BV.amax(1)"),

@@ -1,4 +1,6 @@
-"""One AdamW step for many tensors: formula, table, refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
+"""One AdamW step for many tensors: formula, table, refusals on a CPU by the plain twin; the kernels in the
+interpreter and by the compiler.
+"""
 
 import os
 from pathlib import Path
@@ -24,7 +26,8 @@ SIZES = (1, 0, 2 * CHUNK + 37, 7, 1009, CHUNK - 1, CHUNK, CHUNK + 1)
 MARGIN = 4 * CHUNK
 MARGIN_OF_STATE = 7.0
 OPTIONS = StepOptions(learning_rate=0.05, weight_decay=0.1, step=3)
-# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
+# between two numbers.
 SHARE = 0.01
 STATE = ("param", "exp_avg", "exp_avg_sq", "shadow")
 
@@ -115,9 +118,15 @@ def make_rows(combinations=COMBINATIONS, *, sizes=SIZES, missing=(5,), offset=1,
         is_kept = torch.rand(size, device=device) < 0.9
         exp_avg = make_gradient(size, FP32, device=device) * is_kept
         exp_avg_sq = (grad.float() * torch.rand(size, device=device) + exp_avg.abs()).square() * is_kept
-        param = torch.randn(size, device=device) * 10.0 ** (torch.rand(size, device=device) * -3) * (torch.rand(size, device=device) < 0.9)
+        param = (
+            torch.randn(size, device=device)
+            * 10.0 ** (torch.rand(size, device=device) * -3)
+            * (torch.rand(size, device=device) < 0.9)
+        )
         state = [padded_state(tensor, offset) for tensor in (param.to(param_dtype), exp_avg, exp_avg_sq)]
-        shadow = None if shadow_dtype is None else padded_state(torch.zeros(size, dtype=shadow_dtype, device=device), offset)
+        shadow = (
+            None if shadow_dtype is None else padded_state(torch.zeros(size, dtype=shadow_dtype, device=device), offset)
+        )
         owner = torch.empty(size, dtype=grad_dtype, device=device)
         owner.grad = None if index in missing else grad
         rows.append(Row(*state, shadow, owner, grad))
@@ -162,7 +171,9 @@ def rounded(tensor, dtype):
 
 
 def sum_magnitudes(rows, options, scale):
-    """What the step makes of the magnitudes of all terms, so that none cancels another: the size at which rounding happens."""
+    """What the step makes of the magnitudes of all terms, so that none cancels another: the size at which
+    rounding happens.
+    """
     absolute = [row._replace(param=-row.param.abs(), exp_avg=row.exp_avg.abs(), grad=row.grad.abs()) for row in rows]
     return step_by_torch(absolute, options, scale, wide=torch.float64)
 
@@ -183,22 +194,30 @@ def assert_in_units(name, ours, *, plain, truth, magnitude):
     assert error <= max(2 * plain_error, 1.0), f"{name}: {error:.3g} units (plain PyTorch {plain_error:.3g})"
     if dtype is BF16 and not IS_INTERPRETED:
         share, plain_share = ((values != truth.to(dtype)).double().mean().item() for values in (ours, plain))
-        assert share <= max(2 * plain_share, SHARE), f"{name}: {share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+        assert share <= max(2 * plain_share, SHARE), (
+            f"{name}: {share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+        )
 
 
 def check_values(rows, before, options=OPTIONS, scale=None):
-    """Every tensor with a gradient against the truth, and shadows against masters; one without gradient against itself."""
+    """Every tensor with a gradient against the truth, and shadows against masters; one without gradient against
+    itself.
+    """
     plain, truth = (step_by_torch(before, options, scale, wide=wide) for wide in (torch.float32, torch.float64))
     magnitudes = sum_magnitudes(before, options, scale)
     stepped = [index for index, row in enumerate(rows) if row.owner.grad is not None]
     for place, kind in enumerate(STATE[:3]):
         for dtype in {rows[index][place].dtype for index in stepped}:
             chosen = [index for index in stepped if rows[index][place].dtype is dtype]
-            values = [torch.cat([source[index][place] for index in chosen]) for source in (rows, plain, truth, magnitudes)]
+            values = [
+                torch.cat([source[index][place] for index in chosen]) for source in (rows, plain, truth, magnitudes)
+            ]
             assert_in_units(kind, values[0], plain=values[1], truth=values[2], magnitude=values[3])
     for index, (row, old) in enumerate(zip(rows, before)):
         if row.shadow is not None and index in stepped:
-            assert torch.equal(row.shadow, rounded(row.param, row.shadow.dtype)), f"shadow[{index}] is not the rounded master"
+            assert torch.equal(row.shadow, rounded(row.param, row.shadow.dtype)), (
+                f"shadow[{index}] is not the rounded master"
+            )
         for kind in ("grad", *(() if index in stepped else STATE)):
             tensor, old_tensor = getattr(row, kind), getattr(old, kind)
             assert tensor is None or torch.equal(tensor, old_tensor), f"{kind}[{index}] has changed"
@@ -211,7 +230,17 @@ def check_memory(rows):
                 assert_margin_of_state(f"{kind}[{index}]", getattr(row, kind))
 
 
-def check_step(functions, combinations=COMBINATIONS, *, options=OPTIONS, scale=0.37, offset=1, device="cpu", Table=TensorTable, sizes=SIZES):
+def check_step(
+    functions,
+    combinations=COMBINATIONS,
+    *,
+    options=OPTIONS,
+    scale=0.37,
+    offset=1,
+    device="cpu",
+    Table=TensorTable,
+    sizes=SIZES,
+):
     torch.manual_seed(0)
     rows = make_rows(combinations, offset=offset, device=device, sizes=sizes)
     before = copy_rows(rows)
@@ -222,7 +251,9 @@ def check_step(functions, combinations=COMBINATIONS, *, options=OPTIONS, scale=0
 
 
 def check_skip(functions, *, device="cpu", Table=TensorTable):
-    """A step that is skipped changes nothing; one that is not has the bits of a step without a flag, numbered without those that were skipped."""
+    """A step that is skipped changes nothing; one that is not has the bits of a step without a flag, numbered
+    without those that were skipped.
+    """
     zero, one = (torch.tensor(number, device=device) for number in (0.0, 1.0))
     nan = torch.tensor(float("nan"), device=device)
     for rate in (0.05, torch.tensor(0.05, device=device)):
@@ -237,7 +268,10 @@ def check_skip(functions, *, device="cpu", Table=TensorTable):
             for found_inf, scale in ((one, None), (one, nan), (nan, one)):
                 functions.adamw_step(table, options=options, scale=scale, skip=SkipFlag(found_inf, count))
                 for row, old in zip(rows, kept):
-                    assert all(one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(row[:4], old[:4]))
+                    assert all(
+                        one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+                        for one, other in zip(row[:4], old[:4])
+                    )
             functions.adamw_step(table, options=options, skip=SkipFlag(zero, count))
             functions.adamw_step(make_table(twins, Table), options=options._replace(step=OPTIONS.step - num_skipped))
             for row, twin in zip(rows, twins):
@@ -251,7 +285,9 @@ def check_run(functions, *, weight_decay=0.1, num_steps=50, device="cpu", Table=
     sizes = (1, 7, CHUNK + 5)
     start = [torch.randn(size, device=device) for size in sizes]
     runs = {dtype: [tensor.to(dtype) for tensor in start] for dtype in (torch.float32, torch.float64)}
-    optimizers = {dtype: torch.optim.AdamW(run, lr=0.01, weight_decay=weight_decay, foreach=False) for dtype, run in runs.items()}
+    optimizers = {
+        dtype: torch.optim.AdamW(run, lr=0.01, weight_decay=weight_decay, foreach=False) for dtype, run in runs.items()
+    }
     ours = [padded_state(tensor, 1) for tensor in start]
     averages = [[padded_state(torch.zeros_like(tensor), 1) for tensor in start] for _ in range(2)]
     shadows = [padded_state(tensor.to(FP16), 1) for tensor in start]
@@ -269,7 +305,10 @@ def check_run(functions, *, weight_decay=0.1, num_steps=50, device="cpu", Table=
     plain, truth = (torch.cat(runs[dtype]) for dtype in (torch.float32, torch.float64))
     assert_within_bound("param", torch.cat(ours), plain=plain, truth=truth, dtype=FP32)
     for kind, state in zip(("exp_avg", "exp_avg_sq"), averages):
-        plain, truth = (torch.cat([optimizers[dtype].state[param][kind] for param in runs[dtype]]) for dtype in (torch.float32, torch.float64))
+        plain, truth = (
+            torch.cat([optimizers[dtype].state[param][kind] for param in runs[dtype]])
+            for dtype in (torch.float32, torch.float64)
+        )
         assert_within_bound(kind, torch.cat(state), plain=plain, truth=truth, dtype=FP32)
     for tensors in (ours, *averages, shadows):
         for tensor in tensors:
@@ -324,7 +363,10 @@ def check_what_is_not_finite(functions, *, device="cpu"):
 def change_tensors(rows, change):
     """Return the rows after what may happen to them between two calls."""
     if change == "moved":
-        rows = [row._replace(grad=padded(make_gradient(len(row.grad), row.grad.dtype, device=row.grad.device), 1)) for row in rows]
+        rows = [
+            row._replace(grad=padded(make_gradient(len(row.grad), row.grad.dtype, device=row.grad.device), 1))
+            for row in rows
+        ]
     if change == "dtype":
         rows = [row._replace(grad=padded(row.grad.float(), 1)) for row in rows]
     for index, row in enumerate(rows):
@@ -342,7 +384,10 @@ def check_table_follows(functions, *, order=("norm", "step"), device="cpu", Tabl
     torch.manual_seed(4)
     rows = make_rows(device=device)
     table = make_table(rows, Table)
-    calls = {"norm": lambda: assert_norm(functions.grad_norm(table), rows), "step": lambda: functions.adamw_step(table, options=OPTIONS)}
+    calls = {
+        "norm": lambda: assert_norm(functions.grad_norm(table), rows),
+        "step": lambda: functions.adamw_step(table, options=OPTIONS),
+    }
     assert table.is_current()
     # What a table that does not follow would still read and write.
     kept = []
@@ -362,7 +407,11 @@ def check_table_follows(functions, *, order=("norm", "step"), device="cpu", Tabl
 
 def check_every_part(functions, Table=TensorTable, device="cpu"):
     rate = torch.tensor(0.05, device=device)
-    for options, scale in ((OPTIONS, 0.37), (OPTIONS._replace(learning_rate=rate, step=1), None), (OPTIONS._replace(beta1=0.3), None)):
+    for options, scale in (
+        (OPTIONS, 0.37),
+        (OPTIONS._replace(learning_rate=rate, step=1), None),
+        (OPTIONS._replace(beta1=0.3), None),
+    ):
         check_step(functions, options=options, scale=scale, Table=Table, device=device)
     check_run(functions, num_steps=3, Table=Table, device=device)
     check_norm(functions, Table=Table, device=device)
@@ -468,8 +517,14 @@ def test_chunks_cover_every_element_once():
         assert sorted(chunks) == [(row, index) for row, size in enumerate(SIZES) for index in range(-(-size // CHUNK))]
         assert len(table.groups) == len(combinations)
         for group in table.groups:
-            assert all(rows[row].param.dtype is group.param_dtype and rows[row].grad.dtype is group.grad_dtype for row in group.rows)
-            assert all((None if rows[row].shadow is None else rows[row].shadow.dtype) is group.shadow_dtype for row in group.rows)
+            assert all(
+                rows[row].param.dtype is group.param_dtype and rows[row].grad.dtype is group.grad_dtype
+                for row in group.rows
+            )
+            assert all(
+                (None if rows[row].shadow is None else rows[row].shadow.dtype) is group.shadow_dtype
+                for row in group.rows
+            )
 
 
 @pytest.mark.parametrize("kind", [*STATE, "grad", "size", None])
@@ -506,8 +561,14 @@ def test_no_wait():
 REFERENCE_FAULTS = {
     "bias correction lost": ("return 1.0 - options.beta1**options.step,", "return 1.0,"),
     "bias correction of squares lost": ("math.sqrt(1.0 - options.beta2**options.step)", "1.0"),
-    "root of the bias correction lost": ("math.sqrt(1.0 - options.beta2**options.step)", "1.0 - options.beta2**options.step"),
-    "decay coupled": ("    param.mul_(1 - rate * options.weight_decay)", "    grad = grad + options.weight_decay * param"),
+    "root of the bias correction lost": (
+        "math.sqrt(1.0 - options.beta2**options.step)",
+        "1.0 - options.beta2**options.step",
+    ),
+    "decay coupled": (
+        "    param.mul_(1 - rate * options.weight_decay)",
+        "    grad = grad + options.weight_decay * param",
+    ),
     "decay without the learning rate": ("(1 - rate * options.weight_decay)", "(1 - options.weight_decay)"),
     "decay lost": ("(1 - rate * options.weight_decay)", "(1.0)"),
     "decay after the step": (
@@ -517,10 +578,16 @@ REFERENCE_FAULTS = {
     "scale lost": ("grad if scale is None else grad * scale", "grad"),
     "scale in the narrow dtype": ("else grad * scale", "else (grad * scale).to(row.owner.dtype).float()"),
     "eps lost": (".add_(options.eps)", ""),
-    "eps inside the root": ("exp_avg_sq.sqrt() / root_correction).add_(options.eps)", "exp_avg_sq + options.eps).sqrt() / root_correction"),
+    "eps inside the root": (
+        "exp_avg_sq.sqrt() / root_correction).add_(options.eps)",
+        "exp_avg_sq + options.eps).sqrt() / root_correction",
+    ),
     "average lost": ("row.exp_avg.lerp_(grad, 1 - options.beta1)", "row.exp_avg.copy_(grad)"),
     "betas swapped": ("value=1 - options.beta2", "value=1 - options.beta1"),
-    "shadow of the old master": ("    row.param.copy_(param)\n", "    row.param.copy_(param) if row.shadow is None else None\n"),
+    "shadow of the old master": (
+        "    row.param.copy_(param)\n",
+        "    row.param.copy_(param) if row.shadow is None else None\n",
+    ),
     "narrow master not written": ("    row.param.copy_(param)\n", ""),
     "shadow lost": ("    if row.shadow is not None:\n        row", "    if row.shadow is row.param:\n        row"),
     "learning rate on the device not corrected": ("rate / correction * row.exp_avg", "rate * row.exp_avg"),
@@ -531,7 +598,7 @@ REFERENCE_FAULTS = {
     "skipped steps counted": ("step = options.step - num_skipped", "step = options.step + 0 * num_skipped"),
     "norm of the first tensors": ("for grad in table.gradients() if", "for grad in table.gradients()[:-1] if"),
     "norm without root": (".sum().sqrt().float()", ".sum().float()"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", REFERENCE_FAULTS)
@@ -579,7 +646,10 @@ class Wrapper(torch.Tensor):
     ],
 )
 def test_impossible_tensors_are_refused(change, error, message):
-    arguments = {"params": [torch.ones(4), torch.ones(4)], **{name: [torch.zeros(4) for _ in range(2)] for name in ("exp_avgs", "exp_avg_sqs")}}
+    arguments = {
+        "params": [torch.ones(4), torch.ones(4)],
+        **{name: [torch.zeros(4) for _ in range(2)] for name in ("exp_avgs", "exp_avg_sqs")},
+    }
     arguments |= change
     with pytest.raises(error, match=message):
         TensorTable(arguments.pop("params"), **arguments)
@@ -593,7 +663,12 @@ def test_tensors_that_overlap_in_part_are_refused_and_neighbours_are_not():
 
 
 @pytest.mark.parametrize(
-    ("grad", "message"), [(torch.ones(4, 4).T, "contiguous"), (torch.ones(4, 4).to_sparse(), "layout"), (torch.ones(()).expand(4, 4), "contiguous")]
+    ("grad", "message"),
+    [
+        (torch.ones(4, 4).T, "contiguous"),
+        (torch.ones(4, 4).to_sparse(), "layout"),
+        (torch.ones(()).expand(4, 4), "contiguous"),
+    ],
 )
 def test_gradients_that_cannot_be_read_are_refused_at_the_step(grad, message):
     param = torch.nn.Parameter(torch.ones(4, 4))

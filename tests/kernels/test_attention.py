@@ -7,7 +7,14 @@ import torch
 
 from lightning_fastft.core.errors import BackendError, MissingDependencyError, OptionError, ShapeError
 from lightning_fastft.kernels.attention import flash
-from lightning_fastft.kernels.attention.op import BACKENDS, AttentionNeed, _check_forced, choose_backend, find_obstacle, packed_attention
+from lightning_fastft.kernels.attention.op import (
+    BACKENDS,
+    AttentionNeed,
+    _check_forced,
+    choose_backend,
+    find_obstacle,
+    packed_attention,
+)
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.packing.context import BatchContext
 
@@ -19,10 +26,14 @@ def make_context(lengths):
     return BatchContext(lengths=lengths, label_T=torch.full((sum(lengths),), -100), num_items=1)
 
 
-def make_inputs(context, *, num_heads=4, num_groups=2, width=16, value_width=None, dtype=torch.float32, has_sinks=False, seed=0):
+def make_inputs(
+    context, *, num_heads=4, num_groups=2, width=16, value_width=None, dtype=torch.float32, has_sinks=False, seed=0
+):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(num_heads, width), (num_groups, width), (num_groups, value_width or width)]
-    q, k, v = (torch.randn(context.num_tokens, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+    q, k, v = (
+        torch.randn(context.num_tokens, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
+    )
     sink = torch.randn(num_heads, generator=generator).to(dtype).requires_grad_() if has_sinks else None
     return q, k, v, sink
 
@@ -52,7 +63,9 @@ def one_by_one(q, k, v, sink, *, lengths, window, softcap):
 def run(backend, inputs, context, *, window=None, softcap=None, weight=None):
     """Output and gradients of one backend."""
     q, k, v, sink = inputs
-    out = packed_attention(q, k, v, context=context, scale=SCALE, window=window, softcap=softcap, sink_H=sink, backend=backend)
+    out = packed_attention(
+        q, k, v, context=context, scale=SCALE, window=window, softcap=softcap, sink_H=sink, backend=backend
+    )
     if weight is None:
         return [out.detach()]
     leaves = [x for x in inputs if x is not None]
@@ -68,7 +81,9 @@ def error(value, truth):
 
 
 def largest_value(true, truths):
-    """Where a query sees one key, its true gradient is 0, the difference of two numbers as large as the other gradients: rounding is theirs."""
+    """Where a query sees one key, its true gradient is 0, the difference of two numbers as large as the other
+    gradients: rounding is theirs.
+    """
     return float(true.detach().abs().max()) or max(float(other.detach().abs().max()) for other in truths)
 
 
@@ -102,7 +117,12 @@ def split(case):
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     # FlexAttention takes at most float32 on a CPU.
-    [(b, d) for b in ("reference", "sdpa", "flex") for d in (torch.float64, torch.float32, torch.bfloat16) if (b, d) != ("flex", torch.float64)],
+    [
+        (b, d)
+        for b in ("reference", "sdpa", "flex")
+        for d in (torch.float64, torch.float32, torch.bfloat16)
+        if (b, d) != ("flex", torch.float64)
+    ],
 )
 def test_backend_agrees_with_the_definition(case, backend, dtype):
     lengths, window, softcap, shape = split(case)
@@ -193,10 +213,26 @@ def test_planted_faults_exceed_the_bound(fault):
     assert error(masked_attention(q, key, v, **arguments), truth) > 1e-2
 
 
-# The flash operators of torch have no CPU kernel: a plain stand-in with their argument lists and their formulas shows that ours are called rightly.
+# The flash operators of torch have no CPU kernel: a plain stand-in with their argument lists and their formulas shows
+# that ours are called rightly.
 
 
-def flash_forward(q, k, v, start_q, start_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale, window_size_left, window_size_right):
+def flash_forward(
+    q,
+    k,
+    v,
+    start_q,
+    start_k,
+    max_q,
+    max_k,
+    dropout,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
+):
     assert start_q.dtype == start_k.dtype == torch.int32
     assert (dropout, is_causal, return_debug_mask, window_size_right) == (0.0, True, False, 0)
     assert max_q == max_k == int(start_q.diff().max())
@@ -211,7 +247,24 @@ def flash_forward(q, k, v, start_q, start_k, max_q, max_k, dropout, is_causal, r
 
 
 def flash_backward(
-    do, q, k, v, out, lse, start_q, start_k, max_q, max_k, dropout, is_causal, rng_state, unused, *, scale, window_size_left, window_size_right
+    do,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    start_q,
+    start_k,
+    max_q,
+    max_k,
+    dropout,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
 ):
     """The backward of flash attention: it knows only p = exp(score - lse) and delta = rowsum(do * out)."""
     assert do.is_contiguous()
@@ -268,7 +321,9 @@ def test_varlen_calls_the_flash_operators_rightly(case, stand_in_flash):
 
 
 def test_sinks_are_folded_in_fp32_and_leave_what_is_remembered(monkeypatch):
-    """The output is rounded once, the sink's gradient sums exact products; what the plan of memory remembers is read again by the next run."""
+    """The output is rounded once, the sink's gradient sums exact products; what the plan of memory remembers is
+    read again by the next run.
+    """
 
     def no_gradients(d_out, q, k, v, *_, **__):
         return tuple(torch.zeros_like(x) for x in (q, k, v))
@@ -279,7 +334,9 @@ def test_sinks_are_folded_in_fp32_and_leave_what_is_remembered(monkeypatch):
     sink = sink.detach().float().requires_grad_()
     remembered = (torch.randn_like(q).detach(), torch.randn(4, 15), torch.zeros(2), torch.empty(0))
     kept = [tensor.clone() for tensor in remembered]
-    out = flash.varlen_attention(q, k, v, context=context, scale=SCALE, window=None, sink_H=sink, remember=lambda compute: remembered)
+    out = flash.varlen_attention(
+        q, k, v, context=context, scale=SCALE, window=None, sink_H=sink, remember=lambda compute: remembered
+    )
     total_HT = torch.logaddexp(kept[1], sink.detach()[:, None])
     assert torch.equal(out, (kept[0] * torch.exp(kept[1] - total_HT).t()[..., None]).bfloat16())
     assert all(torch.equal(one, other) for one, other in zip(remembered, kept))
@@ -299,7 +356,8 @@ def test_the_flash_operators_have_the_arguments_that_are_passed(name):
     keyword = {argument.name for argument in schema.arguments if argument.kwarg_only}
     expected = {
         "forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
-        "backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused",
+        "backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+        "rng_state unused",
     }[name]
     assert positional == expected.split()
     assert {"scale", "window_size_left", "window_size_right"} <= keyword
@@ -335,7 +393,11 @@ def test_cudnn_gets_contiguous_tensors_as_they_are_and_copies_of_others(monkeypa
     from lightning_fastft.kernels.attention import cudnn_backend
 
     given = []
-    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(sdpa_torch=lambda *heads, **_: (given.extend(heads), (heads[0], None))[1]))
+    monkeypatch.setitem(
+        sys.modules,
+        "cudnn",
+        types.SimpleNamespace(sdpa_torch=lambda *heads, **_: (given.extend(heads), (heads[0], None))[1]),
+    )
     context = make_context([9, 1])
     heads = [torch.randn(10, count, 16) for count in (4, 2, 2)]
     cudnn_backend.cudnn_attention(*heads, context=context, scale=SCALE, window=None)
@@ -418,7 +480,9 @@ def test_choice(need, changes, backend):
 @pytest.mark.parametrize("need", [H200, CPU])
 def test_a_forced_backend_is_taken_or_refused_with_the_reason(backend, need):
     obstacle = find_obstacle(backend, need)
-    assert (obstacle == "") == (backend in {"cuda": ("varlen", "flex", "sdpa", "reference"), "cpu": ("sdpa", "reference")}[need.device_type])
+    assert (obstacle == "") == (
+        backend in {"cuda": ("varlen", "flex", "sdpa", "reference"), "cpu": ("sdpa", "reference")}[need.device_type]
+    )
 
 
 @pytest.mark.parametrize("backend", ["varlen", "cudnn", "flex"])
@@ -447,12 +511,18 @@ def test_wrong_shapes_are_refused(change, message):
     context = make_context([4, 6])
     q, k, v, sink = change(*make_inputs(context, has_sinks=True))
     with pytest.raises(ShapeError, match=message):
-        packed_attention(q, k, v, context=context, scale=1.0, window=None, softcap=None, sink_H=sink, backend="reference")
+        packed_attention(
+            q, k, v, context=context, scale=1.0, window=None, softcap=None, sink_H=sink, backend="reference"
+        )
 
 
-@pytest.mark.parametrize("arguments", [{"backend": "sdp"}, {"window": 0, "backend": "sdpa"}, {"window": 0, "backend": "reference"}])
+@pytest.mark.parametrize(
+    "arguments", [{"backend": "sdp"}, {"window": 0, "backend": "sdpa"}, {"window": 0, "backend": "reference"}]
+)
 def test_wrong_options_are_refused(arguments):
     context = make_context([4])
     q, k, v, _ = make_inputs(context)
     with pytest.raises(OptionError):
-        packed_attention(q, k, v, **{"context": context, "scale": 1.0, "window": None, "softcap": None, "sink_H": None, **arguments})
+        packed_attention(
+            q, k, v, **{"context": context, "scale": 1.0, "window": None, "softcap": None, "sink_H": None, **arguments}
+        )

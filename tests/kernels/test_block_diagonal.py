@@ -1,4 +1,6 @@
-"""Blocks on a diagonal: equal to torch's, on a CPU by the plain twin; the kernel itself in the interpreter and by the compiler."""
+"""Blocks on a diagonal: equal to torch's, on a CPU by the plain twin; the kernel itself in the interpreter and by
+the compiler.
+"""
 
 import pytest
 import torch

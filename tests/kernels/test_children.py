@@ -1,4 +1,6 @@
-"""What the processes of kernel tests share: cases of a lane, and an interpreter that is told once what it would look for at every call."""
+"""What the processes of kernel tests share: cases of a lane, and an interpreter that is told once what it would
+look for at every call.
+"""
 
 import json
 import os

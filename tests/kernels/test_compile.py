@@ -1,4 +1,6 @@
-"""Every Triton kernel compiles for the GPUs it is meant for, on a machine without one: the interpreter accepts what the compiler refuses."""
+"""Every Triton kernel compiles for the GPUs it is meant for, on a machine without one: the interpreter accepts
+what the compiler refuses.
+"""
 
 import json
 
@@ -10,8 +12,13 @@ pytest.importorskip("triton")
 
 # Shared memory of a consumer card (compute capability 8.6) in bytes.
 SMALLEST_SHARED_BYTES = 99 * 1024
-# Capability, dtype of the logits, soft cap, gradient written, correct rows counted, rows aligned (a vocabulary that 16 divides).
-CASES = [(86, "fp16", True, True, True, False), (90, "bf16", False, True, False, True), (90, "bf16", True, False, True, True)]
+# Capability, dtype of the logits, soft cap, gradient written, correct rows counted, rows aligned (a vocabulary that 16
+# divides).
+CASES = [
+    (86, "fp16", True, True, True, False),
+    (90, "bf16", False, True, False, True),
+    (90, "bf16", True, False, True, True),
+]
 
 SCRIPT = """
 import json, pathlib, re, subprocess, sys, tempfile

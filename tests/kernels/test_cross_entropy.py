@@ -31,28 +31,56 @@ def make_inputs(num_rows, dtype, *, num_padded=0, has_bias=False, ignored=False)
 
 
 def run_reference(hidden_TD, weight_VD, bias_V, *, dtype, loss_factor=1.0, **arguments):
-    inputs = [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in (hidden_TD, weight_VD, bias_V)]
+    inputs = [
+        None if tensor is None else tensor.detach().to(dtype).requires_grad_()
+        for tensor in (hidden_TD, weight_VD, bias_V)
+    ]
     loss = reference.labelled_cross_entropy_reference(*inputs[:2], bias_V=inputs[2], **arguments)
     (loss * loss_factor).backward()
     return [loss.detach(), *(None if tensor is None else tensor.grad for tensor in inputs)]
 
 
 def loss_of_rounded_logits(hidden_TD, weight_VD, bias_V, *, dtype, row_R, target_R, num_items, scale, softcap):
-    """The loss in dtype from logits that are as narrow as the states: what the sums and the softmax add to the GEMM's rounding."""
-    logits_RV = torch.nn.functional.linear(hidden_TD.detach()[row_R], weight_VD.detach(), None if bias_V is None else bias_V.detach()).to(dtype)
+    """The loss in dtype from logits that are as narrow as the states: what the sums and the softmax add to the
+    GEMM's rounding.
+    """
+    logits_RV = torch.nn.functional.linear(
+        hidden_TD.detach()[row_R], weight_VD.detach(), None if bias_V is None else bias_V.detach()
+    ).to(dtype)
     logits_RV = reference.scale_and_cap(logits_RV, scale=scale, softcap=softcap)
-    return torch.nn.functional.cross_entropy(logits_RV, target_R, reduction="sum", ignore_index=reference.IGNORED_TARGET) / num_items
+    return (
+        torch.nn.functional.cross_entropy(logits_RV, target_R, reduction="sum", ignore_index=reference.IGNORED_TARGET)
+        / num_items
+    )
 
 
-def check_against_truth(function, num_rows, dtype, *, num_padded=0, has_bias=False, ignored=False, scale=1.0, softcap=None, chunk_rows=8):
-    hidden_TD, weight_VD, bias_V, row_R, target_R = make_inputs(num_rows, dtype, num_padded=num_padded, has_bias=has_bias, ignored=ignored)
-    given = {"row_R": row_R[:num_rows], "target_R": target_R[:num_rows], "num_items": 3.5, "scale": scale, "softcap": softcap}
+def check_against_truth(
+    function, num_rows, dtype, *, num_padded=0, has_bias=False, ignored=False, scale=1.0, softcap=None, chunk_rows=8
+):
+    hidden_TD, weight_VD, bias_V, row_R, target_R = make_inputs(
+        num_rows, dtype, num_padded=num_padded, has_bias=has_bias, ignored=ignored
+    )
+    given = {
+        "row_R": row_R[:num_rows],
+        "target_R": target_R[:num_rows],
+        "num_items": 3.5,
+        "scale": scale,
+        "softcap": softcap,
+    }
     truth = run_reference(hidden_TD, weight_VD, bias_V, dtype=torch.float64, loss_factor=2.0, **given)
     plain = run_reference(hidden_TD, weight_VD, bias_V, dtype=dtype, loss_factor=2.0, **given)
     loss = function(
-        hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=num_rows, num_items=3.5, bias_V=bias_V, scale=scale, softcap=softcap,
+        hidden_TD,
+        weight_VD,
+        row_R=row_R,
+        target_R=target_R,
+        num_rows=num_rows,
+        num_items=3.5,
+        bias_V=bias_V,
+        scale=scale,
+        softcap=softcap,
         chunk_rows=chunk_rows,
-    )  # fmt: skip
+    )
     # Something other than 1 must arrive in the backward; a power of two rounds nothing.
     (2.0 * loss).backward()
     ours = [loss.detach(), hidden_TD.grad, weight_VD.grad, None if bias_V is None else bias_V.grad]
@@ -61,7 +89,8 @@ def check_against_truth(function, num_rows, dtype, *, num_padded=0, has_bias=Fal
         if true is not None:
             assert_within_bound(name, one, plain=other, truth=true, dtype=dtype)
     true_loss, plain_loss = (
-        loss_of_rounded_logits(hidden_TD, weight_VD, bias_V, dtype=wide, **given).item() for wide in (torch.float64, torch.float32)
+        loss_of_rounded_logits(hidden_TD, weight_VD, bias_V, dtype=wide, **given).item()
+        for wide in (torch.float64, torch.float32)
     )
     # Half a unit in the last place of the sum for each addition.
     unit = num_rows * one_unit(torch.tensor(true_loss * 3.5), torch.float32) / 2 / 3.5
@@ -77,20 +106,35 @@ def test_loss_and_every_gradient_equal_the_truth(num_rows, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "case", [{"has_bias": True}, {"scale": 0.125}, {"softcap": 3.0}, {"scale": 0.5, "softcap": 2.0, "has_bias": True}, {"ignored": True}]
+    "case",
+    [
+        {"has_bias": True},
+        {"scale": 0.125},
+        {"softcap": 3.0},
+        {"scale": 0.5, "softcap": 2.0, "has_bias": True},
+        {"ignored": True},
+    ],
 )
 def test_bias_scale_softcap_and_ignored_targets(case, dtype):
     check_against_truth(labelled_cross_entropy, 19, dtype, **case)
 
 
-CHUNK_LOOP = "for begin in range(0, rows.num_rows, rows.chunk_rows):\n        end = min(begin + rows.chunk_rows, rows.num_rows)"
+CHUNK_LOOP = (
+    "for begin in range(0, rows.num_rows, rows.chunk_rows):\n        end = min(begin + rows.chunk_rows, rows.num_rows)"
+)
 FAULTS = {
     "padding rows trained": (CHUNK_LOOP, CHUNK_LOOP.replace("rows.num_rows", "rows.target_R.shape[0]")),
     "last chunk lost": (CHUNK_LOOP, CHUNK_LOOP.replace("(0, rows.num_rows,", "(0, rows.num_rows - rows.chunk_rows,")),
-    "weight gradient of the last chunk only": ("sum_VD.addmm_(left_VR, right_RD)", "sum_VD.addmm_(left_VR, right_RD, beta=0)"),
+    "weight gradient of the last chunk only": (
+        "sum_VD.addmm_(left_VR, right_RD)",
+        "sum_VD.addmm_(left_VR, right_RD, beta=0)",
+    ),
     "num_items missing in the backward": ("factor = d_loss / ctx.divisor", "factor = d_loss"),
     "gradient of the loss dropped": ("factor = d_loss / ctx.divisor", "factor = torch.ones_like(d_loss) / ctx.divisor"),
-    "rows not scattered": ("d_hidden_TD.index_copy_(0, row_R[:num_rows], d_trained_RD)", "d_hidden_TD[:num_rows] = d_trained_RD"),
+    "rows not scattered": (
+        "d_hidden_TD.index_copy_(0, row_R[:num_rows], d_trained_RD)",
+        "d_hidden_TD[:num_rows] = d_trained_RD",
+    ),
     "bias dropped": ("if bias_V is None:\n                torch.mm", "if True:\n                torch.mm"),
     "mantissa of num_items dropped": ("return 1.0 / mantissa, 2.0**exponent", "return 1.0, 2.0**exponent"),
     "scale dropped": ("scale=rows.scale,", "scale=1.0,"),
@@ -113,7 +157,9 @@ def test_rows_in_order_need_no_index():
     target_R = torch.randint(0, VOCABULARY, (NUM_TOKENS,))
     results = []
     for row_R in (None, torch.arange(NUM_TOKENS)):
-        loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=NUM_TOKENS, num_items=4.0, chunk_rows=8)
+        loss = labelled_cross_entropy(
+            hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=NUM_TOKENS, num_items=4.0, chunk_rows=8
+        )
         results.append((loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))))
     assert all(torch.equal(one, other) for one, other in zip(*results))
 
@@ -130,7 +176,9 @@ def test_no_rows_give_a_zero_loss_with_a_graph_and_zero_gradients():
     hidden_TD, weight_VD, bias_V, _, _ = make_inputs(0, torch.float32, has_bias=True)
     empty = torch.zeros(0, dtype=torch.int64)
     for rows in (empty, torch.zeros(128, dtype=torch.int64)):
-        loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=rows, target_R=rows, num_rows=0, num_items=5.0, bias_V=bias_V)
+        loss = labelled_cross_entropy(
+            hidden_TD, weight_VD, row_R=rows, target_R=rows, num_rows=0, num_items=5.0, bias_V=bias_V
+        )
         gradients = torch.autograd.grad(loss, (hidden_TD, weight_VD, bias_V))
         assert loss.item() == 0.0
         assert all((gradient == 0).all() for gradient in gradients)
@@ -155,7 +203,12 @@ def test_full_logits_never_exist_and_the_host_never_waits():
     num_tokens, vocabulary = 64, 501
     hidden_TD = torch.randn(num_tokens, 4, requires_grad=True)
     weight_VD = torch.randn(vocabulary, 4)
-    arguments = {"row_R": torch.arange(num_tokens), "target_R": torch.randint(0, vocabulary, (num_tokens,)), "num_rows": num_tokens, "chunk_rows": 8}
+    arguments = {
+        "row_R": torch.arange(num_tokens),
+        "target_R": torch.randint(0, vocabulary, (num_tokens,)),
+        "num_rows": num_tokens,
+        "chunk_rows": 8,
+    }
     with Watch() as watch:
         labelled_cross_entropy(hidden_TD, weight_VD, num_items=7.0, **arguments).backward()
         token_statistics(hidden_TD, weight_VD, **arguments)
@@ -174,7 +227,9 @@ def test_num_items_may_be_a_tensor():
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float32)
     results = []
     for num_items in (6, torch.tensor(6), torch.tensor(6.0)):
-        loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=9, num_items=num_items)
+        loss = labelled_cross_entropy(
+            hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=9, num_items=num_items
+        )
         results.append((loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))))
     for result in results[1:]:
         torch.testing.assert_close(results[0], result)
@@ -197,7 +252,9 @@ def test_any_gradient_of_the_loss_is_one_rounding_away(dtype):
 
 
 def test_a_factor_rounded_to_a_narrow_dtype_is_seen(tmp_path):
-    faulty = load_with_fault(op, "factor.reshape([1] * tensor.ndim)", "factor.to(tensor.dtype).reshape([1] * tensor.ndim)", tmp_path)
+    faulty = load_with_fault(
+        op, "factor.reshape([1] * tensor.ndim)", "factor.to(tensor.dtype).reshape([1] * tensor.ndim)", tmp_path
+    )
     with pytest.raises(AssertionError):
         check_gradient_of_the_loss(faulty.labelled_cross_entropy, torch.bfloat16)
 
@@ -206,7 +263,9 @@ def check_gradient_of_the_loss(function, dtype):
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, dtype)
     loss = function(hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=9, num_items=3.0)
     once = torch.autograd.grad(loss, (hidden_TD, weight_VD), retain_graph=True)
-    scaled = torch.autograd.grad(loss, (hidden_TD, weight_VD), grad_outputs=torch.tensor(1.7))  # rounds to 1.703 in bf16
+    scaled = torch.autograd.grad(
+        loss, (hidden_TD, weight_VD), grad_outputs=torch.tensor(1.7)
+    )  # rounds to 1.703 in bf16
     # Half a unit for rounding the product; the weight's own gradient was rounded once before, too.
     for one, other, num_roundings in zip(once, scaled, (1, 2)):
         rtol = num_roundings * torch.finfo(dtype).eps * 0.51
@@ -214,11 +273,14 @@ def check_gradient_of_the_loss(function, dtype):
 
 
 def test_small_fp16_gradients_survive_a_large_number_of_items():
-    # Divided by 1e6 before the backward, gradients would lie below the smallest fp16 number; the loss scale comes in first.
+    # Divided by 1e6 before the backward, gradients would lie below the smallest fp16 number; the loss scale comes in
+    # first.
     hidden_TD, weight_VD, _, row_R, target_R = make_inputs(9, torch.float16)
     arguments = {"row_R": row_R, "target_R": target_R, "num_rows": 9}
     (2.0**20 * labelled_cross_entropy(hidden_TD, weight_VD, num_items=1e6, **arguments)).backward()
-    truth = run_reference(hidden_TD, weight_VD, None, dtype=torch.float64, row_R=row_R, target_R=target_R, num_items=1e6 / 2.0**20)
+    truth = run_reference(
+        hidden_TD, weight_VD, None, dtype=torch.float64, row_R=row_R, target_R=target_R, num_items=1e6 / 2.0**20
+    )
     torch.testing.assert_close(hidden_TD.grad.double(), truth[1], rtol=2e-2, atol=2e-3)
 
 
@@ -227,7 +289,15 @@ def test_weight_gradients_of_many_chunks_are_summed_in_fp32():
     hidden_TD = torch.ones(num_tokens, 2, dtype=torch.bfloat16)
     weight_VD = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
     rows = torch.arange(num_tokens)
-    loss = labelled_cross_entropy(hidden_TD, weight_VD, row_R=rows, target_R=torch.zeros_like(rows), num_rows=num_tokens, num_items=1.0, chunk_rows=8)
+    loss = labelled_cross_entropy(
+        hidden_TD,
+        weight_VD,
+        row_R=rows,
+        target_R=torch.zeros_like(rows),
+        num_rows=num_tokens,
+        num_items=1.0,
+        chunk_rows=8,
+    )
     loss.backward()
     # In bf16 a sum of 4096 equal terms stops growing at 256 of them.
     torch.testing.assert_close(weight_VD.grad[1].float(), torch.full((2,), num_tokens / 3), rtol=1e-2, atol=0)
@@ -252,10 +322,22 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs():
 def test_statistics_equal_the_full_logits(softcap, dtype):
     hidden_TD, weight_VD, bias_V, row_R, target_R = make_inputs(23, dtype, num_padded=4, has_bias=True, ignored=True)
     nll_sum, num_correct = token_statistics(
-        hidden_TD, weight_VD, row_R=row_R, target_R=target_R, num_rows=23, bias_V=bias_V, scale=0.5, softcap=softcap, chunk_rows=8
+        hidden_TD,
+        weight_VD,
+        row_R=row_R,
+        target_R=target_R,
+        num_rows=23,
+        bias_V=bias_V,
+        scale=0.5,
+        softcap=softcap,
+        chunk_rows=8,
     )
-    logits_RV = reference.scale_and_cap(torch.nn.functional.linear(hidden_TD[row_R[:23]], weight_VD, bias_V).float(), scale=0.5, softcap=softcap)
-    torch.testing.assert_close(nll_sum, torch.nn.functional.cross_entropy(logits_RV, target_R[:23], reduction="sum").detach())
+    logits_RV = reference.scale_and_cap(
+        torch.nn.functional.linear(hidden_TD[row_R[:23]], weight_VD, bias_V).float(), scale=0.5, softcap=softcap
+    )
+    torch.testing.assert_close(
+        nll_sum, torch.nn.functional.cross_entropy(logits_RV, target_R[:23], reduction="sum").detach()
+    )
     assert num_correct.item() == (logits_RV.argmax(dim=1) == target_R[:23]).sum().item()
     assert not nll_sum.requires_grad
 

@@ -1,4 +1,6 @@
-"""The gate of an expert: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
+"""The gate of an expert: formula, gradient and refusals on a CPU by the plain twin; the kernels in the
+interpreter and by the compiler.
+"""
 
 import os
 from pathlib import Path
@@ -17,9 +19,11 @@ ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = tuple(GateForm(is_interleaved, activation) for is_interleaved in (False, True) for activation in ACTIVATIONS)
 ROWS, COLUMNS = (1, 7, 65), (1, 5, 16, 33, 130)
-# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of which ours are the first.
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of
+# which ours are the first.
 NUM_MEASURED_ROWS = 513
-# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
+# between two numbers.
 NUM_FOR_SHARE, SHARE = 200, 0.01
 # Triton's interpreter cuts bf16 off instead of rounding it.
 ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
@@ -79,10 +83,16 @@ def make_inputs(num_rows, num_columns, dtype, form, *, device="cpu", weight_dtyp
     gate_up_NP = (torch.randn(num_rows, 2 * num_columns, device=device) * 3).to(dtype)
     if form.activation == "clamped":
         bound = torch.tensor([form.limit, -form.limit], dtype=dtype, device=device)
-        beside = torch.cat([torch.nextafter(bound, bound * 2), torch.nextafter(bound, bound * 0)]) if dtype is torch.float32 else bound * 1.03
+        beside = (
+            torch.cat([torch.nextafter(bound, bound * 2), torch.nextafter(bound, bound * 0)])
+            if dtype is torch.float32
+            else bound * 1.03
+        )
         special = torch.cat([bound, beside])
         is_special = torch.rand(gate_up_NP.shape, device=device) < 0.2
-        gate_up_NP = torch.where(is_special, special[torch.randint(len(special), gate_up_NP.shape, device=device)], gate_up_NP)
+        gate_up_NP = torch.where(
+            is_special, special[torch.randint(len(special), gate_up_NP.shape, device=device)], gate_up_NP
+        )
     d_act_NF = torch.randn(num_rows, num_columns, device=device).to(dtype)
     return d_act_NF, gate_up_NP, torch.rand(num_rows, device=device).to(weight_dtype)
 
@@ -91,7 +101,10 @@ def make_addend(num_rows, num_columns, num_ranks, dtype, *, device="cpu"):
     """A low-rank product about as large as the gradient it is added to; None without ranks."""
     if num_ranks is None:
         return None
-    low_NR, factor_RF = torch.randn(num_rows, num_ranks, device=device), torch.randn(num_ranks, num_columns, device=device)
+    low_NR, factor_RF = (
+        torch.randn(num_rows, num_ranks, device=device),
+        torch.randn(num_ranks, num_columns, device=device),
+    )
     return LowRankRows(low_NR.to(dtype), (factor_RF / max(num_ranks, 1) ** 0.5).to(dtype))
 
 
@@ -107,7 +120,8 @@ def poisoned_addend(addend, *, num_rows):
 
 
 def assert_gate_value(name, ours, *, plain, truth, dtype):
-    """Within the bound of fp32 arithmetic that is rounded once, and in a narrow dtype almost everywhere the rounded truth itself.
+    """Within the bound of fp32 arithmetic that is rounded once, and in a narrow dtype almost everywhere the rounded
+    truth itself.
 
     Plain PyTorch may have more rows; those of ours are the first.
     """
@@ -116,32 +130,46 @@ def assert_gate_value(name, ours, *, plain, truth, dtype):
     # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
     assert_within_bound(name, torch.cat([ours, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
     if dtype in ROUNDED_DTYPES and ours.numel() >= NUM_FOR_SHARE:
-        share, plain_share = ((one[:num_rows] != truth[:num_rows].to(dtype)).double().mean().item() for one in (ours, plain))
-        assert share <= max(2 * plain_share, SHARE), f"{name}: {share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+        share, plain_share = (
+            (one[:num_rows] != truth[:num_rows].to(dtype)).double().mean().item() for one in (ours, plain)
+        )
+        assert share <= max(2 * plain_share, SHARE), (
+            f"{name}: {share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+        )
 
 
 def assert_weight_gradient(ours_N, *, plain_N, truth_N, largest_sum):
-    """Within twice the error of plain fp32, or one unit in the last place of the sum of all magnitudes: terms of both signs cancel."""
+    """Within twice the error of plain fp32, or one unit in the last place of the sum of all magnitudes: terms of
+    both signs cancel.
+    """
     assert ours_N.dtype is torch.float32
     error, plain_error = ((one.double() - truth_N[: len(one)]).abs().max().item() for one in (ours_N, plain_N))
     bound = max(2 * plain_error, one_unit(largest_sum, torch.float32))
     assert error <= bound, f"d_weight: error {error:.3g} above {bound:.3g}"
 
 
-def check_against_truth(functions, num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=torch.float32, num_ranks=None):
+def check_against_truth(
+    functions, num_rows, num_columns, dtype, form, *, device="cpu", weight_dtype=torch.float32, num_ranks=None
+):
     num_measured = max(num_rows, NUM_MEASURED_ROWS)
-    d_act_NF, gate_up_NP, weight_N = make_inputs(num_measured, num_columns, dtype, form, device=device, weight_dtype=weight_dtype)
+    d_act_NF, gate_up_NP, weight_N = make_inputs(
+        num_measured, num_columns, dtype, form, device=device, weight_dtype=weight_dtype
+    )
     addend = make_addend(num_measured, num_columns, num_ranks, dtype, device=device)
     true_d_act, plain_d_act = (add_product(d_act_NF, addend, wide=wide) for wide in (torch.float64, torch.float32))
     true_act, true_d_gate_up, true_d_weight = run_formula(true_d_act, gate_up_NP, weight_N, form, wide=torch.float64)
-    plain_act, plain_d_gate_up, plain_d_weight = run_formula(plain_d_act, gate_up_NP, weight_N, form, wide=torch.float32)
+    plain_act, plain_d_gate_up, plain_d_weight = run_formula(
+        plain_d_act, gate_up_NP, weight_N, form, wide=torch.float32
+    )
     largest_sum = (true_d_act * true_act).abs().sum(dim=1).max()
     addend = poisoned_addend(addend, num_rows=num_rows)
     d_act_NF, gate_up_NP, weight_N = (tensor[:num_rows] for tensor in (d_act_NF, gate_up_NP, weight_N))
     d_act_NF, ours_gate_up_NP, weight_N = poisoned(d_act_NF), poisoned(gate_up_NP), poisoned(weight_N)
     with fresh_memory_is_nan():
         act_NF = functions.gate_forward(ours_gate_up_NP, form=form)
-        gradients = functions.gate_backward(d_act_NF, ours_gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True)
+        gradients = functions.gate_backward(
+            d_act_NF, ours_gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True
+        )
     assert torch.equal(ours_gate_up_NP, gate_up_NP)
     assert act_NF.shape == gradients.act_NF.shape == d_act_NF.shape
     assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
@@ -154,7 +182,12 @@ def check_against_truth(functions, num_rows, num_columns, dtype, form, *, device
 
 def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu", num_ranks=None):
     d_act_NF, gate_up_NP, weight_N = make_inputs(num_rows, num_columns, dtype, form, device=device)
-    arguments = {"form": form, "weight_N": weight_N, "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device), "need_act": True}
+    arguments = {
+        "form": form,
+        "weight_N": weight_N,
+        "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device),
+        "need_act": True,
+    }
     expected = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
     inner_NP = poisoned(gate_up_NP)
     ours = functions.gate_backward(d_act_NF, inner_NP, **arguments, out=inner_NP)
@@ -183,11 +216,23 @@ def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu", num_ra
 def check_large_values(functions, dtype, form, *, device="cpu"):
     values = torch.tensor([-80.0, -7.0, -1.0, 0.0, 1.0, 7.0, 80.0], device=device)
     gate_NF, up_NF = (grid.reshape(1, -1) for grid in torch.meshgrid(values, values, indexing="ij"))
-    gate_up_NP = torch.stack([gate_NF, up_NF], dim=2).reshape(1, -1) if form.is_interleaved else torch.cat([gate_NF, up_NF], dim=1)
-    gate_up_NP, d_act_NF, weight_N = gate_up_NP.to(dtype), torch.ones_like(gate_NF).to(dtype), torch.ones(1, device=device)
-    truth, plain = (run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=wide) for wide in (torch.float64, torch.float32))
+    gate_up_NP = (
+        torch.stack([gate_NF, up_NF], dim=2).reshape(1, -1)
+        if form.is_interleaved
+        else torch.cat([gate_NF, up_NF], dim=1)
+    )
+    gate_up_NP, d_act_NF, weight_N = (
+        gate_up_NP.to(dtype),
+        torch.ones_like(gate_NF).to(dtype),
+        torch.ones(1, device=device),
+    )
+    truth, plain = (
+        run_formula(d_act_NF, gate_up_NP, weight_N, form, wide=wide) for wide in (torch.float64, torch.float32)
+    )
     gradients = functions.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N)
-    assert_within_bound("act", functions.gate_forward(gate_up_NP, form=form), plain=plain[0].to(dtype), truth=truth[0], dtype=dtype)
+    assert_within_bound(
+        "act", functions.gate_forward(gate_up_NP, form=form), plain=plain[0].to(dtype), truth=truth[0], dtype=dtype
+    )
     assert_within_bound("d_gate_up", gradients.d_gate_up_NP, plain=plain[1].to(dtype), truth=truth[1], dtype=dtype)
     largest_sum = truth[0].abs().sum()
     assert_weight_gradient(gradients.d_weight_N, plain_N=plain[2], truth_N=truth[2], largest_sum=largest_sum)
@@ -196,7 +241,11 @@ def check_large_values(functions, dtype, form, *, device="cpu"):
 def check_without_weights(functions, num_rows, num_columns, dtype, form, *, device="cpu", num_ranks=None):
     """Weights of 1 change nothing, but the walk over the columns is another without any."""
     d_act_NF, gate_up_NP, weight_N = make_inputs(num_rows, num_columns, dtype, form, device=device)
-    arguments = {"form": form, "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device), "need_act": True}
+    arguments = {
+        "form": form,
+        "addend": make_addend(num_rows, num_columns, num_ranks, dtype, device=device),
+        "need_act": True,
+    }
     expected = functions.gate_backward(d_act_NF, gate_up_NP, weight_N=torch.ones_like(weight_N), **arguments)
     ours = functions.gate_backward(d_act_NF, gate_up_NP, **arguments)
     assert torch.equal(ours.d_gate_up_NP, expected.d_gate_up_NP)
@@ -233,7 +282,9 @@ def test_values_and_every_gradient_equal_the_truth(form, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", [GateForm(activation="clamped", limit=1.5, alpha=0.7), GateForm(activation="clamped", limit=0.0, alpha=1.0)])
+@pytest.mark.parametrize(
+    "form", [GateForm(activation="clamped", limit=1.5, alpha=0.7), GateForm(activation="clamped", limit=0.0, alpha=1.0)]
+)
 def test_other_limits_and_steepness(form, dtype):
     check_against_truth(PublicEntries, 9, 33, dtype, form)
 
@@ -255,7 +306,9 @@ def test_a_low_rank_product_is_added_to_the_gradient(num_ranks, dtype):
 def test_in_float64_the_low_rank_product_equals_autograd(form):
     d_act_NF, gate_up_NP, weight_N = make_inputs(7, 33, torch.float32, form, weight_dtype=torch.float64)
     d_act_NF, gate_up_NP, addend = d_act_NF.double(), gate_up_NP.double(), make_addend(7, 33, 5, torch.float64)
-    _, *truth = run_formula(add_product(d_act_NF, addend, wide=torch.float64), gate_up_NP, weight_N, form, wide=torch.float64)
+    _, *truth = run_formula(
+        add_product(d_act_NF, addend, wide=torch.float64), gate_up_NP, weight_N, form, wide=torch.float64
+    )
     gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend)
     for one, true in zip((gradients.d_gate_up_NP, gradients.d_weight_N), truth):
         torch.testing.assert_close(one, true, rtol=1e-13, atol=1e-13)
@@ -285,7 +338,11 @@ def test_the_input_may_be_overwritten(form, dtype):
 def test_without_rows_or_columns(shape, is_interleaved):
     num_rows, num_columns = shape
     form = GateForm(is_interleaved)
-    d_act_NF, gate_up_NP, weight_N = torch.ones(num_rows, num_columns), torch.ones(num_rows, 2 * num_columns), torch.ones(num_rows)
+    d_act_NF, gate_up_NP, weight_N = (
+        torch.ones(num_rows, num_columns),
+        torch.ones(num_rows, 2 * num_columns),
+        torch.ones(num_rows),
+    )
     assert gate_forward(gate_up_NP, form=form).shape == shape
     gradients = gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, need_act=True)
     assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
@@ -308,7 +365,14 @@ def test_no_graph_and_no_wait():
     gate_up_NP.requires_grad_()
     with Watch() as watch:
         act_NF = gate_forward(gate_up_NP, form=GateForm())
-        gradients = gate_backward(d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, addend=make_addend(7, 5, 3, torch.float32), need_act=True)
+        gradients = gate_backward(
+            d_act_NF,
+            gate_up_NP,
+            form=GateForm(),
+            weight_N=weight_N,
+            addend=make_addend(7, 5, 3, torch.float32),
+            need_act=True,
+        )
     assert watch.waits == []
     assert not any(tensor.requires_grad for tensor in (act_NF, *gradients))
 
@@ -320,13 +384,19 @@ REFERENCE_FAULTS = {
     "one not added": ("max=form.limit) + 1", "max=form.limit)"),
     "steepness lost": ("return gate_NF * form.alpha if", "return gate_NF if"),
     "slope of the steepness lost": ("return slope_NF * form.alpha if", "return slope_NF if"),
-    "columns swapped": ("return gate_up_NP[:, ::2], gate_up_NP[:, 1::2]", "return gate_up_NP[:, 1::2], gate_up_NP[:, ::2]"),
+    "columns swapped": (
+        "return gate_up_NP[:, ::2], gate_up_NP[:, 1::2]",
+        "return gate_up_NP[:, 1::2], gate_up_NP[:, ::2]",
+    ),
     "halves taken for pairs": ("if form.is_interleaved:", "if not form.is_interleaved:"),
     "gradient beyond the bound": ("torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)", "d_gate_NF"),
     "no gradient on the bound": ("raw_gate_NF <= form.limit", "raw_gate_NF < form.limit"),
     "no gradient of up on its bound": ("raw_up_NF.abs() <= form.limit", "raw_up_NF.abs() < form.limit"),
     "weight not applied": ("d_act_NF = d_act_NF * weight_N.to(wide)[:, None]", "d_act_NF = d_act_NF"),
-    "sum after the weight": ("d_weight_N = (d_act_NF * act_NF)", "d_weight_N = (d_act_NF * weight_N.to(wide)[:, None] * act_NF)"),
+    "sum after the weight": (
+        "d_weight_N = (d_act_NF * act_NF)",
+        "d_weight_N = (d_act_NF * weight_N.to(wide)[:, None] * act_NF)",
+    ),
     "cube lost": ("(1 + 3.0 * TANH_CUBE", "(1 + TANH_CUBE"),
     "low-rank product lost": ("d_act_NF + addend.low_NR", "d_act_NF + 0 * addend.low_NR"),
     "low-rank product rounded": (f"d_act_NF + {PRODUCT}", f"d_act_NF + ({PRODUCT}).to(dtype)"),
@@ -393,12 +463,20 @@ def test_without_a_fault_the_same_check_passes():
     ],
 )
 def test_impossible_arguments_are_refused(change, error, message):
-    arguments = {"d_act_NF": torch.ones(3, 4), "gate_up_NP": torch.ones(3, 8), "weight_N": torch.ones(3), "form": GateForm(), **change}
+    arguments = {
+        "d_act_NF": torch.ones(3, 4),
+        "gate_up_NP": torch.ones(3, 8),
+        "weight_N": torch.ones(3),
+        "form": GateForm(),
+        **change,
+    }
     with pytest.raises(error, match=message):
         gate_backward(**arguments)
     if set(change) & {"gate_up_NP", "form", "backend"}:
         with pytest.raises(error, match=message):
-            gate_forward(**{name: value for name, value in arguments.items() if name in ("gate_up_NP", "form", "backend")})
+            gate_forward(
+                **{name: value for name, value in arguments.items() if name in ("gate_up_NP", "form", "backend")}
+            )
 
 
 def test_memory_that_is_partly_an_input_is_refused():
@@ -408,9 +486,17 @@ def test_memory_that_is_partly_an_input_is_refused():
         with pytest.raises(ShapeError, match="shares memory"):
             gate_backward(d_act_NF, gate_up_NP, form=GateForm(), out=out)
     for out in (buffer[20:44].view(3, 8), buffer[44:68].view(3, 8)):
-        gate_backward(d_act_NF, gate_up_NP.clone() if out.data_ptr() != gate_up_NP.data_ptr() else gate_up_NP, form=GateForm(), out=out)
+        gate_backward(
+            d_act_NF,
+            gate_up_NP.clone() if out.data_ptr() != gate_up_NP.data_ptr() else gate_up_NP,
+            form=GateForm(),
+            out=out,
+        )
     # What every row reads must not lie in what one row writes, in place or not.
-    for addend in (LowRankRows(torch.ones(3, 2), buffer[30:38].view(2, 4)), LowRankRows(buffer[30:36].view(3, 2), torch.ones(2, 4))):
+    for addend in (
+        LowRankRows(torch.ones(3, 2), buffer[30:38].view(2, 4)),
+        LowRankRows(buffer[30:36].view(3, 2), torch.ones(2, 4)),
+    ):
         with pytest.raises(ShapeError, match="shares memory"):
             gate_backward(d_act_NF, gate_up_NP, form=GateForm(), addend=addend, out=gate_up_NP)
     expanded_NP = torch.ones(8).expand(3, 8)

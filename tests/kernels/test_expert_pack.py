@@ -1,4 +1,6 @@
-"""The expert from the last axis of a stack to the first and back: the public functions against a permutation; kernels in a child process."""
+"""The expert from the last axis of a stack to the first and back: the public functions against a permutation;
+kernels in a child process.
+"""
 
 import pytest
 import torch
@@ -129,7 +131,9 @@ FAULTS = {
 
 def check_every_part(exchange, *, device="cpu", **options):
     check_exchange(exchange, (67, 3, 70), dtype=torch.float32, out_dtype=torch.float16, device=device, **options)
-    check_exchange(exchange, (67, 3, 70), dtype=torch.float32, out_dtype=torch.float16, scale=0.3, device=device, **options)
+    check_exchange(
+        exchange, (67, 3, 70), dtype=torch.float32, out_dtype=torch.float16, scale=0.3, device=device, **options
+    )
     check_exchange(exchange, (5, 20, 7), dtype=torch.float32, out_dtype=torch.float32, device=device, **options)
 
 

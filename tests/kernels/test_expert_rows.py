@@ -1,4 +1,6 @@
-"""Rows in expert order and back: the plain twin against the truth in float64; the kernels themselves in the interpreter and by the compiler."""
+"""Rows in expert order and back: the plain twin against the truth in float64; the kernels themselves in the
+interpreter and by the compiler.
+"""
 
 from pathlib import Path
 
@@ -52,7 +54,9 @@ for capability, dtype, weight, index, wide, num_choices in CASES:
 
 
 def make_order(num_tokens, num_choices, num_experts, *, has_sentinels=True):
-    return sort_by_expert(torch.randint(0, num_experts + has_sentinels, (num_tokens, num_choices)), num_experts=num_experts)
+    return sort_by_expert(
+        torch.randint(0, num_experts + has_sentinels, (num_tokens, num_choices)), num_experts=num_experts
+    )
 
 
 def combine_naively(y_ND, order, weight_TK, addend_TD, *, dtype):
@@ -65,7 +69,17 @@ def combine_naively(y_ND, order, weight_TK, addend_TD, *, dtype):
     return out_TD if addend_TD is None else out_TD + addend_TD.to(dtype)
 
 
-def check_combine(combine, dtype, *, num_tokens, num_choices, num_experts=5, num_columns=13, weight_dtype=torch.float32, has_addend=True):
+def check_combine(
+    combine,
+    dtype,
+    *,
+    num_tokens,
+    num_choices,
+    num_experts=5,
+    num_columns=13,
+    weight_dtype=torch.float32,
+    has_addend=True,
+):
     order = make_order(num_tokens, num_choices, num_experts)
     y_ND = poisoned(torch.randn(num_tokens * num_choices, num_columns).to(dtype))
     y_ND[order.end_E[-1] :] = float("nan")
@@ -77,9 +91,12 @@ def check_combine(combine, dtype, *, num_tokens, num_choices, num_experts=5, num
     out_TD = combine(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, addend_TD=addend_TD)
     assert out_TD.dtype is dtype
     assert out_TD.is_contiguous()
-    truth_TD, plain_TD = (combine_naively(y_ND, order, weight_TK, addend_TD, dtype=one) for one in (torch.float64, dtype))
+    truth_TD, plain_TD = (
+        combine_naively(y_ND, order, weight_TK, addend_TD, dtype=one) for one in (torch.float64, dtype)
+    )
     assert_within_bound("out", out_TD, plain=plain_TD, truth=truth_TD, dtype=dtype)
-    # One rounding from the wide sum: half a unit in the last place of each value, up to what the wide sum has lost itself.
+    # One rounding from the wide sum: half a unit in the last place of each value, up to what the wide sum has lost
+    # itself.
     lost = torch.finfo(torch.float32 if dtype is not torch.float64 else dtype).eps * (num_choices + 2) * 8
     assert ((out_TD.double() - truth_TD).abs() <= truth_TD.abs() * torch.finfo(dtype).eps / 2 + lost).all()
 
@@ -131,7 +148,10 @@ def test_a_token_without_an_expert_gets_its_addend_alone():
     order = sort_by_expert(torch.tensor([[4, 4], [0, 4]]), num_experts=4)
     y_ND = torch.tensor([[1.0]] + [[float("nan")]] * 3)
     assert combine_rows(y_ND, order.place_TK, order.end_E).tolist() == [[0.0], [1.0]]
-    assert combine_rows(y_ND, order.place_TK, order.end_E, addend_TD=torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [7.0]]
+    assert combine_rows(y_ND, order.place_TK, order.end_E, addend_TD=torch.tensor([[5.0], [6.0]])).tolist() == [
+        [5.0],
+        [7.0],
+    ]
 
 
 def test_gather_and_combine_are_each_others_gradient():
@@ -146,12 +166,18 @@ def test_gather_and_combine_are_each_others_gradient():
     d_TD = torch.randn(9, 5, dtype=torch.float64)
     (gradient_ND,) = torch.autograd.grad(out_TD, leaf_ND, d_TD)
     weight_N = weight_TK.flatten()[order.slot_N.long()]
-    torch.testing.assert_close(gather_rows(d_TD, order.slot_N, num_experts_per_token=3) * weight_N[:, None], gradient_ND)
+    torch.testing.assert_close(
+        gather_rows(d_TD, order.slot_N, num_experts_per_token=3) * weight_N[:, None], gradient_ND
+    )
 
 
 def test_two_runs_are_bit_equal_the_inputs_stay_and_no_graph_is_built():
     order = make_order(33, 4, 5)
-    inputs = torch.randn(132, 13, requires_grad=True), torch.rand(33, 4, requires_grad=True), torch.randn(33, 13, requires_grad=True)
+    inputs = (
+        torch.randn(132, 13, requires_grad=True),
+        torch.rand(33, 4, requires_grad=True),
+        torch.randn(33, 13, requires_grad=True),
+    )
     before = [tensor.detach().clone() for tensor in inputs]
     y_ND, weight_TK, addend_TD = inputs
     first, second = (
@@ -169,7 +195,13 @@ def test_never_waits():
     order = make_order(33, 4, 5)
     with Watch() as watch:
         gather_rows(torch.randn(33, 13), order.slot_N, num_experts_per_token=4)
-        combine_rows(torch.randn(132, 13), order.place_TK, order.end_E, weight_TK=torch.rand(33, 4), addend_TD=torch.randn(33, 13))
+        combine_rows(
+            torch.randn(132, 13),
+            order.place_TK,
+            order.end_E,
+            weight_TK=torch.rand(33, 4),
+            addend_TD=torch.randn(33, 13),
+        )
     assert watch.waits == []
 
 
@@ -181,13 +213,17 @@ FAULTS = {
     "end one too low": ("place_T < end_E[-1]", "place_T < end_E[-1] - 1"),
     "end of the first expert": ("place_T < end_E[-1]", "place_T < end_E[0]"),
     "mask multiplied instead of chosen": (
-        "torch.where((place_T < end_E[-1])[:, None], value_TD, 0.0)", "(place_T < end_E[-1])[:, None] * value_TD",
+        "torch.where((place_T < end_E[-1])[:, None], value_TD, 0.0)",
+        "(place_T < end_E[-1])[:, None] * value_TD",
     ),
     "fp32 sum lost": ("num_tokens, y_ND.shape[1], dtype=wide", "num_tokens, y_ND.shape[1], dtype=y_ND.dtype"),
-    "fp32 product lost": ("weight_TK[:, choice, None].to(wide) * value_TD", "(weight_TK[:, choice, None].to(wide) * value_TD).to(y_ND.dtype)"),
+    "fp32 product lost": (
+        "weight_TK[:, choice, None].to(wide) * value_TD",
+        "(weight_TK[:, choice, None].to(wide) * value_TD).to(y_ND.dtype)",
+    ),
     "weight narrowed": ("weight_TK[:, choice, None].to(wide)", "weight_TK[:, choice, None].to(y_ND.dtype).to(wide)"),
     "addend dropped": ("sum_TD += addend_TD.to(wide)", "sum_TD += 0"),
-}  # fmt: skip
+}
 
 
 def check_every_part(combine):

@@ -1,4 +1,6 @@
-"""The order of routed slots: the plain twin equal to Python's own sort; the kernels themselves in the interpreter and by the compiler."""
+"""The order of routed slots: the plain twin equal to Python's own sort; the kernels themselves in the interpreter
+and by the compiler.
+"""
 
 from pathlib import Path
 
@@ -104,13 +106,19 @@ def test_never_waits():
 
 
 FAULTS = {
-    "stability lost": ("torch.argsort(key_N, stable=True)", "torch.argsort(key_N.flip(0), stable=True).mul(-1).add(key_N.shape[0] - 1)"),
+    "stability lost": (
+        "torch.argsort(key_N, stable=True)",
+        "torch.argsort(key_N.flip(0), stable=True).mul(-1).add(key_N.shape[0] - 1)",
+    ),
     "end before its expert": ("right=True", "right=False"),
     "end off by one": ("arange(num_experts, dtype", "arange(1, num_experts + 1, dtype"),
     "sentinels keep their own order": ("torch.where(is_known_N, expert_N, num_experts)", "expert_N"),
-    "sentinels given to the last expert": ("torch.where(is_known_N, expert_N, num_experts)", "expert_N.clamp(0, num_experts - 1)"),
+    "sentinels given to the last expert": (
+        "torch.where(is_known_N, expert_N, num_experts)",
+        "expert_N.clamp(0, num_experts - 1)",
+    ),
     "inverse forgotten": ("place_N[slot_N] = torch.arange", "place_N[:] = slot_N * 1 + 0 * torch.arange"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,4 +1,6 @@
-"""Rows, weights and products in e4m3: the plain twin against float64, what is refused, and the kernels in the interpreter and by the compiler."""
+"""Rows, weights and products in e4m3: the plain twin against float64, what is refused, and the kernels in the
+interpreter and by the compiler.
+"""
 
 import functools
 import json
@@ -64,7 +66,8 @@ for capability, dtype, factor_dtype, is_transposed, is_nested in json.loads(sys.
             "wide": ptx.count("st.global.v4.b32") + ptx.count("st.global.v2.b32"), "local": "local" in ptx,
         }))
 """
-# Capability, dtypes of rows and factors, transposed, nested scales: Ada (99 KiB of shared memory), Hopper, Blackwell of data centres and of desks.
+# Capability, dtypes of rows and factors, transposed, nested scales: Ada (99 KiB of shared memory), Hopper, Blackwell of
+# data centres and of desks.
 COMPILED = [
     (89, "bf16", "bf16", True, True),
     pytest.param((90, "bf16", "", False, True), marks=pytest.mark.fault),
@@ -77,16 +80,22 @@ SMALLEST_SHARED_BYTES = 99 * 1024
 def make_rows(num_rows, num_columns, dtype, *, device="cpu", seed=0):
     """Rows of very different sizes, with outliers, a row of zeros and one of numbers too small to be scaled."""
     generator = torch.Generator().manual_seed(seed)
-    x_TI = torch.randn(num_rows, num_columns, generator=generator) * torch.exp(2 * torch.randn(num_rows, 1, generator=generator))
+    x_TI = torch.randn(num_rows, num_columns, generator=generator) * torch.exp(
+        2 * torch.randn(num_rows, 1, generator=generator)
+    )
     x_TI[:, num_columns // 2] *= 30
     if num_rows > 2:
         x_TI[1], x_TI[2] = 0.0, 1e-38
     factor_I = torch.exp(torch.randn(num_columns, generator=generator))
-    return poisoned(x_TI.to(dtype)).to(device) if device == "cpu" else poisoned(x_TI.to(dtype).to(device)), factor_I.to(device)
+    return poisoned(x_TI.to(dtype)).to(device) if device == "cpu" else poisoned(x_TI.to(dtype).to(device)), factor_I.to(
+        device
+    )
 
 
 def check_rows(run, x_TI, factor_I, *, rounds=False):
-    """Twice, bit-equal: scales are the largest number over 448, or the next power of 2, and each number is the nearest in e4m3."""
+    """Twice, bit-equal: scales are the largest number over 448, or the next power of 2, and each number is the
+    nearest in e4m3.
+    """
     first, second = run(x_TI, factor_I=factor_I), run(x_TI, factor_I=factor_I)
     assert all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in zip(first, second))
     values_TI, scale_T = (each.cpu() for each in first)
@@ -102,7 +111,9 @@ def check_rows(run, x_TI, factor_I, *, rounds=False):
     error = (values_TI.double() - on_grid).abs()
     assert (error <= half_step.clamp(min=LEAST_STEP) * (1 + 1e-5)).all(), error.max()
     largest_T = values_TI.float().abs().amax(1)
-    assert (((largest_T >= 224) & (largest_T <= 448) if rounds else largest_T == 448) | (peak_T <= reference.LEAST_PEAK)).all()
+    assert (
+        ((largest_T >= 224) & (largest_T <= 448) if rounds else largest_T == 448) | (peak_T <= reference.LEAST_PEAK)
+    ).all()
 
 
 def check_rows_both_ways(run, x_TI, factor_I):
@@ -167,7 +178,9 @@ def test_a_product_is_that_of_the_numbers_that_operands_stand_for():
     x_TI, _ = make_rows(9, 64, torch.float32)
     weight = quantise_rows(torch.randn(32, 64))
     rows = quantise_rows(x_TI)
-    truth = (rows.values_TI.double() * rows.scale_T.double()[:, None]) @ (weight.values_TI.double() * weight.scale_T.double()[:, None]).T
+    truth = (rows.values_TI.double() * rows.scale_T.double()[:, None]) @ (
+        weight.values_TI.double() * weight.scale_T.double()[:, None]
+    ).T
     found = multiply(rows, weight.values_TI, weight.scale_T, dtype=torch.float32)
     assert torch.allclose(found.double(), truth, rtol=1e-5, atol=1e-6 * truth.abs().max().item())
     assert multiply(rows, weight.values_TI, None, dtype=torch.bfloat16).dtype is torch.bfloat16
@@ -185,7 +198,12 @@ def make_cases(sizes, *, is_nested, device="cpu"):
     for seed, size in enumerate(sizes):
         weight, _ = make_truth(size, torch.float32, is_nested=is_nested, device=device, seed=seed)
         read = read_params4bit(weight)
-        cases.append((NF4Weight(*(None if part is None else guarded(part) for part in read)), dequantise(read, shape=size, dtype=torch.float32)))
+        cases.append(
+            (
+                NF4Weight(*(None if part is None else guarded(part) for part in read)),
+                dequantise(read, shape=size, dtype=torch.float32),
+            )
+        )
     return cases
 
 
@@ -203,7 +221,11 @@ def check_nf4(run, cases, *, is_transposed, num_extra=16, margin=256):
     for _ in range(2):
         sizes = [truth.shape[0] for truth in truths]
         num_inputs = truths[0].shape[1]
-        shape = (num_inputs + num_extra, sum(sizes) + num_extra) if is_transposed else (sum(sizes) + num_extra, num_inputs + num_extra)
+        shape = (
+            (num_inputs + num_extra, sum(sizes) + num_extra)
+            if is_transposed
+            else (sum(sizes) + num_extra, num_inputs + num_extra)
+        )
         # 127 is NaN.
         memory = torch.full((shape[0] * shape[1] + 2 * margin,), 127, dtype=torch.uint8, device=device)
         buffer = memory[margin : len(memory) - margin].view(FP8).view(shape)
@@ -226,7 +248,13 @@ def check_nf4(run, cases, *, is_transposed, num_extra=16, margin=256):
     for value, scale_O, weight, truth_OI in zip(seen[0][: len(truths)], seen[0][len(truths) :], weights, truths):
         # The largest number that a row could hold: every place of the NF4 table is its last one, which is 1.
         full = weight._replace(packed_C=torch.full_like(weight.packed_C, 255))
-        peak_O = dequantise(full, shape=tuple(truth_OI.shape), dtype=torch.float32).abs().amax(1).cpu().clamp(min=reference.LEAST_PEAK)
+        peak_O = (
+            dequantise(full, shape=tuple(truth_OI.shape), dtype=torch.float32)
+            .abs()
+            .amax(1)
+            .cpu()
+            .clamp(min=reference.LEAST_PEAK)
+        )
         assert torch.equal(scale_O, (peak_O.double() / 448).log2().ceil().exp2().float())
         truth_OI = truth_OI.cpu()
         on_grid = truth_OI.double() / scale_O.double()[:, None]
@@ -244,7 +272,11 @@ def test_nf4_goes_straight_to_e4m3(size, is_transposed, is_nested):
 
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_several_weights_stand_side_by_side(is_transposed):
-    check_nf4(write_nf4, make_cases([(70, 192), (3, 192), (1, 192), (5, 192), (66, 192)], is_nested=True), is_transposed=is_transposed)
+    check_nf4(
+        write_nf4,
+        make_cases([(70, 192), (3, 192), (1, 192), (5, 192), (66, 192)], is_nested=True),
+        is_transposed=is_transposed,
+    )
 
 
 def test_both_layouts_hold_the_same_numbers():
@@ -268,11 +300,17 @@ def test_nothing_waits_and_nothing_is_needed_for_nothing():
         multiply(rows, quantise_rows(torch.randn(16, 32)).values_TI, scale_O, dtype=torch.bfloat16)
     assert watch.waits == []
     write_nf4([], values=[], scales=[])
-    assert multiply(quantise_rows(x_TI[:0]), torch.empty(16, 32, dtype=FP8), scale_O, dtype=torch.float32).shape == (0, 16)
+    assert multiply(quantise_rows(x_TI[:0]), torch.empty(16, 32, dtype=FP8), scale_O, dtype=torch.float32).shape == (
+        0,
+        16,
+    )
 
 
 REFERENCE_FAULTS = {
-    "peak of the first row for all": ("wide_TI.abs().amax(1).clamp", "wide_TI.abs().amax(1)[:1].expand(len(wide_TI)).clamp"),
+    "peak of the first row for all": (
+        "wide_TI.abs().amax(1).clamp",
+        "wide_TI.abs().amax(1)[:1].expand(len(wide_TI)).clamp",
+    ),
     "largest number of e5m2": ("LARGEST = 448.0", "LARGEST = 57344.0"),
     "factor lost": ("x_TI.float() * factor_I.float()", "x_TI.float()"),
     "half of the range": ("(wide_TI * inverse_T[:, None])", "(wide_TI * inverse_T[:, None] / 2)"),
@@ -296,7 +334,10 @@ def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
 
 NF4_FAULTS = {
     "not transposed": ("narrow_OI.T if is_transposed else narrow_OI", "narrow_OI.view(value.shape)"),
-    "first scale for all": ("_block_scales(weight).abs().view(", "_block_scales(weight).abs()[:1].expand(len(weight.absmax_Q)).reshape("),
+    "first scale for all": (
+        "_block_scales(weight).abs().view(",
+        "_block_scales(weight).abs()[:1].expand(len(weight.absmax_Q)).reshape(",
+    ),
     "largest scale of all rows": ("-1).amax(1).clamp", "-1).amax().expand(len(scale_O)).clamp"),
 }
 
@@ -316,7 +357,14 @@ def test_a_fault_in_the_plain_twin_of_nf4_is_seen(fault, tmp_path):
 def test_devices_without_fp8_are_named(monkeypatch):
     assert "on cpu" in find_obstacle(CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    for capability, is_able in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True), ((12, 0), True)):
+    for capability, is_able in (
+        ((8, 0), False),
+        ((8, 6), False),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((10, 0), True),
+        ((12, 0), True),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert (find_obstacle(torch.device("cuda", 0)) == "") is is_able
     assert op.LEAST_CAPABILITY == (8, 9)

@@ -1,4 +1,6 @@
-"""Products of sorted rows with one matrix per expert: the plain twin and the public functions against the truth; kernels in a child process."""
+"""Products of sorted rows with one matrix per expert: the plain twin and the public functions against the truth;
+kernels in a child process.
+"""
 
 import json
 from pathlib import Path
@@ -23,7 +25,14 @@ COUNTS = (
     (0, 0, 13, 0, 1), (0, 0, 40, 0, 0), (33, 0, 0, 0, 0), (17, 0, 16, 15, 1),
 )  # fmt: skip
 # Everything at once: empty experts, a tile that two experts share, tails along every axis, rows of nobody.
-FULL = {"counts": (17, 0, 16, 15, 1, 2), "num_inputs": 37, "num_outputs": 41, "num_sentinels": 5, "rank": 5, "has_bias": True}
+FULL = {
+    "counts": (17, 0, 16, 15, 1, 2),
+    "num_inputs": 37,
+    "num_outputs": 41,
+    "num_sentinels": 5,
+    "rank": 5,
+    "has_bias": True,
+}
 
 
 class Case(NamedTuple):
@@ -47,7 +56,12 @@ class Case(NamedTuple):
             begin += count
 
     def addend_arguments(self):
-        return {"bias_EO": self.addend.bias_EO, "low_NR": self.addend.low_NR, "low_ERO": self.addend.low_ERO, "low_scale": self.addend.low_scale}
+        return {
+            "bias_EO": self.addend.bias_EO,
+            "low_NR": self.addend.low_NR,
+            "low_ERO": self.addend.low_ERO,
+            "low_scale": self.addend.low_scale,
+        }
 
 
 def inside(tensor, *, fill=float("nan"), step=1):
@@ -65,8 +79,21 @@ def inside_flat(tensor, *, fill=float("nan")):
     return buffer[64:-64].view(tensor.shape).copy_(tensor)
 
 
-def make_case(counts, num_inputs, num_outputs, *, dtype, num_sentinels=0, rank=0, has_bias=False, is_transposed=False, step=1, device="cpu"):
-    """Values in fp32 are multiples of 1/4096 on one side of each product, which TF32 would round, and of 1/4 on the other.
+def make_case(
+    counts,
+    num_inputs,
+    num_outputs,
+    *,
+    dtype,
+    num_sentinels=0,
+    rank=0,
+    has_bias=False,
+    is_transposed=False,
+    step=1,
+    device="cpu",
+):
+    """Values in fp32 are multiples of 1/4096 on one side of each product, which TF32 would round, and of 1/4 on the
+    other.
 
     Their sums are exact in any order, so that one unit in the last place is no noise.
     """
@@ -118,7 +145,9 @@ def grad_formula(case, dtype, *, scale=1.0, row_weight_N=None):
 
 
 def check_product(run, case, *, y_NO=None, step=1, is_tail_kept=True):
-    """Run into a buffer of NaN and into one of ones: within the bound, bit-equal, and nothing written but the rows of experts."""
+    """Run into a buffer of NaN and into one of ones: within the bound, bit-equal, and nothing written but the
+    rows of experts.
+    """
     dtype, num_real = case.x_NI.dtype, case.num_real
     truth, plain = formula(case, torch.float64, y_NO=y_NO), formula(case, dtype, y_NO=y_NO)
     results = []
@@ -130,7 +159,9 @@ def check_product(run, case, *, y_NO=None, step=1, is_tail_kept=True):
         assert_within_bound("product", results[-1], plain=plain, truth=truth, dtype=dtype)
         result_NO[:num_real] = fill
         rest = out_NO._base if is_tail_kept else out_NO[:num_real]
-        assert torch.equal(rest.nan_to_num(2.0), torch.full_like(rest, fill).nan_to_num(2.0)), "something was written outside the rows of experts"
+        assert torch.equal(rest.nan_to_num(2.0), torch.full_like(rest, fill).nan_to_num(2.0)), (
+            "something was written outside the rows of experts"
+        )
     assert torch.equal(*results)
 
 
@@ -156,19 +187,29 @@ def check_grad(run, case, *, dtype=None, **factors):
 
 def public_product(backend, module=op):
     def run(case, out_NO):
-        return module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), out=out_NO, backend=backend)
+        return module.grouped_mm(
+            case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), out=out_NO, backend=backend
+        )
 
     return run
 
 
 def public_grad(backend):
-    return lambda case, dtype, **factors: grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, backend=backend, **factors)
+    return lambda case, dtype, **factors: grouped_weight_grad(
+        case.x_NI, case.d_NO, case.end_E, dtype=dtype, backend=backend, **factors
+    )
 
 
 def make_row_weights(case, *, dtype=torch.float32, is_exact=False):
-    """One factor per row, two apart from the next in memory and NaN for rows of nobody; exact ones change no digits of a row."""
+    """One factor per row, two apart from the next in memory and NaN for rows of nobody; exact ones change no
+    digits of a row.
+    """
     num_rows, device = case.x_NI.shape[0], case.x_NI.device
-    weight_N = 2.0 ** torch.randint(-2, 3, (num_rows,), device=device) if is_exact else (torch.rand(num_rows, device=device) * 64).round() / 64
+    weight_N = (
+        2.0 ** torch.randint(-2, 3, (num_rows,), device=device)
+        if is_exact
+        else (torch.rand(num_rows, device=device) * 64).round() / 64
+    )
     weight_N[case.num_real :] = float("nan")
     return inside(weight_N.to(dtype)[:, None])[:, 0]
 
@@ -193,7 +234,17 @@ def test_bias_and_low_rank_product_equal_the_truth(rank, has_bias, dtype):
 @pytest.mark.parametrize(("rank", "has_bias"), [(0, False), (0, True), (5, False), (8, True)])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_the_composition_around_torch_equals_the_truth(is_transposed, rank, has_bias, dtype):
-    case = make_case((5, 0, 7), 16, 24, dtype=dtype, num_sentinels=2, rank=rank, has_bias=has_bias, is_transposed=is_transposed, step=8)
+    case = make_case(
+        (5, 0, 7),
+        16,
+        24,
+        dtype=dtype,
+        num_sentinels=2,
+        rank=rank,
+        has_bias=has_bias,
+        is_transposed=is_transposed,
+        step=8,
+    )
     check_product(public_product("torch"), case, step=8, is_tail_kept=rank > 0 or has_bias)
     check_grad(public_grad("torch"), case)
     fresh_NO = grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments(), backend="torch")
@@ -205,9 +256,17 @@ def test_the_composition_around_torch_equals_the_truth(is_transposed, rank, has_
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(5, 24), (24, 5), (8, 8)])
 def test_scale_and_row_weights_of_a_gradient_equal_the_truth(num_inputs, num_outputs, dtype):
     case = make_case((17, 0, 16, 15, 1, 2), num_inputs, num_outputs, dtype=dtype, num_sentinels=5)
-    for factors in ({"scale": -0.75}, {"row_weight_N": make_row_weights(case)}, {"scale": 3.0, "row_weight_N": make_row_weights(case)}):
+    for factors in (
+        {"scale": -0.75},
+        {"row_weight_N": make_row_weights(case)},
+        {"scale": 3.0, "row_weight_N": make_row_weights(case)},
+    ):
         check_grad(public_grad("auto"), case, **factors)
-    check_grad(public_grad("auto"), case, row_weight_N=make_row_weights(case, dtype=torch.float64 if dtype is torch.float64 else torch.bfloat16))
+    check_grad(
+        public_grad("auto"),
+        case,
+        row_weight_N=make_row_weights(case, dtype=torch.float64 if dtype is torch.float64 else torch.bfloat16),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,7 +284,9 @@ def test_rows_and_their_weights_stay_as_they_are():
     assert all(torch.equal(one, other) for one, other in zip((case.x_NI, case.d_NO, weight_N), before))
 
 
-@pytest.mark.parametrize("row_weight", [torch.ones(5), torch.ones(6, 1), torch.ones(6, dtype=torch.int64), torch.ones(6, device="meta")])
+@pytest.mark.parametrize(
+    "row_weight", [torch.ones(5), torch.ones(6, 1), torch.ones(6, dtype=torch.int64), torch.ones(6, device="meta")]
+)
 def test_row_weights_that_do_not_fit_are_refused(row_weight):
     with pytest.raises(ShapeError, match="row_weight_N"):
         grouped_weight_grad(torch.zeros(6, 4), torch.zeros(6, 3), ends(2, 6), row_weight_N=row_weight)
@@ -242,8 +303,22 @@ def test_a_gradient_may_be_wider_than_its_inputs():
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_without_rows_without_columns_without_experts(backend):
-    for counts, num_sentinels, num_inputs, num_outputs in (((0, 0), 0, 8, 8), ((0, 0), 3, 8, 8), ((2, 1), 0, 0, 8), ((2, 1), 0, 8, 0)):
-        case = make_case(counts, num_inputs, num_outputs, dtype=torch.float32, num_sentinels=num_sentinels, rank=4, has_bias=True, step=8)
+    for counts, num_sentinels, num_inputs, num_outputs in (
+        ((0, 0), 0, 8, 8),
+        ((0, 0), 3, 8, 8),
+        ((2, 1), 0, 0, 8),
+        ((2, 1), 0, 8, 0),
+    ):
+        case = make_case(
+            counts,
+            num_inputs,
+            num_outputs,
+            dtype=torch.float32,
+            num_sentinels=num_sentinels,
+            rank=4,
+            has_bias=True,
+            step=8,
+        )
         if backend == "torch" and min(case.x_NI.shape[0], num_inputs, num_outputs) == 0:
             with pytest.raises(OptionError, match="above 0"):
                 public_product(backend)(case, torch.empty(case.d_NO.shape))
@@ -259,7 +334,9 @@ def test_results_have_no_graph_and_autocast_changes_nothing():
     case = make_case((3, 2), 4, 6, dtype=torch.float32, rank=4)
     expected = grouped_mm(case.x_NI, case.weight_EIO, case.end_E, **case.addend_arguments())
     with torch.autocast("cpu", torch.bfloat16):
-        y_NO = grouped_mm(case.x_NI.requires_grad_(), case.weight_EIO.requires_grad_(), case.end_E, **case.addend_arguments())
+        y_NO = grouped_mm(
+            case.x_NI.requires_grad_(), case.weight_EIO.requires_grad_(), case.end_E, **case.addend_arguments()
+        )
         grad_EIO = grouped_weight_grad(case.x_NI, case.d_NO, case.end_E)
     assert torch.equal(y_NO, expected)
     assert not y_NO.requires_grad
@@ -277,7 +354,10 @@ FAULTS = {
     "low precision": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return torch.bfloat16"),
     "gradient: scale lost": ("= scale * (x_NI[rows]", "= 1.0 * (x_NI[rows]"),
     "gradient: weights lost": ("    if row_weight_N is None:\n", "    if True:\n"),
-    "gradient: weights on both operands": ("weight_N1).to(x_NI.dtype), d_NO\n", "weight_N1).to(x_NI.dtype), (d_NO * weight_N1).to(d_NO.dtype)\n"),
+    "gradient: weights on both operands": (
+        "weight_N1).to(x_NI.dtype), d_NO\n",
+        "weight_N1).to(x_NI.dtype), (d_NO * weight_N1).to(d_NO.dtype)\n",
+    ),
 }
 
 
@@ -294,9 +374,14 @@ def test_without_a_fault_the_same_check_passes():
 
 def check_the_twin(module):
     case = make_case(**FULL, dtype=torch.float32)
-    check_product(lambda case, out: module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=out), case)
+    check_product(
+        lambda case, out: module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=out),
+        case,
+    )
     y_NO = case.d_NO
-    check_product(lambda case, out: module.add_to_rows(y_NO, case.end_E, addend=case.addend, out_NO=out), case, y_NO=y_NO)
+    check_product(
+        lambda case, out: module.add_to_rows(y_NO, case.end_E, addend=case.addend, out_NO=out), case, y_NO=y_NO
+    )
 
     def grad(case, dtype, **factors):
         return module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, **factors)
@@ -412,7 +497,11 @@ def test_operands_of_other_slots_are_refused():
 def test_thin_products_take_our_kernel(pretend_cuda):
     thin, wide = THIN_COLUMNS, THIN_COLUMNS + 8
     x_NI = empty(64, 2048)
-    assert [choose_backend(x_NI, empty(4, 2048, columns)) for columns in (16, thin, wide)] == ["triton", "triton", "torch"]
+    assert [choose_backend(x_NI, empty(4, 2048, columns)) for columns in (16, thin, wide)] == [
+        "triton",
+        "triton",
+        "torch",
+    ]
     # Few inputs alone make no thin product: the result is what crosses memory.
     assert choose_backend(empty(64, 16), empty(4, 16, 2048)) == "torch"
     for left, right, expected in ((16, 2048, "triton"), (2048, thin, "triton"), (wide, 2048, "torch")):
@@ -579,12 +668,15 @@ SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 def test_the_triton_kernels_compile_and_fit_consumer_cards():
     out = compile_kernels(COMPILE_SCRIPT)
     compiled = [json.loads(line) for line in out.splitlines()]
-    # Wide products in three forms, thin ones, a sum, gradients: four times in a narrow dtype, of which two once more in larger tiles, twice in fp32.
+    # Wide products in three forms, thin ones, a sum, gradients: four times in a narrow dtype, of which two once more in
+    # larger tiles, twice in fp32.
     assert len(compiled) == 4 * (2 * 3 + 3 + 1 + 5) + 2 + 2 * (3 + 1 + 1 + 2)
     for capability, dtype, name, shared_bytes, is_compensated in compiled:
         assert shared_bytes <= SHARED_BYTES[capability], f"{name} on {capability}"
         # Only what fp32 loses is kept, and no compiler may have taken that for nothing.
-        assert is_compensated == (dtype == "fp32" and name != "_add_to_rows_kernel"), f"{name} in {dtype} on {capability}"
+        assert is_compensated == (dtype == "fp32" and name != "_add_to_rows_kernel"), (
+            f"{name} in {dtype} on {capability}"
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Rows of a table in host memory: equal to an embedding's, on a CPU by the plain twin; the kernel itself in the interpreter and by the compiler."""
+"""Rows of a table in host memory: equal to an embedding's, on a CPU by the plain twin; the kernel itself in the
+interpreter and by the compiler.
+"""
 
 from pathlib import Path
 

@@ -13,8 +13,13 @@ SCALE = 0.75
 
 
 def make_inputs(num_tokens, dtype, *, rank=3, width=13, num_outputs=11, master_dtype=torch.float32):
-    """Inputs in the compute dtype and masters in theirs; masters are values of the compute dtype, so that the truth is one number."""
-    base, x = poisoned(torch.randn(num_tokens, num_outputs).to(dtype)), poisoned(torch.randn(num_tokens, width).to(dtype))
+    """Inputs in the compute dtype and masters in theirs; masters are values of the compute dtype, so that the
+    truth is one number.
+    """
+    base, x = (
+        poisoned(torch.randn(num_tokens, num_outputs).to(dtype)),
+        poisoned(torch.randn(num_tokens, width).to(dtype)),
+    )
     masters = [torch.randn(shape).to(dtype).to(master_dtype) for shape in ((rank, width), (num_outputs, rank))]
     return [tensor.detach().requires_grad_() for tensor in (base, x, *masters)]
 
@@ -27,13 +32,18 @@ def run_reference(inputs, d_out, *, dtype):
 
 def check_against_truth(function, num_tokens, dtype, *, rank=3, num_draws=8):
     """Errors are compared over several draws: with a handful of numbers one of two equal roundings is luckier."""
-    # PyTorch's bf16 GEMM on a CPU reads past a strided row of odd width and multiplies what it finds by 0: NaN from poison, in any caller.
+    # PyTorch's bf16 GEMM on a CPU reads past a strided row of odd width and multiplies what it finds by 0: NaN from
+    # poison, in any caller.
     width, num_outputs = (13, 11) if dtype is torch.float32 else (14, 12)
     results = {name: [] for name in ("ours", "plain", "truth")}
     for _ in range(num_draws):
         inputs = make_inputs(num_tokens, dtype, rank=rank, width=width, num_outputs=num_outputs)
         d_out = poisoned(torch.randn(num_tokens, num_outputs).to(dtype))
-        shadows = {"shadow_a_RD": inputs[2].detach().to(dtype), "shadow_b_NR": inputs[3].detach().to(dtype)} if dtype is not torch.float32 else {}
+        shadows = (
+            {"shadow_a_RD": inputs[2].detach().to(dtype), "shadow_b_NR": inputs[3].detach().to(dtype)}
+            if dtype is not torch.float32
+            else {}
+        )
         out = function(*inputs, scale=SCALE, **shadows)
         results["ours"].append([out.detach(), *torch.autograd.grad(out, inputs, d_out)])
         results["plain"].append(run_reference(inputs, d_out, dtype=dtype))
@@ -55,7 +65,10 @@ FAULTS = {
     "scale lost in the forward": ("alpha=scale", "alpha=1.0"),
     "scale lost in the gradient of A and x": (".mul_(ctx.scale)\n            d_x", "\n            d_x"),
     "scale lost in the gradient of B": ("dtype=ctx.b_dtype).mul_(ctx.scale)", "dtype=ctx.b_dtype)"),
-    "base dropped": ("torch.addmm(base.reshape(-1, base.shape[-1]), ", "torch.addmm(0 * base.reshape(-1, base.shape[-1]), "),
+    "base dropped": (
+        "torch.addmm(base.reshape(-1, base.shape[-1]), ",
+        "torch.addmm(0 * base.reshape(-1, base.shape[-1]), ",
+    ),
     "gradient of x lost": ("d_x = (d_low_TR @ shadow_a_RD).view(x.shape)", "d_x = torch.zeros_like(x)"),
     "masters' gradients rounded": ("return left.to(dtype) @ right.to(dtype)", "return (left @ right).to(dtype)"),
 }
@@ -79,7 +92,9 @@ def check_every_part(function):
 
 def check_gradients_of_masters_are_not_rounded(function):
     base, x, a_RD, b_NR = make_inputs(257, torch.bfloat16, width=14, num_outputs=12)
-    out = function(base, x, a_RD, b_NR, scale=1.0, shadow_a_RD=a_RD.detach().bfloat16(), shadow_b_NR=b_NR.detach().bfloat16())
+    out = function(
+        base, x, a_RD, b_NR, scale=1.0, shadow_a_RD=a_RD.detach().bfloat16(), shadow_b_NR=b_NR.detach().bfloat16()
+    )
     d_out = torch.randn(out.shape).bfloat16()
     (d_b_NR,) = torch.autograd.grad(out, b_NR, d_out)
     low_TR = (x @ a_RD.bfloat16().T).double()
@@ -94,7 +109,8 @@ def test_three_axes_equal_two():
     assert torch.equal(deep.reshape(12, 11), flat)
     d_out = torch.randn(12, 11)
     for one, other in zip(
-        torch.autograd.grad(flat, (base, x, a_RD, b_NR), d_out), torch.autograd.grad(deep, (base, x, a_RD, b_NR), d_out.view(2, 6, 11))
+        torch.autograd.grad(flat, (base, x, a_RD, b_NR), d_out),
+        torch.autograd.grad(deep, (base, x, a_RD, b_NR), d_out.view(2, 6, 11)),
     ):
         assert torch.equal(one, other)
 
@@ -111,7 +127,9 @@ def test_only_what_is_trained_gets_a_gradient(trained):
     for name, tensor in inputs.items():
         tensor.requires_grad_(name in trained)
     lora_addmm(*inputs.values(), scale=1.0).sum().backward()
-    assert [name for name, tensor in inputs.items() if tensor.grad is not None] == [name for name in NAMES if name in trained]
+    assert [name for name, tensor in inputs.items() if tensor.grad is not None] == [
+        name for name in NAMES if name in trained
+    ]
 
 
 def test_a_refresh_between_forward_and_backward_is_an_error():
@@ -147,7 +165,9 @@ def test_checkpointing_gives_the_same_gradients():
 def test_what_is_saved_is_x_the_low_rank_states_and_the_shadows():
     base, x, a_RD, b_NR = make_inputs(5, torch.float32)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
         lora_addmm(base, x, a_RD, b_NR, scale=1.0)
     assert saved == [(5, 13), (5, 3), (3, 13), (11, 3)]
 

@@ -1,4 +1,6 @@
-"""A thin product added to a wide matrix: truth and refusals on a CPU by the plain twin; the kernel itself in the interpreter and by the compiler."""
+"""A thin product added to a wide matrix: truth and refusals on a CPU by the plain twin; the kernel itself in the
+interpreter and by the compiler.
+"""
 
 import os
 
@@ -14,10 +16,12 @@ from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan,
 NAMES = ("base", "low", "factor", "residual")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLACES = ("new", "apart", "base", "residual")
-# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of which ours are the first.
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of
+# which ours are the first.
 NUM_MEASURED_ROWS = 129
 BESIDE = 1024.0
-# With enough values, one that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+# With enough values, one that is rounded once differs from the rounded truth only where the truth lies almost between
+# two numbers.
 NUM_FOR_SHARE, SHARE = 200, 0.01
 # Triton's interpreter cuts bf16 off instead of rounding it.
 ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
@@ -68,18 +72,27 @@ def formula(base_TN, low_TR, factor_RN, residual_TN, *, wide):
 
 
 def room_for(tensor):
-    """NaN to write to, in the middle of a number that no sum equals: what is read beside an input is NaN, which among NaN would not be seen."""
+    """NaN to write to, in the middle of a number that no sum equals: what is read beside an input is NaN, which
+    among NaN would not be seen.
+    """
     buffer = torch.full([size + 2 for size in tensor.shape], BESIDE, dtype=tensor.dtype, device=tensor.device)
     return buffer[1:-1, 1:-1].fill_(float("nan"))
 
 
 def check(add, shape, dtype, *, device="cpu", is_factor_transposed=False, has_residual=False, place="new"):
-    """Equal to the truth, from inputs inside of NaN into new memory, rows that lie apart, the base or the residual; nothing else is written."""
+    """Equal to the truth, from inputs inside of NaN into new memory, rows that lie apart, the base or the
+    residual; nothing else is written.
+    """
     num_rows, num_columns, num_ranks = shape
     has_residual = has_residual or place == "residual"
-    inputs = make_inputs(max(num_rows, NUM_MEASURED_ROWS), num_columns, num_ranks, dtype, device=device, has_residual=has_residual)
+    inputs = make_inputs(
+        max(num_rows, NUM_MEASURED_ROWS), num_columns, num_ranks, dtype, device=device, has_residual=has_residual
+    )
     truth, plain = formula(*inputs, wide=torch.float64), formula(*inputs, wide=torch.float32).to(dtype)
-    given = [None if tensor is None else tensor[:num_rows] if name != "factor" else tensor for name, tensor in zip(NAMES, inputs)]
+    given = [
+        None if tensor is None else tensor[:num_rows] if name != "factor" else tensor
+        for name, tensor in zip(NAMES, inputs)
+    ]
     base_TN, low_TR, factor_RN, residual_TN = (None if tensor is None else poisoned(tensor) for tensor in given)
     if is_factor_transposed:
         factor_RN = poisoned(factor_RN.T).T
@@ -92,15 +105,23 @@ def check(add, shape, dtype, *, device="cpu", is_factor_transposed=False, has_re
     assert sum_TN.shape == (num_rows, num_columns)
     assert sum_TN is out if out is not None else sum_TN.is_contiguous()
     for tensor in ours:
-        assert tensor is None or tensor._base.isnan().sum() == tensor._base.numel() - tensor.numel(), "written beside an input"
-    assert place != "apart" or (out._base == BESIDE).sum() == out._base.numel() - out.numel(), "written beside the output"
+        assert tensor is None or tensor._base.isnan().sum() == tensor._base.numel() - tensor.numel(), (
+            "written beside an input"
+        )
+    assert place != "apart" or (out._base == BESIDE).sum() == out._base.numel() - out.numel(), (
+        "written beside the output"
+    )
     for name, tensor, before in zip(NAMES, ours, given):
         assert tensor is None or tensor is out or torch.equal(tensor, before), f"{name} was written"
     # Where ours has no row, plain PyTorch stands in for it, which is within any multiple of its own error.
     assert_within_bound(f"sum, {place}", torch.cat([sum_TN, plain[num_rows:]]), plain=plain, truth=truth, dtype=dtype)
     if dtype in ROUNDED_DTYPES and sum_TN.numel() >= NUM_FOR_SHARE:
-        share, plain_share = ((one[:num_rows] != truth[:num_rows].to(dtype)).double().mean().item() for one in (sum_TN, plain))
-        assert share <= max(2 * plain_share, SHARE), f"{share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+        share, plain_share = (
+            (one[:num_rows] != truth[:num_rows].to(dtype)).double().mean().item() for one in (sum_TN, plain)
+        )
+        assert share <= max(2 * plain_share, SHARE), (
+            f"{share:.1%} of the values are not the rounded truth (plain fp32 {plain_share:.1%})"
+        )
 
 
 def check_rows_of_nan_stay_alone(add, dtype, *, device="cpu"):
@@ -133,7 +154,9 @@ def test_where_the_sum_may_be_written(place, dtype):
 
 
 def test_in_float64_nothing_is_rounded_further():
-    base_TN, low_TR, factor_RN, residual_TN = (tensor.double() for tensor in make_inputs(7, 33, 5, torch.float32, has_residual=True))
+    base_TN, low_TR, factor_RN, residual_TN = (
+        tensor.double() for tensor in make_inputs(7, 33, 5, torch.float32, has_residual=True)
+    )
     sum_TN = add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN)
     truth = base_TN + residual_TN + (low_TR[:, :, None] * factor_RN).sum(dim=1)
     torch.testing.assert_close(sum_TN, truth, rtol=1e-14, atol=1e-14)
@@ -153,12 +176,16 @@ def test_rows_of_nan_stay_alone():
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(0, 0), (0, 6), (3, 0)])
 def test_without_rows_or_columns(num_rows, num_columns):
     for out in (None, torch.empty(num_rows, num_columns)):
-        sum_TN = add_low_rank(torch.ones(num_rows, num_columns), torch.ones(num_rows, 2), torch.ones(2, num_columns), out=out)
+        sum_TN = add_low_rank(
+            torch.ones(num_rows, num_columns), torch.ones(num_rows, 2), torch.ones(2, num_columns), out=out
+        )
         assert sum_TN.shape == (num_rows, num_columns)
 
 
 def test_no_graph_and_no_wait():
-    base_TN, low_TR, factor_RN, residual_TN = (tensor.requires_grad_() for tensor in make_inputs(7, 5, 3, torch.float32, has_residual=True))
+    base_TN, low_TR, factor_RN, residual_TN = (
+        tensor.requires_grad_() for tensor in make_inputs(7, 5, 3, torch.float32, has_residual=True)
+    )
     with Watch() as watch:
         sum_TN = add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN)
     assert watch.waits == []
@@ -228,7 +255,10 @@ def test_memory_that_is_partly_an_input_is_refused():
 
 REFERENCE_FAULTS = {
     "product rounded": ("low_TR.to(wide) @ factor_RN.to(wide)", "(low_TR @ factor_RN).to(wide)"),
-    "sum rounded before the residual": ("sum_TN += residual_TN.to(wide)", "sum_TN = sum_TN.to(base_TN.dtype) + residual_TN"),
+    "sum rounded before the residual": (
+        "sum_TN += residual_TN.to(wide)",
+        "sum_TN = sum_TN.to(base_TN.dtype) + residual_TN",
+    ),
     "residual lost": ("sum_TN += residual_TN.to(wide)", "pass"),
     "fp32 lost": ("else torch.float32", "else base_TN.dtype"),
     "memory that was given not used": ("if out is None else out.copy_(sum_TN)", ""),

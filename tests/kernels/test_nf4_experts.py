@@ -1,4 +1,6 @@
-"""Stacks in NF4 come back bit for bit as bitsandbytes reads each expert; the kernel itself in the interpreter and by the compiler."""
+"""Stacks in NF4 come back bit for bit as bitsandbytes reads each expert; the kernel itself in the interpreter and
+by the compiler.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Weights of linear layers come back from NF4 bit for bit as bitsandbytes reads them; the kernel itself in the interpreter and by the compiler."""
+"""Weights of linear layers come back from NF4 bit for bit as bitsandbytes reads them; the kernel itself in the
+interpreter and by the compiler.
+"""
 
 from pathlib import Path
 
@@ -37,7 +39,8 @@ for count, is_nested, capability, dtype in ((1, True, 80, "fp16"), (2, False, 86
         "weights": (weight,) * count, "outs": ("*" + dtype,) * count, "num_words": ("i32",) * count, "row_strides": ("i32",) * count,
         **dict.fromkeys(all_constants, "constexpr"),
     }
-    # Allocations of torch are aligned to 16 bytes at least, and so are the rows of a buffer; without that no wide access is chosen.
+    # Allocations of torch are aligned to 16 bytes at least, and so are the rows of a buffer; without that no wide
+    # access is chosen.
     aligned = {(0, place, part): DIVISIBLE for place in range(count) for part in range(6)}
     aligned |= {(argument, place): DIVISIBLE for argument in (1, 2, 3) for place in range(count)}
     source = ASTSource(nf4._dequantise_kernel, signature, constexprs=all_constants, attrs=aligned)
@@ -49,7 +52,9 @@ for count, is_nested, capability, dtype in ((1, True, 80, "fp16"), (2, False, 86
 
 
 def make_truth(size, dtype, *, is_nested=True, device="cpu", seed=0, **options):
-    """The weight of a Linear4bit and what bitsandbytes reads back from it; scales of every size, blocks of zeros among them."""
+    """The weight of a Linear4bit and what bitsandbytes reads back from it; scales of every size, blocks of zeros
+    among them.
+    """
     generator = torch.Generator().manual_seed(seed)
     size_Q1 = torch.rand((size[0] * size[1] // 64, 1), generator=generator) ** 4 * 3
     weight_Q64 = (torch.randn((len(size_Q1), 64), generator=generator) * size_Q1).masked_fill(size_Q1 < 1e-4, 0.0)
@@ -63,7 +68,9 @@ def make_cases(sizes, dtype, **options):
     cases = []
     for seed, size in enumerate(sizes):
         weight, truth_OI = make_truth(size, dtype, seed=seed, **options)
-        cases.append((NF4Weight(*(None if part is None else guarded(part) for part in read_params4bit(weight))), truth_OI))
+        cases.append(
+            (NF4Weight(*(None if part is None else guarded(part) for part in read_params4bit(weight))), truth_OI)
+        )
     return cases
 
 
@@ -74,7 +81,9 @@ def check(run, cases, *, num_extra=48):
     num_cells = [num_rows * row_stride for num_rows, row_stride in shapes]
     seen = []
     for _ in range(2):
-        buffer = torch.full((sum(num_cells) + 2 * MARGIN,), float("nan"), dtype=truths[0].dtype, device=truths[0].device)
+        buffer = torch.full(
+            (sum(num_cells) + 2 * MARGIN,), float("nan"), dtype=truths[0].dtype, device=truths[0].device
+        )
         parts = buffer[MARGIN:-MARGIN].split(num_cells)
         outs = [part.view(shape)[:, : truth_OI.shape[1]] for part, shape, truth_OI in zip(parts, shapes, truths)]
         run(weights, outs)
@@ -109,7 +118,12 @@ def test_new_memory_and_given_memory():
     assert new.is_contiguous()
     assert torch.equal(new, truth_OI)
     out = torch.empty(6, 176, dtype=torch.bfloat16)[:, :128]
-    assert dequantise(read_params4bit(weight), shape=weight.quant_state.shape, dtype=torch.bfloat16, out=out, backend="reference") is out
+    assert (
+        dequantise(
+            read_params4bit(weight), shape=weight.quant_state.shape, dtype=torch.bfloat16, out=out, backend="reference"
+        )
+        is out
+    )
     assert torch.equal(out, truth_OI)
 
 
@@ -133,7 +147,10 @@ FAULTS = {
     "scales not shifted": ("* nested_Q + weight.offset", "* nested_Q"),
     "first group for all": (".repeat_interleave(GROUP_BLOCKS)[: len(weight.absmax_Q)]", "[:1]"),
     "first scale for all": ("scale_Q[:, None]", "scale_Q[0]"),
-    "last column lost": ("out_OI.copy_(value_QB.view(out_OI.shape))", "out_OI[:, :-1].copy_(value_QB.view(out_OI.shape)[:, :-1])"),
+    "last column lost": (
+        "out_OI.copy_(value_QB.view(out_OI.shape))",
+        "out_OI[:, :-1].copy_(value_QB.view(out_OI.shape)[:, :-1])",
+    ),
 }
 
 
@@ -165,7 +182,11 @@ def test_reading_a_weight_shares_its_memory(storage, is_nested):
         read = read_params4bit(weight)
     assert watch.waits == []
     state = weight.quant_state
-    nested = (state.state2.absmax, state.offset, state.code, state.state2.code) if is_nested else (None, None, state.code, None)
+    nested = (
+        (state.state2.absmax, state.offset, state.code, state.state2.code)
+        if is_nested
+        else (None, None, state.code, None)
+    )
     for part, source in zip(read, (weight, state.absmax, *nested)):
         assert source is None or (type(part) is torch.Tensor and part.data_ptr() == source.data_ptr())
     assert torch.equal(dequantise(read, shape=(6, 128), dtype=torch.bfloat16), truth_OI)
@@ -271,7 +292,10 @@ def test_options_that_do_not_fit_are_refused():
         dequantise_many([weight, weight], outs=[out])
     with pytest.raises(ShapeError, match=r"outs\[1\] is torch.float16"):
         dequantise_many([weight, weight], outs=[out, out.half()])
-    for run in (lambda: dequantise(None, shape=(3, 128), dtype=torch.float32), lambda: dequantise_many([None], outs=[out])):
+    for run in (
+        lambda: dequantise(None, shape=(3, 128), dtype=torch.float32),
+        lambda: dequantise_many([None], outs=[out]),
+    ):
         with pytest.raises(OptionError, match="read_params4bit"):
             run()
 

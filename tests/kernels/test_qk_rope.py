@@ -1,4 +1,6 @@
-"""Norm and rotation of q and k: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
+"""Norm and rotation of q and k: formula, gradient and refusals on a CPU by the plain twin; the kernels in the
+interpreter and by the compiler.
+"""
 
 import importlib
 import os
@@ -27,11 +29,13 @@ FORMS = (LLAMA, QWEN3, GEMMA, GLM4, PARTIAL, INTERLEAVED)
 # Each key head with two, three, one, two, two and five query heads.
 SHARED_FORMS = (LLAMA, QWEN3, GEMMA, GLM4._replace(num_heads=4), PARTIAL._replace(num_heads=4), INTERLEAVED)
 WIDTHS = (2, 64, 80, 96, 128, 192, 256)
-# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many tokens, of which ours are the first.
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many tokens,
+# of which ours are the first.
 NUM_MEASURED_TOKENS = 257
 # A sum over tokens is one value only: plain PyTorch is measured on up to so many groups of as many tokens.
 NUM_GROUPS = 32
-# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
+# between two numbers.
 NUM_FOR_SHARE, SHARE = 200, 0.01
 # Triton's interpreter cuts bf16 off instead of rounding it.
 ROUNDED_DTYPES = (torch.float16,) if os.environ.get("TRITON_INTERPRET") == "1" else (torch.float16, torch.bfloat16)
@@ -69,7 +73,9 @@ compile_for(rope._add_partials_kernel, "fp32", 90, {"BLOCK_ROWS": rope.BLOCK_PAR
 
 
 def norm(x, weight_W, form, hat_dtype):
-    """What transformers writes, in the dtype of its input; the normed value is rounded to hat_dtype where the form rounds it."""
+    """What transformers writes, in the dtype of its input; the normed value is rounded to hat_dtype where the
+    form rounds it.
+    """
     hat = x.to(torch.promote_types(x.dtype, torch.float32))
     hat = hat * torch.rsqrt(hat.pow(2).mean(-1, keepdim=True) + form.eps)
     if form.is_weight_wide:
@@ -112,7 +118,9 @@ def run_formula(inputs, form, *, dtype):
 
 
 def make_inputs(num_tokens, form, dtype, *, device="cpu", angle_dtype=None, weight_dtype=None):
-    """Gradient, raw rows, cos, sin, weights. Angles carry a factor and differ between the halves; what an interleaved form must not read is NaN."""
+    """Gradient, raw rows, cos, sin, weights. Angles carry a factor and differ between the halves; what an
+    interleaved form must not read is NaN.
+    """
     d_qkv_TC, qkv_TC = (torch.randn(num_tokens, form.num_columns, device=device).to(dtype) for _ in range(2))
     angle_TW = torch.rand(num_tokens, form.num_rotated, device=device) * 6.3
     cos_TW, sin_TW = ((1.2 * angle).to(angle_dtype or dtype) for angle in (angle_TW.cos(), angle_TW.sin()))
@@ -139,7 +147,9 @@ def run_ours(functions, inputs, form, **arguments):
     weights = {"q_weight_W": q_weight_W, "k_weight_W": k_weight_W}
     out_TC = functions.qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, **weights)
     raw_TC = qkv_TC if form.has_norm else None
-    gradients = functions.qk_rope_backward(d_qkv_TC, raw_TC, cos_TW, sin_TW, form=form, needs_weight=form.has_norm, **weights, **arguments)
+    gradients = functions.qk_rope_backward(
+        d_qkv_TC, raw_TC, cos_TW, sin_TW, form=form, needs_weight=form.has_norm, **weights, **arguments
+    )
     return out_TC, *gradients
 
 
@@ -168,7 +178,9 @@ def weight_gradient_errors(measured, num_tokens, form):
 
 
 def assert_weight_gradient(name, ours_W, *, plain_error, truth_W, largest_sum):
-    """Within twice the error of plain fp32, or one unit in the last place of the sum of all magnitudes: terms of both signs cancel."""
+    """Within twice the error of plain fp32, or one unit in the last place of the sum of all magnitudes: terms of
+    both signs cancel.
+    """
     assert ours_W.dtype is torch.float32
     assert ours_W.shape == truth_W.shape
     error = (ours_W.double() - truth_W).abs().max().item()
@@ -177,14 +189,18 @@ def assert_weight_gradient(name, ours_W, *, plain_error, truth_W, largest_sum):
 
 
 def largest_weight_sums(inputs, form):
-    """Per weight, the largest sum of magnitudes that its gradient adds: every token and head gives one term, of two products."""
+    """Per weight, the largest sum of magnitudes that its gradient adds: every token and head gives one term, of
+    two products.
+    """
     d_qkv_TC, qkv_TC, cos_TW, sin_TW, *_ = (None if one is None else one.double() for one in inputs)
     positive_TW = cos_TW.abs(), -sin_TW.abs()
     ones_W = torch.ones(form.head_width, dtype=torch.float64, device=qkv_TC.device)
     # Turned by an angle with cos >= 0 and sin <= 0, magnitudes add in the first columns; the second ones are as large.
     plain_form = form._replace(has_norm=False)
     d_TC = formula(d_qkv_TC.abs(), *positive_TW, None, None, plain_form).abs()
-    hat_TC = formula(qkv_TC, torch.ones_like(cos_TW), torch.zeros_like(sin_TW), ones_W, ones_W, form._replace(weight_offset=0.0)).abs()
+    hat_TC = formula(
+        qkv_TC, torch.ones_like(cos_TW), torch.zeros_like(sin_TW), ones_W, ones_W, form._replace(weight_offset=0.0)
+    ).abs()
     terms_THW = (d_TC * hat_TC)[:, : form.num_qk_columns].unflatten(1, (-1, form.head_width))
     return terms_THW[:, : form.num_heads].sum((0, 1)).max(), terms_THW[:, form.num_heads :].sum((0, 1)).max()
 
@@ -195,7 +211,8 @@ def check_against_truth(functions, num_tokens, form, dtype, **kinds):
     plain_out, plain_d_raw, *_ = run_formula(measured, form, dtype=torch.float32)
     rounded_out = true_out
     if form.has_norm and not form.is_weight_wide:
-        # The forward rounds where transformers does, before the weight: it is measured by transformers' arithmetic, and repeats that one rounding.
+        # The forward rounds where transformers does, before the weight: it is measured by transformers' arithmetic, and
+        # repeats that one rounding.
         plain_out, *_ = run_formula(measured, form, dtype=dtype)
         rounded_out = formula(*(one.double() for one in measured[1:]), form, hat_dtype=dtype)
     inputs = first_tokens(measured, num_tokens)
@@ -213,7 +230,9 @@ def check_against_truth(functions, num_tokens, form, dtype, **kinds):
         return
     true_weights = run_formula(kept, form, dtype=torch.float64)[2:]
     errors = weight_gradient_errors(measured, num_tokens, form)
-    for name, ours, error, truth, largest in zip("qk", d_weights, errors, true_weights, largest_weight_sums(kept, form)):
+    for name, ours, error, truth, largest in zip(
+        "qk", d_weights, errors, true_weights, largest_weight_sums(kept, form)
+    ):
         assert_weight_gradient(f"d_{name}_weight", ours, plain_error=error, truth_W=truth, largest_sum=largest)
 
 
@@ -242,7 +261,8 @@ def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
     assert torch.equal(heads[2], expected_heads[2])
     _, *expected = run_ours(functions, strided, form, out=fresh_TC)
     assert expected[0] is fresh_TC
-    # Another order of a norm's sum turns some roundings over; a value that is not written, or in another place, is far off.
+    # Another order of a norm's sum turns some roundings over; a value that is not written, or in another place, is far
+    # off.
     for one, other in zip(heads, expected_heads):
         assert relative_error(one, other) <= {torch.float32: 1e-6}.get(dtype, 2**-8)
     for written, elsewhere in ((expected_out, dense_out), (fresh_TC, dense[0])):
@@ -259,18 +279,24 @@ def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
         assert_written(inner_TC, ours[0], expected[0])
         assert all(torch.equal(one, other) for one, other in zip(ours[1:], expected[1:]))
     else:
-        assert_written(inner_TC, functions.qk_rope_forward(inner_TC, cos_TW, sin_TW, form=form, out=inner_TC), expected_out)
+        assert_written(
+            inner_TC, functions.qk_rope_forward(inner_TC, cos_TW, sin_TW, form=form, out=inner_TC), expected_out
+        )
 
 
 def check_shares(functions, num_tokens, form, dtype, **kinds):
-    """Gradients in three tensors are those side by side, and shares of key and value heads are added up without a rounding in between."""
+    """Gradients in three tensors are those side by side, and shares of key and value heads are added up without a
+    rounding in between.
+    """
     _, *others = make_inputs(max(num_tokens, NUM_MEASURED_TOKENS), form, dtype, **kinds)
     shape = (len(others[0]), form.num_heads, form.head_width)
     shares = [torch.randn(shape, device=others[0].device).to(dtype) for _ in range(3)]
 
     def measure(wide, num_rows=None):
         d_q_THW, *shared = (d.to(wide) for d in shares)
-        joint_TC = torch.cat([d_q_THW, *(d.unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in shared)], dim=1).flatten(1)
+        joint_TC = torch.cat(
+            [d_q_THW, *(d.unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in shared)], dim=1
+        ).flatten(1)
         return run_formula(first_tokens((joint_TC, *others), num_rows), form, dtype=wide)[1:]
 
     (true_d_raw, *_), (plain_d_raw, *_) = measure(torch.float64), measure(torch.float32)
@@ -347,7 +373,9 @@ def test_width_of_a_head(head_width, is_interleaved):
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (1, 3), (7, 2), (33, 17)])
 def test_number_of_heads(num_heads, num_kv_heads):
     for form in (LLAMA, QWEN3, INTERLEAVED):
-        check_against_truth(PublicEntries, 5, form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads), torch.bfloat16)
+        check_against_truth(
+            PublicEntries, 5, form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads), torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("angle_dtype", [torch.float32, torch.bfloat16])
@@ -399,7 +427,8 @@ def test_weights_have_no_gradient_where_none_is_asked_for():
 def test_without_a_norm_the_raw_rows_are_not_read():
     d_qkv_TC, qkv_TC, cos_TW, sin_TW, *_ = make_inputs(7, LLAMA, torch.bfloat16)
     first, second = (
-        qk_rope_backward(d_qkv_TC, raw, cos_TW, sin_TW, form=LLAMA, needs_weight=False).d_raw_TC for raw in (None, qkv_TC * float("nan"))
+        qk_rope_backward(d_qkv_TC, raw, cos_TW, sin_TW, form=LLAMA, needs_weight=False).d_raw_TC
+        for raw in (None, qkv_TC * float("nan"))
     )
     assert torch.equal(first, second)
 
@@ -418,7 +447,12 @@ def test_no_graph_and_no_wait():
 MODELS = (
     ("llama", RopeForm(4, 2, 16), None, torch.bfloat16),
     ("qwen3", RopeForm(4, 2, 16, has_norm=True), "Qwen3RMSNorm", torch.bfloat16),
-    ("gemma3", RopeForm(4, 2, 16, has_norm=True, weight_offset=1.0, is_weight_wide=True), "Gemma3RMSNorm", torch.bfloat16),
+    (
+        "gemma3",
+        RopeForm(4, 2, 16, has_norm=True, weight_offset=1.0, is_weight_wide=True),
+        "Gemma3RMSNorm",
+        torch.bfloat16,
+    ),
     ("glm4", RopeForm(4, 2, 16, rotary_width=8, is_interleaved=True), None, torch.bfloat16),
     ("ernie4_5", RopeForm(4, 2, 16, is_interleaved=True), None, torch.float32),
 )
@@ -437,7 +471,9 @@ def test_values_and_gradients_are_those_of_transformers(model, form, norm_name, 
     leaf_TC = qkv_TC.clone().requires_grad_()
     heads_HTW = leaf_TC.unflatten(1, (-1, form.head_width)).transpose(0, 1)[None]
     q, k, v = heads_HTW.split([form.num_heads, form.num_kv_heads, form.num_kv_heads], dim=1)
-    norms = [getattr(modeling, norm_name)(form.head_width, eps=form.eps).to(dtype) for _ in range(2)] if norm_name else []
+    norms = (
+        [getattr(modeling, norm_name)(form.head_width, eps=form.eps).to(dtype) for _ in range(2)] if norm_name else []
+    )
     if norms:
         for module, weight_W in zip(norms, weights):
             module.weight.data.copy_(weight_W)
@@ -458,29 +494,53 @@ def test_values_and_gradients_are_those_of_transformers(model, form, norm_name, 
 
 REFERENCE_FAULTS = {
     "turned the wrong way": ("cos_second, -sin_first, sin_second, form)", "cos_second, sin_first, -sin_second, form)"),
-    "gradient turned like the values": ("cos_second, sin_second, -sin_first, form)", "cos_second, -sin_first, sin_second, form)"),
-    "gradient turned by the other column's angle": ("cos_second, sin_second, -sin_first, form)", "cos_second, sin_first, -sin_second, form)"),
-    "halves taken for neighbours": ("    if form.is_interleaved:\n        return x_THW", "    if not form.is_interleaved:\n        return x_THW"),
-    "second half of the angles read by neighbours": ("slice(num_pairs) if form.is_interleaved", "slice(num_pairs, None) if form.is_interleaved"),
+    "gradient turned like the values": (
+        "cos_second, sin_second, -sin_first, form)",
+        "cos_second, -sin_first, sin_second, form)",
+    ),
+    "gradient turned by the other column's angle": (
+        "cos_second, sin_second, -sin_first, form)",
+        "cos_second, sin_first, -sin_second, form)",
+    ),
+    "halves taken for neighbours": (
+        "    if form.is_interleaved:\n        return x_THW",
+        "    if not form.is_interleaved:\n        return x_THW",
+    ),
+    "second half of the angles read by neighbours": (
+        "slice(num_pairs) if form.is_interleaved",
+        "slice(num_pairs, None) if form.is_interleaved",
+    ),
     "first half of the angles read by halves": ("else slice(num_pairs, None)", "else slice(num_pairs)"),
     "columns that are not rotated are lost": ("    mixed_rest.copy_(rest)\n", "    mixed_rest.zero_()\n"),
     "eps lost": (" + form.eps)", ")"),
     "mean over the rotated columns": ("x_THW.square().mean(", "x_THW[..., : form.num_rotated].square().mean("),
     "offset of the weight lost": (" + form.weight_offset", ""),
     "weights swapped": ("q_weight_W.to(wide).expand(form.num_heads", "k_weight_W.to(wide).expand(form.num_heads"),
-    "not rounded before the weight": ("        if not form.is_weight_wide:\n            x_THW = x_THW.to(dtype).to(wide)\n", ""),
+    "not rounded before the weight": (
+        "        if not form.is_weight_wide:\n            x_THW = x_THW.to(dtype).to(wide)\n",
+        "",
+    ),
     "always rounded before the weight": ("if not form.is_weight_wide:", "if True:"),
-    "gradient without the norm's mean": (".mean(dim=2, keepdim=True))\n    out =", ".mean(dim=2, keepdim=True) * 0)\n    out ="),
+    "gradient without the norm's mean": (
+        ".mean(dim=2, keepdim=True))\n    out =",
+        ".mean(dim=2, keepdim=True) * 0)\n    out =",
+    ),
     "gradient without the norm's scale": ("d_THW = scale_T * (d_THW -", "d_THW = (d_THW -"),
-    "weight not applied to the gradient": ("d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)", "d_THW = d_THW * 1"),
+    "weight not applied to the gradient": (
+        "d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)",
+        "d_THW = d_THW * 1",
+    ),
     "gradient of the weight from raw values": ("(d_THW * x_THW).sum(dim=0)", "(d_THW * x_THW / scale_T).sum(dim=0)"),
     "last head's weight gradient lost": ("[: form.num_heads].sum(dim=0)", "[: form.num_heads - 1].sum(dim=0)"),
     "values not copied": (" :].copy_(source_TC[:, form.num_qk_columns :])", " :].zero_()"),
     "first share only": (".sum(dim=2) for d in", "[:, :, 0] for d in"),
-    "shares of other heads": (".unflatten(1, (form.num_kv_heads, -1)).sum(dim=2)", ".unflatten(1, (-1, form.num_kv_heads)).sum(dim=1)"),
+    "shares of other heads": (
+        ".unflatten(1, (form.num_kv_heads, -1)).sum(dim=2)",
+        ".unflatten(1, (-1, form.num_kv_heads)).sum(dim=1)",
+    ),
     "shares rounded in between": ("(d.to(wide).unflatten", "(d.unflatten"),
     "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
-}  # fmt: skip
+}
 
 
 def check_every_part(functions):
@@ -562,18 +622,36 @@ def test_impossible_arguments_are_refused(change, error, message):
         ({"d_heads": torch.ones(3, 16, device="meta")}, ShapeError, "must be as qkv_TC"),
         ({"d_heads": torch.ones(()).expand(3, 16)}, ShapeError, "contiguous"),
         ({"d_heads": heads_of(2, 1, 2)}, ShapeError, "must be as qkv_TC"),
-        ({"d_heads": heads_of(3, 1, 3)}, ShapeError, r"d_q_THW is \(3, 3, 4\); it must be \(3 tokens, 2 heads, width 4\)"),
+        (
+            {"d_heads": heads_of(3, 1, 3)},
+            ShapeError,
+            r"d_q_THW is \(3, 3, 4\); it must be \(3 tokens, 2 heads, width 4\)",
+        ),
         ({"d_heads": heads_of(3, 1, 2)._replace(d_k_TJW=torch.ones(3, 3, 4))}, ShapeError, "1 or 2 heads"),
         ({"d_heads": heads_of(3, 1, 2)._replace(d_v_TJW=torch.ones(3, 2, 4))}, ShapeError, "must be alike"),
-        ({"d_heads": heads_of(3, 1, 2)._replace(d_v_TJW=torch.ones(3, 2, 4).double())}, ShapeError, "must be as d_q_THW"),
-        ({"d_heads": heads_of(3, 1, 2)._replace(d_k_TJW=torch.ones(2, 3, 4).transpose(0, 1))}, ShapeError, "must be contiguous"),
+        (
+            {"d_heads": heads_of(3, 1, 2)._replace(d_v_TJW=torch.ones(3, 2, 4).double())},
+            ShapeError,
+            "must be as d_q_THW",
+        ),
+        (
+            {"d_heads": heads_of(3, 1, 2)._replace(d_k_TJW=torch.ones(2, 3, 4).transpose(0, 1))},
+            ShapeError,
+            "must be contiguous",
+        ),
         ({"qkv_TC": None}, ShapeError, "rebuilt from the raw heads"),
         ({"needs_weight": None}, OptionError, "needs_weight"),
         ({"form": FORM._replace(has_norm=False), "q_weight_W": None, "k_weight_W": None}, OptionError, "no weights"),
     ],
 )
 def test_gradients_that_do_not_fit_are_refused(change, error, message):
-    arguments = {"d_heads": torch.ones(3, 16), "qkv_TC": torch.ones(3, 16), "cos_TW": torch.ones(3, 4), "sin_TW": torch.ones(3, 4), "form": FORM}
+    arguments = {
+        "d_heads": torch.ones(3, 16),
+        "qkv_TC": torch.ones(3, 16),
+        "cos_TW": torch.ones(3, 4),
+        "sin_TW": torch.ones(3, 4),
+        "form": FORM,
+    }
     arguments |= {"q_weight_W": torch.ones(4), "k_weight_W": torch.ones(4), "needs_weight": True, **change}
     with pytest.raises(error, match=message):
         qk_rope_backward(**arguments)
@@ -597,7 +675,12 @@ def test_memory_that_is_still_read_is_refused():
     with pytest.raises(ShapeError, match="shares memory"):
         qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=plain_form, out=buffer[61:109].view(3, 16))
     for out in (d_qkv_TC, buffer[0:48].view(3, 16), qkv_TC, buffer[240:288].view(3, 16)):
-        assert qk_rope_backward(d_qkv_TC, qkv_TC, cos_TW, sin_TW, form=FORM, needs_weight=True, out=out, **weights).d_raw_TC is out
+        assert (
+            qk_rope_backward(
+                d_qkv_TC, qkv_TC, cos_TW, sin_TW, form=FORM, needs_weight=True, out=out, **weights
+            ).d_raw_TC
+            is out
+        )
 
 
 @pytest.mark.slow

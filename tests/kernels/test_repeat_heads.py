@@ -24,7 +24,9 @@ for capability, dtype, heads, width, times in ((86, "fp16", 8, 128, 5), (90, "bf
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("shape", "num_heads"), [((5, 2, 4), 6), ((1, 3, 2), 3), ((4, 1, 8), 5), ((0, 2, 4), 4), ((3, 2, 0), 4)])
+@pytest.mark.parametrize(
+    ("shape", "num_heads"), [((5, 2, 4), 6), ((1, 3, 2), 3), ((4, 1, 8), 5), ((0, 2, 4), 4), ((3, 2, 0), 4)]
+)
 def test_every_head_stands_beside_itself(shape, num_heads, dtype):
     x = torch.randn(shape).to(dtype)
     found = repeat_heads(x, num_heads)

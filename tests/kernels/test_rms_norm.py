@@ -1,4 +1,6 @@
-"""Residual add and RMSNorm: formula, gradient and refusals on a CPU by the plain twin; the kernels in the interpreter and by the compiler."""
+"""Residual add and RMSNorm: formula, gradient and refusals on a CPU by the plain twin; the kernels in the
+interpreter and by the compiler.
+"""
 
 from pathlib import Path
 
@@ -14,12 +16,18 @@ from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan,
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LLAMA, GPT_OSS, GEMMA = NormForm(), NormForm(eps=1e-5, is_weight_wide=True), NormForm(weight_offset=1.0, is_weight_wide=True)
+LLAMA, GPT_OSS, GEMMA = (
+    NormForm(),
+    NormForm(eps=1e-5, is_weight_wide=True),
+    NormForm(weight_offset=1.0, is_weight_wide=True),
+)
 FORMS = (LLAMA, GPT_OSS, GEMMA, NormForm(weight_offset=1.0))
 ROWS, COLUMNS = (1, 7, 65), (1, 5, 16, 64, 128, 131)
-# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of which ours are the first.
+# Errors of a handful of values are luck: plain PyTorch and the largest value are measured on at least so many rows, of
+# which ours are the first.
 NUM_MEASURED_ROWS = 513
-# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost between two numbers.
+# With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
+# between two numbers.
 NUM_FOR_SHARE, SHARE = 200, 0.01
 
 COMPILE_SCRIPT = """
@@ -49,8 +57,9 @@ for capability, dtype, weight in ((80, "fp16", "fp16"), (86, "fp32", "fp32"), (9
             signature = {name: signature[name] for name in kernel.arg_names}
             source = ASTSource(kernel, signature, constexprs=constants)
             ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}).asm["ptx"]
-            # A product that lanes exchange may be fused with the sum after it: each lane rounds its own less than that of the other, so that lanes
-            # hold different sums of one row, and all of them write theirs to one place in shared memory.
+            # A product that lanes exchange may be fused with the sum after it: each lane rounds its own less than that
+            # of the other, so that lanes hold different sums of one row, and all of them write theirs to one place in
+            # shared memory.
             exchanged = set(re.findall(r"shfl[.]sync[.]bfly[.]b32\\s+%\\w+, (%\\w+),", ptx))
             products = set(re.findall(r"mul[.]f32\\s+(%\\w+),", ptx))
             assert exchanged or num_columns == 1, (kernel.__name__, num_columns)
@@ -64,12 +73,16 @@ def formula(x_TD, weight_D, form):
     hidden = x_TD.to(wide)
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + form.eps)
     if form.is_weight_wide or form.weight_offset:
-        return ((hidden if form.is_weight_wide else hidden.to(x_TD.dtype)) * (form.weight_offset + weight_D.to(wide))).to(x_TD.dtype)
+        return (
+            (hidden if form.is_weight_wide else hidden.to(x_TD.dtype)) * (form.weight_offset + weight_D.to(wide))
+        ).to(x_TD.dtype)
     return (weight_D * hidden.to(x_TD.dtype)).to(x_TD.dtype)
 
 
 def run_formula(d_y_TD, sum_TD, weight_D, d_sum_TD, form, *, wide):
-    """Reciprocal root and gradients of the formula in a wide dtype through autograd; the weight has one gradient per row."""
+    """Reciprocal root and gradients of the formula in a wide dtype through autograd; the weight has one gradient
+    per row.
+    """
     sum_TD = sum_TD.detach().to(wide).requires_grad_()
     weight_TD = weight_D.detach().to(wide).expand(sum_TD.shape).requires_grad_()
     (formula(sum_TD, weight_TD, form) * d_y_TD.to(wide)).sum().backward()
@@ -95,16 +108,23 @@ def assert_mostly_equal(name, ours, expected, *, share=SHARE):
 
 
 def assert_value(name, ours, *, plain, truth, dtype):
-    """Within the bound; plain PyTorch may have more rows, and stands in where ours has none: it is within any multiple of its own error."""
+    """Within the bound; plain PyTorch may have more rows, and stands in where ours has none: it is within any
+    multiple of its own error.
+    """
     assert ours.dtype is dtype
     assert_within_bound(name, torch.cat([ours, plain[len(ours) :]]), plain=plain, truth=truth, dtype=dtype)
 
 
 def assert_weight_gradient(ours_D, *, plain_TD, truth_TD, num_rows):
-    """Within the bound; plain fp32 and the largest sum are measured on every full group of as many rows, of which ours is the first."""
+    """Within the bound; plain fp32 and the largest sum are measured on every full group of as many rows, of which
+    ours is the first.
+    """
     assert ours_D.dtype is torch.float32
     num_groups = len(truth_TD) // num_rows
-    plain_GD, truth_GD = (terms_TD[: num_groups * num_rows].unflatten(0, (num_groups, num_rows)).sum(1) for terms_TD in (plain_TD, truth_TD))
+    plain_GD, truth_GD = (
+        terms_TD[: num_groups * num_rows].unflatten(0, (num_groups, num_rows)).sum(1)
+        for terms_TD in (plain_TD, truth_TD)
+    )
     ours_GD = torch.cat([ours_D[None], plain_GD[1:]])
     assert_within_bound("d_weight", ours_GD, plain=plain_GD, truth=truth_GD, dtype=torch.float32)
 
@@ -131,10 +151,14 @@ def check_against_truth(
     plain_sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
 
     ours_x_TD, ours_d_y_TD = poisoned(x_TD[:num_rows]), poisoned(d_y_TD[:num_rows])
-    ours_residual_TD, ours_d_sum_TD = (None if tensor is None else poisoned(tensor[:num_rows]) for tensor in (residual_TD, d_sum_TD))
+    ours_residual_TD, ours_d_sum_TD = (
+        None if tensor is None else poisoned(tensor[:num_rows]) for tensor in (residual_TD, d_sum_TD)
+    )
     ours_weight_D = poisoned(weight_D)
     with fresh_memory_is_nan():
-        y_TD, sum_TD, rstd_T = functions.rms_norm_forward(ours_x_TD, ours_weight_D, form=form, residual_TD=ours_residual_TD)
+        y_TD, sum_TD, rstd_T = functions.rms_norm_forward(
+            ours_x_TD, ours_weight_D, form=form, residual_TD=ours_residual_TD
+        )
         ours_sum_TD, ours_rstd_T = poisoned(sum_TD), poisoned(rstd_T)
         again_T = None if is_rstd_given else poisoned(torch.zeros_like(rstd_T))
         d_x_TD, d_weight_D = functions.rms_norm_backward(
@@ -147,7 +171,12 @@ def check_against_truth(
             needs_weight=True,
             rstd_out=again_T,
         )
-    for ours, given in ((ours_x_TD, x_TD), (ours_residual_TD, residual_TD), (ours_d_y_TD, d_y_TD), (ours_d_sum_TD, d_sum_TD)):
+    for ours, given in (
+        (ours_x_TD, x_TD),
+        (ours_residual_TD, residual_TD),
+        (ours_d_y_TD, d_y_TD),
+        (ours_d_sum_TD, d_sum_TD),
+    ):
         assert ours is None or torch.equal(ours, given[:num_rows])
     assert torch.equal(ours_weight_D, weight_D)
     assert torch.equal(ours_sum_TD, sum_TD)
@@ -177,7 +206,9 @@ def check_against_truth(
 
 
 def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu"):
-    """d_x may take the place of d_y, of d_sum, and of both where they are one, and y a place that is given; nothing beside it is written."""
+    """d_x may take the place of d_y, of d_sum, and of both where they are one, and y a place that is given;
+    nothing beside it is written.
+    """
     x_TD, _, weight_D, d_y_TD, d_sum_TD = make_inputs(num_rows, num_columns, dtype, form, device=device)
     expected = functions.rms_norm_forward(x_TD, weight_D, form=form)
     rstd_T, place_TD = expected.rstd_T, poisoned(torch.zeros_like(x_TD))
@@ -187,10 +218,14 @@ def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu
     assert place_TD._base.isnan().sum() == place_TD._base.numel() - place_TD.numel()
     for place in ("d_y", "d_sum", "both"):
         inner_TD = poisoned(d_sum_TD if place == "d_sum" else d_y_TD)
-        ours_d_y_TD, ours_d_sum_TD = (inner_TD if place in (name, "both") else tensor for name, tensor in (("d_y", d_y_TD), ("d_sum", d_sum_TD)))
+        ours_d_y_TD, ours_d_sum_TD = (
+            inner_TD if place in (name, "both") else tensor for name, tensor in (("d_y", d_y_TD), ("d_sum", d_sum_TD))
+        )
         arguments = {"form": form, "needs_weight": True}
         expected = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, rstd_T, d_sum_TD=ours_d_sum_TD, **arguments)
-        ours = functions.rms_norm_backward(ours_d_y_TD, x_TD, weight_D, rstd_T, d_sum_TD=ours_d_sum_TD, out=inner_TD, **arguments)
+        ours = functions.rms_norm_backward(
+            ours_d_y_TD, x_TD, weight_D, rstd_T, d_sum_TD=ours_d_sum_TD, out=inner_TD, **arguments
+        )
         assert ours.d_x_TD is inner_TD
         assert all(torch.equal(one, other) for one, other in zip(ours, expected))
         buffer = inner_TD._base
@@ -200,7 +235,9 @@ def check_in_place(functions, num_rows, num_columns, dtype, form, *, device="cpu
 def check_rows_of_nan_stay_alone(functions, dtype, form, *, device="cpu"):
     def run():
         y_TD, sum_TD, rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
-        gradients = functions.rms_norm_backward(d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True)
+        gradients = functions.rms_norm_backward(
+            d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True
+        )
         return (y_TD, sum_TD, rstd_T, gradients.d_x_TD), gradients.d_weight_D
 
     x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(21, 33, dtype, form, device=device)
@@ -219,7 +256,8 @@ def check_without_the_weight(functions, dtype, form, *, device="cpu"):
     x_TD, _, weight_D, d_y_TD, _ = make_inputs(65, 130, dtype, form, device=device)
     rstd_T = functions.rms_norm_forward(x_TD, weight_D, form=form).rstd_T
     with_weight, without = (
-        functions.rms_norm_backward(d_y_TD, x_TD, weight_D, rstd_T, form=form, needs_weight=needs_weight) for needs_weight in (True, False)
+        functions.rms_norm_backward(d_y_TD, x_TD, weight_D, rstd_T, form=form, needs_weight=needs_weight)
+        for needs_weight in (True, False)
     )
     assert torch.equal(with_weight.d_x_TD, without.d_x_TD)
     assert without.d_weight_D is None
@@ -248,7 +286,11 @@ def test_the_formula_is_that_of_transformers(dtype):
     gemma3 = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    for norm_class, form in ((llama.LlamaRMSNorm, LLAMA), (gpt_oss.GptOssRMSNorm, GPT_OSS), (gemma3.Gemma3RMSNorm, GEMMA)):
+    for norm_class, form in (
+        (llama.LlamaRMSNorm, LLAMA),
+        (gpt_oss.GptOssRMSNorm, GPT_OSS),
+        (gemma3.Gemma3RMSNorm, GEMMA),
+    ):
         for weight_dtype in {dtype, torch.float32}:
             x_TD, residual_TD, weight_D, _, _ = make_inputs(65, 131, dtype, form, weight_dtype=weight_dtype)
             norm = norm_class(131, eps=form.eps).to(weight_dtype)
@@ -263,7 +305,9 @@ def test_the_formula_is_that_of_transformers(dtype):
 def test_in_float64_formula_and_gradient_equal_autograd(form, is_rstd_given):
     x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = make_inputs(7, 33, torch.float64, form)
     y_TD, sum_TD, rstd_T = rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
-    gradients = rms_norm_backward(d_y_TD, sum_TD, weight_D, rstd_T if is_rstd_given else None, form=form, d_sum_TD=d_sum_TD, needs_weight=True)
+    gradients = rms_norm_backward(
+        d_y_TD, sum_TD, weight_D, rstd_T if is_rstd_given else None, form=form, d_sum_TD=d_sum_TD, needs_weight=True
+    )
     leaves = [tensor.clone().requires_grad_() for tensor in (x_TD, residual_TD, weight_D)]
     true_sum_TD = leaves[0] + leaves[1]
     true_y_TD = formula(true_sum_TD, leaves[2], form)
@@ -332,11 +376,20 @@ def test_without_rows():
 
 
 def test_no_graph_and_no_wait():
-    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = (tensor.requires_grad_() for tensor in make_inputs(7, 5, torch.float32, LLAMA))
+    x_TD, residual_TD, weight_D, d_y_TD, d_sum_TD = (
+        tensor.requires_grad_() for tensor in make_inputs(7, 5, torch.float32, LLAMA)
+    )
     with Watch() as watch:
         output = rms_norm_forward(x_TD, weight_D, form=LLAMA, residual_TD=residual_TD)
         gradients = rms_norm_backward(
-            d_y_TD, output.sum_TD, weight_D, output.rstd_T, form=LLAMA, d_sum_TD=d_sum_TD, needs_weight=True, out=d_y_TD.detach()
+            d_y_TD,
+            output.sum_TD,
+            weight_D,
+            output.rstd_T,
+            form=LLAMA,
+            d_sum_TD=d_sum_TD,
+            needs_weight=True,
+            out=d_y_TD.detach(),
         )
     assert watch.waits == []
     assert not any(tensor.requires_grad for tensor in (*output, *gradients))
@@ -349,19 +402,31 @@ REFERENCE_FAULTS = {
     "normed row not rounded": ("if not form.is_weight_wide:", "if False:"),
     "normed row rounded in the wide form": ("if not form.is_weight_wide:", "if True:"),
     "residual lost": ("else x_TD + residual_TD", "else x_TD.clone()"),
-    "the sum is normed before it is rounded": ("wide_TD = sum_TD.to(wide)", "wide_TD = x_TD.to(wide) + (0 if residual_TD is None else residual_TD)"),
+    "the sum is normed before it is rounded": (
+        "wide_TD = sum_TD.to(wide)",
+        "wide_TD = x_TD.to(wide) + (0 if residual_TD is None else residual_TD)",
+    ),
     "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
     "root taken for a constant": ("(d_normed_TD - normed_TD * along_T[:, None])", "d_normed_TD"),
     "second factor of the root lost": ("along_T[:, None]) * rstd_T[:, None]", "along_T[:, None])"),
     "share along the row is the sum": ("(d_normed_TD * normed_TD).mean(dim=1)", "(d_normed_TD * normed_TD).sum(dim=1)"),
-    "weight not in the gradient": ("d_normed_TD = d_y_TD * shifted_weight(weight_D, wide, form)", "d_normed_TD = d_y_TD"),
+    "weight not in the gradient": (
+        "d_normed_TD = d_y_TD * shifted_weight(weight_D, wide, form)",
+        "d_normed_TD = d_y_TD",
+    ),
     "weight's gradient by the raw row": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * wide_TD).sum(dim=0)"),
-    "weight's gradient by the rounded row": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * normed_TD.to(sum_TD.dtype)).sum(dim=0)"),
-    "last row not in the weight's gradient": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * normed_TD)[:-1].sum(dim=0)"),
+    "weight's gradient by the rounded row": (
+        "(d_y_TD * normed_TD).sum(dim=0)",
+        "(d_y_TD * normed_TD.to(sum_TD.dtype)).sum(dim=0)",
+    ),
+    "last row not in the weight's gradient": (
+        "(d_y_TD * normed_TD).sum(dim=0)",
+        "(d_y_TD * normed_TD)[:-1].sum(dim=0)",
+    ),
     "roots not written": ("rstd_out.copy_(rstd_T)", "rstd_out.zero_()"),
     "gradient of the sum lost": ("d_x_TD = d_x_TD + d_sum_TD.to(wide)", "pass"),
     "gradient rounded before it is added": ("d_x_TD + d_sum_TD.to(wide)", "d_x_TD.to(sum_TD.dtype) + d_sum_TD"),
-}  # fmt: skip
+}
 
 
 def check_every_part(functions, num_columns=130, dtype=torch.bfloat16, *, device="cpu"):
@@ -412,7 +477,14 @@ def test_without_a_fault_the_same_check_passes():
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):
-    given = {"sum_TD": torch.ones(3, 4), "weight_D": torch.ones(4), "other": torch.ones(3, 4), "form": NormForm(), "backend": "auto", **change}
+    given = {
+        "sum_TD": torch.ones(3, 4),
+        "weight_D": torch.ones(4),
+        "other": torch.ones(3, 4),
+        "form": NormForm(),
+        "backend": "auto",
+        **change,
+    }
     rows, weight, other = given.pop("sum_TD"), given.pop("weight_D"), given.pop("other")
     with pytest.raises(error, match=message):
         rms_norm_forward(rows, weight, residual_TD=other, **given)
@@ -438,7 +510,9 @@ def test_what_does_not_fit_is_refused(change, error, message):
 def test_roots_of_other_rows_are_refused(rstd_T, message):
     for roots in ({"rstd_T": rstd_T}, {"rstd_T": None, "rstd_out": rstd_T}):
         with pytest.raises(ShapeError, match=message):
-            rms_norm_backward(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), **roots, form=LLAMA, needs_weight=False)
+            rms_norm_backward(
+                torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), **roots, form=LLAMA, needs_weight=False
+            )
 
 
 def test_whether_the_weight_has_a_gradient_is_a_yes_or_a_no():

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel of AdamW in 8 bits, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel of AdamW in 8 bits, run in a process of their own: TRITON_INTERPRET must be set before
+Triton is first imported.
 
 ``test_adamw_8bit.py`` runs them in the interpreter, ``tests/gpu/test_adamw_step_gpu.py`` on the device.
 """
@@ -11,7 +12,15 @@ import torch
 from lightning_fastft.kernels.adamw_step import triton
 from lightning_fastft.kernels.adamw_step.codes import BLOCK
 from lightning_fastft.kernels.adamw_step.reference import CHUNK
-from tests.kernels.test_adamw_8bit import CHANGES, COMBINATIONS, OPTIONS, check_every_part, check_step, make_rows, make_table
+from tests.kernels.test_adamw_8bit import (
+    CHANGES,
+    COMBINATIONS,
+    OPTIONS,
+    check_every_part,
+    check_step,
+    make_rows,
+    make_table,
+)
 from tests.support.children import thinned
 from tests.support.truth import load_with_fault
 
@@ -24,7 +33,10 @@ def _no_graph():
         yield
 
 
-@pytest.mark.parametrize(("combination", "offset"), thinned(COMBINATIONS, (0, 1), keep=lambda combination, offset: (combination + offset) % 2))
+@pytest.mark.parametrize(
+    ("combination", "offset"),
+    thinned(COMBINATIONS, (0, 1), keep=lambda combination, offset: (combination + offset) % 2),
+)
 def test_each_combination_of_dtypes_equals_the_truth(combination, offset):
     check_step(triton, (combination,), offset=offset, device=DEVICE)
 
@@ -34,7 +46,9 @@ def test_tensors_that_vectors_fit_equal_the_truth(combination):
     check_step(triton, (combination,), sizes=(16, CHUNK + 16, 5 * BLOCK), offset=0, device=DEVICE)
 
 
-@pytest.mark.parametrize(("change", "scale"), thinned(CHANGES, (None, 0.37), keep=lambda change, scale: (change + scale) % 2))
+@pytest.mark.parametrize(
+    ("change", "scale"), thinned(CHANGES, (None, 0.37), keep=lambda change, scale: (change + scale) % 2)
+)
 def test_other_options(change, scale):
     check_step(triton, options=OPTIONS._replace(**change), scale=scale, sizes=(300, 7, CHUNK + 37), device=DEVICE)
 
@@ -45,7 +59,9 @@ def test_two_runs_are_bit_equal():
         torch.manual_seed(6)
         runs.append(make_rows(device=DEVICE))
         triton.adamw_step(make_table(runs[-1]), options=OPTIONS, scale=torch.tensor(0.3, device=DEVICE))
-    assert all(one is None or torch.equal(one, other) for row, twin in zip(*runs) for one, other in zip(row[:6], twin[:6]))
+    assert all(
+        one is None or torch.equal(one, other) for row, twin in zip(*runs) for one, other in zip(row[:6], twin[:6])
+    )
 
 
 def test_autograd_learns_of_every_write():
@@ -55,11 +71,17 @@ def test_autograd_learns_of_every_write():
     for row, old in zip(rows, before):
         has_grad = row.owner.grad is not None
         found = [None if tensor is None else tensor._version for tensor in row]
-        assert found == [None if version is None else version + (has_grad and place < 6) for place, version in enumerate(old)]
+        assert found == [
+            None if version is None else version + (has_grad and place < 6) for place, version in enumerate(old)
+        ]
 
 
 SQUARE = "square = beta2 * square + square_share * grad * grad\n    param"
-SCALE = "    square *= tl.load(square_absmax_ptrs, mask=is_block, other=0.0)[:, None]\n    if HAS_SCALE:\n        grad *= tl.load(scale_ptr)\n"
+SCALE = (
+    "    square *= tl.load(square_absmax_ptrs, mask=is_block, other=0.0)[:, None]\n    if HAS_SCALE:\n        "
+    "grad "
+    "*= tl.load(scale_ptr)\n"
+)
 ABSMAX_PLACE = "tl.pointer_type(tl.float32)) + start // _WIDTH + blocks\n    grad_ptrs"
 SIGN = "tl.where(values < 0.0, _ZERO - tl.minimum(place, _ZERO), _ZERO + place)"
 FLAG = "num_readable = tl.where(tl.load(found_inf_ptr) == 0.0, num_readable, 0)"
@@ -76,10 +98,19 @@ FAULTS = {
     "old magnitude of the average": ("    tl.store(avg_absmax_ptrs, avg_absmax, mask=is_block)\n", ""),
     "old magnitude of the squares": ("    tl.store(square_absmax_ptrs, square_absmax, mask=is_block)\n", ""),
     "magnitude not taken": ("    avg *= tl.load(avg_absmax_ptrs, mask=is_block, other=0.0)[:, None]\n", ""),
-    "magnitude of the average for squares": ("square *= tl.load(square_absmax_ptrs", "square *= tl.load(avg_absmax_ptrs"),
-    "magnitudes of the first tensor": ("tl.load(place_ptr + _EXP_AVG_ABSMAX * num_rows)", "tl.load(address_ptr + _EXP_AVG_ABSMAX * num_rows)"),
+    "magnitude of the average for squares": (
+        "square *= tl.load(square_absmax_ptrs",
+        "square *= tl.load(avg_absmax_ptrs",
+    ),
+    "magnitudes of the first tensor": (
+        "tl.load(place_ptr + _EXP_AVG_ABSMAX * num_rows)",
+        "tl.load(address_ptr + _EXP_AVG_ABSMAX * num_rows)",
+    ),
     "magnitudes of the first chunk": (ABSMAX_PLACE, ABSMAX_PLACE.replace(" + start // _WIDTH", "")),
-    "signed map for squares": ("tl.load(table_ptr + _TABLE_WIDTH + tl.load(square_ptrs", "tl.load(table_ptr + tl.load(square_ptrs"),
+    "signed map for squares": (
+        "tl.load(table_ptr + _TABLE_WIDTH + tl.load(square_ptrs",
+        "tl.load(table_ptr + tl.load(square_ptrs",
+    ),
     "sign lost": (SIGN, SIGN.replace("_ZERO - tl.minimum(place, _ZERO)", "_ZERO + place")),
     "a negative 1": ("_ZERO - tl.minimum(place, _ZERO)", "_ZERO - place"),
     "highest zone lost": ("tl.where(is_high, T8, T6)", "tl.where(is_high, 2.0, T6)"),
@@ -89,15 +120,21 @@ FAULTS = {
     "rounded instead of cut": ("* (4.0 / 9.0)).to(tl.int32)", "* (4.0 / 9.0) + 0.5).to(tl.int32)"),
     "slopes of the signed map": ("table_ptr + _TABLE_WIDTH + _NUM_CODES, 2)", "table_ptr + _NUM_CODES, 2)"),
     "places from 0": ("(tl.maximum(place, 1) - 1)", "tl.minimum(place, 255)"),
-    "last blocks lost": ("grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK))", "grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK) - 1)"),
+    "last blocks lost": (
+        "grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK))",
+        "grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK) - 1)",
+    ),
     "blocks of the first program": ("* CHUNK + tl.program_id(1) * (NUM_BLOCKS * _WIDTH)", "* CHUNK"),
     "mask lost": ("    inside = offs < num_left\n", "    inside = offs < num_left + _WIDTH * (num_left > 0)\n"),
     "last element lost": ("    inside = offs < num_left\n", "    inside = offs < num_left - 1\n"),
-    "last block's magnitude lost": ("is_block = blocks * _WIDTH < num_left", "is_block = (blocks + 1) * _WIDTH <= num_left"),
+    "last block's magnitude lost": (
+        "is_block = blocks * _WIDTH < num_left",
+        "is_block = (blocks + 1) * _WIDTH <= num_left",
+    ),
     "master not written": (PARAM_STORE, PARAM_STORE.replace("    tl.store(param_ptrs, rounded, mask=inside)\n", "")),
     "flag not read": (FLAG, "num_readable = num_readable * 1"),
     "NaN in the flag taken for a step": (FLAG, FLAG.replace("== 0.0", "!= 1.0")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

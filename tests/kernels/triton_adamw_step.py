@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_adamw_step.py`` runs them in the interpreter, ``tests/gpu/test_adamw_step_gpu.py`` on the device.
 """
@@ -72,7 +73,9 @@ def test_other_options(change, scale):
 
 def test_a_learning_rate_on_the_device():
     for step in (1, 3, 1000):
-        check_step(triton, options=OPTIONS._replace(learning_rate=torch.tensor(0.05, device=DEVICE), step=step), device=DEVICE)
+        check_step(
+            triton, options=OPTIONS._replace(learning_rate=torch.tensor(0.05, device=DEVICE), step=step), device=DEVICE
+        )
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -130,7 +133,9 @@ def test_two_runs_are_bit_equal():
         scales.append(triton.grad_norm(table))
         triton.adamw_step(table, options=OPTIONS, scale=scales[-1])
     assert torch.equal(*scales)
-    assert all(one is None or torch.equal(one, other) for row, twin in zip(*runs) for one, other in zip(row[:4], twin[:4]))
+    assert all(
+        one is None or torch.equal(one, other) for row, twin in zip(*runs) for one, other in zip(row[:4], twin[:4])
+    )
 
 
 def test_autograd_learns_of_every_write():
@@ -169,40 +174,64 @@ def test_one_launch_per_combination_of_dtypes(combinations, monkeypatch):
 
 UPDATE = "param -= decay * param + rate * tl.div_rn(avg, denominator)"
 MASK = "return row, offs, offs < num_readable"
-STEP_LOAD = "_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(tl.float32)\n    param"
+STEP_LOAD = (
+    "_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, "
+    "other=0.0).to(tl.float32)\n    param"
+)
 NORM_LOAD = STEP_LOAD.replace("    param", "        total")
 STORE_MASTER = "    rounded = param.to(PARAM_DTYPE)\n    tl.store(param_ptrs, rounded, mask=inside)\n"
 FAULTS = {
     "bias correction lost": ("float(learning_rate / correction)", "float(learning_rate)"),
     "bias correction of squares lost": ("            root_correction,\n", "            1.0,\n"),
-    "decay coupled": ("grad *= tl.load(scale_ptr)\n", "grad = grad * tl.load(scale_ptr) + decay * param\n        decay = 0.0 * decay\n"),
+    "decay coupled": (
+        "grad *= tl.load(scale_ptr)\n",
+        "grad = grad * tl.load(scale_ptr) + decay * param\n        decay = 0.0 * decay\n",
+    ),
     "decay without the learning rate": ("float(learning_rate * options.weight_decay)", "float(options.weight_decay)"),
     "decay lost": (UPDATE, UPDATE.replace("decay * param +", "")),
     "decay after the step": (UPDATE, UPDATE.replace("decay * param +", "") + "\n    param -= decay * param"),
     "decay of a learning rate of one": ("        decay *= learning_rate\n", ""),
     "step of a learning rate of one": ("        rate *= learning_rate\n", ""),
     "scale lost": ("        grad *= tl.load(scale_ptr)\n", "        grad *= 1.0\n"),
-    "scale in the narrow dtype": ("grad *= tl.load(scale_ptr)", "grad = (grad * tl.load(scale_ptr)).to(GRAD_DTYPE).to(tl.float32)"),
+    "scale in the narrow dtype": (
+        "grad *= tl.load(scale_ptr)",
+        "grad = (grad * tl.load(scale_ptr)).to(GRAD_DTYPE).to(tl.float32)",
+    ),
     "eps lost": ("root_correction) + eps", "root_correction)"),
-    "eps inside the root": ("tl.div_rn(tl.sqrt_rn(square), root_correction) + eps", "tl.div_rn(tl.sqrt_rn(square + eps), root_correction)"),
+    "eps inside the root": (
+        "tl.div_rn(tl.sqrt_rn(square), root_correction) + eps",
+        "tl.div_rn(tl.sqrt_rn(square + eps), root_correction)",
+    ),
     "root lost": ("tl.sqrt_rn(square)", "square"),
     "share of the average for squares": ("beta2 * square + square_share", "beta2 * square + grad_share"),
     "beta of the average for squares": ("            float(options.beta2),\n", "            float(options.beta1),\n"),
     "shares of the average swapped": ("grad_share * (grad - avg)", "beta1 * (grad - avg)"),
     "far end of the average": ("grad - beta1 * (grad - avg)", "grad"),
-    "fp32 lost": ("rate * tl.div_rn(avg, denominator)", "rate * tl.div_rn(avg, denominator).to(tl.float16).to(tl.float32)"),
+    "fp32 lost": (
+        "rate * tl.div_rn(avg, denominator)",
+        "rate * tl.div_rn(avg, denominator).to(tl.float16).to(tl.float32)",
+    ),
     "last chunk lost": ("_adamw_kernel[(num_chunks,)]", "_adamw_kernel[(num_chunks - 1,)]"),
-    "last chunk of the norm lost": ("            len(group.row_C),\n            GRAD", "            len(group.row_C) - 1,\n            GRAD"),
+    "last chunk of the norm lost": (
+        "            len(group.row_C),\n            GRAD",
+        "            len(group.row_C) - 1,\n            GRAD",
+    ),
     "one chunk per program": ("range(program, num_chunks, NUM_PROGRAMS)", "range(program, program + 1, NUM_PROGRAMS)"),
     "last partial sum lost": ("mask=offs < num_partials,", "mask=offs < num_partials - 1,"),
     "last partial sums only": ("total += tl.sum(tl.load(", "total = tl.sum(tl.load("),
     "norm without root": ("tl.sqrt(total)", "total"),
-    "first chunk of each tensor": ("tl.load(index_ptr + chunk).to(tl.int64) * BLOCK", "tl.load(index_ptr + chunk).to(tl.int64) * 0"),
+    "first chunk of each tensor": (
+        "tl.load(index_ptr + chunk).to(tl.int64) * BLOCK",
+        "tl.load(index_ptr + chunk).to(tl.int64) * 0",
+    ),
     "mask lost": (MASK, MASK + " + BLOCK * (num_readable > 0)"),
     "one element behind": (MASK, MASK + " + (num_readable > 0)"),
     "one element before": (MASK, MASK.replace("offs, offs", "offs - 1, offs")),
     "last element lost": (MASK, MASK + " - 1"),
-    "shadow of the old master": (STORE_MASTER, STORE_MASTER + "    rounded = (param + rate * tl.div_rn(avg, denominator)).to(PARAM_DTYPE)\n"),
+    "shadow of the old master": (
+        STORE_MASTER,
+        STORE_MASTER + "    rounded = (param + rate * tl.div_rn(avg, denominator)).to(PARAM_DTYPE)\n",
+    ),
     "shadow lost": ("        tl.store(shadow_ptrs, rounded.to(tl.float32).to(SHADOW_DTYPE), mask=inside)\n", ""),
     "shadow not of the rounded master": ("rounded.to(tl.float32).to(SHADOW_DTYPE)", "param.to(SHADOW_DTYPE)"),
     "average not written": ("    tl.store(avg_ptrs, avg, mask=inside)\n", ""),
@@ -220,19 +249,34 @@ FAULTS = {
     "root of the host under a flag": ("        root_correction = tl.load(number_ptr + 1)\n", ""),
     "table not refreshed": ("    table.refresh()\n    correction", "    correction"),
     "table of the norm not refreshed": ("    table.refresh()\n    num_programs", "    num_programs"),
-}  # fmt: skip
+}
 SENT = "_send(torch.tensor(addresses, dtype=torch.int64), self.device)"
 TABLE_FAULTS = {
     "last chunk lost": ("-(-self.rows[row].param.numel() // CHUNK)", "self.rows[row].param.numel() // CHUNK"),
-    "first chunk of each tensor": ("first_R.repeat_interleave(num_chunks_R)", "first_R.repeat_interleave(num_chunks_R) * 0"),
-    "master of the first tensor": ("[row.param.data_ptr() for row in self.rows]", "[self.rows[0].param.data_ptr() for row in self.rows]"),
-    "sizes of the first tensor": ("[row.param.numel() for row in self.rows]", "[self.rows[0].param.numel() for row in self.rows]"),
-    "without gradient stepped": (SENT, SENT.replace("addresses", "[one or row.exp_avg.data_ptr() for one, row in zip(addresses, self.rows)]")),
+    "first chunk of each tensor": (
+        "first_R.repeat_interleave(num_chunks_R)",
+        "first_R.repeat_interleave(num_chunks_R) * 0",
+    ),
+    "master of the first tensor": (
+        "[row.param.data_ptr() for row in self.rows]",
+        "[self.rows[0].param.data_ptr() for row in self.rows]",
+    ),
+    "sizes of the first tensor": (
+        "[row.param.numel() for row in self.rows]",
+        "[self.rows[0].param.numel() for row in self.rows]",
+    ),
+    "without gradient stepped": (
+        SENT,
+        SENT.replace("addresses", "[one or row.exp_avg.data_ptr() for one, row in zip(addresses, self.rows)]"),
+    ),
     "new gradients not sent": ("if is_new or addresses != self._grad_addresses:", "if is_new:"),
     "moved tensors not sent": ("is_new = layout != self._layout", "is_new = self._layout is None"),
     "dtypes of the first tensor": ("keys = [_dtypes(row, grad) for", "keys = [_dtypes(self.rows[0], None) for"),
-    "dtype of lost gradients": ("row.param.dtype, row.owner.dtype if grad is None else grad.dtype,", "row.param.dtype, torch.float16,"),
-}  # fmt: skip
+    "dtype of lost gradients": (
+        "row.param.dtype, row.owner.dtype if grad is None else grad.dtype,",
+        "row.param.dtype, torch.float16,",
+    ),
+}
 
 
 def check_triton(functions, Table=TensorTable):

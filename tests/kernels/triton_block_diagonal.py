@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_block_diagonal.py`` runs them in the interpreter, ``tests/gpu/test_block_diagonal_gpu.py`` on the device.
 """
@@ -22,7 +23,9 @@ BLOCKS = {
 
 
 def check(write, shapes, *, num_columns, dtype=torch.bfloat16):
-    """The same bits as the plain twin, from blocks inside larger ones, into rows that lie apart, and nothing between them."""
+    """The same bits as the plain twin, from blocks inside larger ones, into rows that lie apart, and nothing
+    between them.
+    """
     blocks = [poisoned(torch.randn(shape, device=DEVICE).to(dtype)) for shape in shapes]
     size = (sum(rows for rows, _ in shapes), num_columns)
     room, expected = (poisoned(torch.ones(size, dtype=dtype, device=DEVICE)) for _ in range(2))
@@ -40,7 +43,11 @@ def test_blocks_are_bit_equal(name, dtype):
 
 @pytest.mark.parametrize("num_columns", [1, 2, 63, 64, 65, 2048, 4096])
 def test_number_of_columns(num_columns):
-    check(triton.write_block_diagonal, [(3, num_columns // 2), (2, num_columns - num_columns // 2)], num_columns=num_columns)
+    check(
+        triton.write_block_diagonal,
+        [(3, num_columns // 2), (2, num_columns - num_columns // 2)],
+        num_columns=num_columns,
+    )
 
 
 def test_without_rows_or_columns():
@@ -59,7 +66,10 @@ FAULTS = {
     "a block lost": ("value = _add_block(value, block_1_ptr", "_add_block(value, block_1_ptr"),
     "zeros lost": ("(cols < num_columns)[None, :]\n    tl.store", "(cols < col_3)[None, :]\n    tl.store"),
     "last row not written": ("(rows < num_rows)[:, None]", "(rows < num_rows - 1)[:, None]"),
-    "written between the rows": ("(cols < num_columns)[None, :]\n    tl.store", "(cols < num_columns + 1)[None, :]\n    tl.store"),
+    "written between the rows": (
+        "(cols < num_columns)[None, :]\n    tl.store",
+        "(cols < num_columns + 1)[None, :]\n    tl.store",
+    ),
     "stride of the output": ("tl.int64)[:, None] * out_stride", "tl.int64)[:, None] * num_columns"),
     "tile of the first program": ("tl.program_id(0) * BLOCK_O + ", ""),
 }

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_cross_entropy.py`` runs them in the interpreter, ``tests/gpu/test_head_gpu.py`` on the device.
 """
@@ -14,8 +15,23 @@ from tests.support.truth import load_with_fault, one_unit, poisoned
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = triton.MAX_LANES * triton.MAX_DEPTH
 # One under, at and over the smallest tile border that is used, the first lane's second column, and the largest tile.
-COLUMNS = (1, 2, 13, 127, 128, 129, triton.MAX_LANES - 1, triton.MAX_LANES, triton.MAX_LANES + 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 37)
-# On a device fp32 and float64 take the plain twin: the hardware's exp is an approximation that only narrow gradients do not see.
+COLUMNS = (
+    1,
+    2,
+    13,
+    127,
+    128,
+    129,
+    triton.MAX_LANES - 1,
+    triton.MAX_LANES,
+    triton.MAX_LANES + 1,
+    TILE - 1,
+    TILE,
+    TILE + 1,
+    2 * TILE + 37,
+)
+# On a device fp32 and float64 take the plain twin: the hardware's exp is an approximation that only narrow gradients do
+# not see.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cpu" else (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +50,9 @@ def plain_gradient_error(logits_RV, target_R, *, scale, softcap):
         inputs_RV = logits_RV.detach().to(dtype).requires_grad_()
         capped = reference.scale_and_cap(inputs_RV, scale=scale, softcap=softcap)
         capped = capped if dtype is torch.float64 else capped.float()
-        nll = torch.nn.functional.cross_entropy(capped, target_R, reduction="sum", ignore_index=reference.IGNORED_TARGET)
+        nll = torch.nn.functional.cross_entropy(
+            capped, target_R, reduction="sum", ignore_index=reference.IGNORED_TARGET
+        )
         (nll * 1.75).backward()
         gradients.append(inputs_RV.grad.double())
     return (gradients[1] - gradients[0]).abs().max().item()
@@ -44,12 +62,16 @@ def check_against_truth(launch, logits_RV, target_R, *, scale, softcap):
     dtype = logits_RV.dtype
     truth_RV = logits_RV.double().requires_grad_()
     capped = reference.scale_and_cap(truth_RV, scale=scale, softcap=softcap)
-    truth_nll_R = torch.nn.functional.cross_entropy(capped, target_R, reduction="none", ignore_index=reference.IGNORED_TARGET)
+    truth_nll_R = torch.nn.functional.cross_entropy(
+        capped, target_R, reduction="none", ignore_index=reference.IGNORED_TARGET
+    )
     (truth_nll_R.sum() * 1.75).backward()
 
     plain_RV = logits_RV.clone().requires_grad_()
     capped_plain = reference.scale_and_cap(plain_RV, scale=scale, softcap=softcap).float()
-    plain_nll_R = torch.nn.functional.cross_entropy(capped_plain, target_R, reduction="none", ignore_index=reference.IGNORED_TARGET)
+    plain_nll_R = torch.nn.functional.cross_entropy(
+        capped_plain, target_R, reduction="none", ignore_index=reference.IGNORED_TARGET
+    )
     (plain_nll_R.sum() * 1.75).backward()
 
     ours_RV, ours_target_R = poisoned(logits_RV), poisoned(target_R)
@@ -64,7 +86,9 @@ def check_against_truth(launch, logits_RV, target_R, *, scale, softcap):
     gradient_error = (ours_RV.double() - truth_RV.grad).abs().max().item()
     own_error = (plain_RV.grad.double() - truth_RV.grad).abs().max().item()
     assert torch.isfinite(ours_RV).all()
-    assert gradient_error <= max(2 * own_error, 2 * usual_error, one_unit(truth_RV.grad, dtype)), f"gradient: {gradient_error} against {own_error}"
+    assert gradient_error <= max(2 * own_error, 2 * usual_error, one_unit(truth_RV.grad, dtype)), (
+        f"gradient: {gradient_error} against {own_error}"
+    )
     wide = reference.scale_and_cap(logits_RV.float(), scale=scale, softcap=softcap)
     target_value_R = wide.gather(1, target_R.clamp(min=0)[:, None])[:, 0]
     is_clear_R = (wide.topk(min(2, wide.shape[1]), dim=1).values.diff(dim=1).abs() > 1e-4).all(dim=1)
@@ -87,7 +111,9 @@ def test_scale_and_softcap_equal_the_truth(scale, softcap, dtype):
 @pytest.mark.parametrize("is_rising", [True, False])
 def test_the_highest_logit_in_the_last_and_in_the_first_tile(is_rising):
     logits_RV, target_R = make_rows(3, TILE + 129, DTYPES[0])
-    check_against_truth(triton.row_losses, logits_RV.sort(dim=1, descending=not is_rising).values, target_R, scale=1.0, softcap=None)
+    check_against_truth(
+        triton.row_losses, logits_RV.sort(dim=1, descending=not is_rising).values, target_R, scale=1.0, softcap=None
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 7])
@@ -129,7 +155,14 @@ def test_two_runs_are_bit_equal():
 
 def test_extreme_logits_stay_finite():
     logits_RV = torch.tensor([[-3e4, 3e4, 0.0], [3e4, -3e4, 3e4]], device=DEVICE)
-    losses = triton.row_losses(logits_RV, torch.tensor([1, 0], device=DEVICE), scale=1.0, softcap=None, gradient_factor=1.0, count_correct=False)
+    losses = triton.row_losses(
+        logits_RV,
+        torch.tensor([1, 0], device=DEVICE),
+        scale=1.0,
+        softcap=None,
+        gradient_factor=1.0,
+        count_correct=False,
+    )
     torch.testing.assert_close(losses.nll_R.cpu(), torch.tensor([0.0, 0.6931472]))
     torch.testing.assert_close(logits_RV.cpu(), torch.tensor([[0.0, 0.0, 0.0], [-0.5, 0.0, 0.5]]))
 
@@ -139,9 +172,19 @@ def test_equal_logits_count_the_lowest_token():
 
 
 def check_ties(launch):
-    """The first of two equal logits counts: neighbours, in one lane of one tile and of two, in two lanes, the lower column in the higher lane."""
+    """The first of two equal logits counts: neighbours, in one lane of one tile and of two, in two lanes, the
+    lower column in the higher lane.
+    """
     lanes, num_columns = triton.MAX_LANES, TILE + 5
-    pairs = [(0, 1), (3, 3 + lanes), (3, 3 + TILE), (4, lanes + 3), (lanes - 1, lanes), (2, TILE + 4), (0, num_columns - 1)]
+    pairs = [
+        (0, 1),
+        (3, 3 + lanes),
+        (3, 3 + TILE),
+        (4, lanes + 3),
+        (lanes - 1, lanes),
+        (2, TILE + 4),
+        (0, num_columns - 1),
+    ]
     logits_RV = torch.zeros(2 * len(pairs) + 1, num_columns, device=DEVICE)
     for row, pair in enumerate(pairs):
         logits_RV[row, list(pair)] = logits_RV[row + len(pairs), list(pair)] = 1.0
@@ -167,7 +210,10 @@ def check_infinite(launch, dtype):
     logits_RV[1, TILE + 7] = 1.0
     ours_RV, plain_RV = logits_RV.clone(), logits_RV.clone()
     options = {"scale": 0.5, "softcap": None, "gradient_factor": 1.75, "count_correct": True}
-    losses, plain = (function(rows_RV, target_R, **options) for function, rows_RV in ((launch, ours_RV), (reference.row_losses, plain_RV)))
+    losses, plain = (
+        function(rows_RV, target_R, **options)
+        for function, rows_RV in ((launch, ours_RV), (reference.row_losses, plain_RV))
+    )
     assert losses.nll_R[5] == plain.nll_R[5] == float("inf")
     # Sums of 8,192 exponentials in two orders.
     torch.testing.assert_close(losses.nll_R[:5], plain.nll_R[:5], rtol=1e-5, atol=1e-6)
@@ -191,7 +237,14 @@ def test_a_row_that_has_no_loss_is_not_a_number_and_the_next_is_not_touched(bad)
 
 def test_an_impossible_target_gives_an_infinite_loss():
     logits_RV, _ = make_rows(2, 13, torch.float32)
-    losses = triton.row_losses(logits_RV, torch.tensor([13, -1], device=DEVICE), scale=1.0, softcap=None, gradient_factor=None, count_correct=False)
+    losses = triton.row_losses(
+        logits_RV,
+        torch.tensor([13, -1], device=DEVICE),
+        scale=1.0,
+        softcap=None,
+        gradient_factor=None,
+        count_correct=False,
+    )
     assert losses.nll_R.tolist() == [float("inf")] * 2
 
 
@@ -209,18 +262,30 @@ FAULTS = {
     "no correction of the running sum": ("lane_total * tl.exp(lane_highest - new_highest) +", "lane_total +"),
     "no correction of the lanes' sums": ("lane_total * tl.exp(lane_highest - highest)", "lane_total"),
     "a maximum of the tile, not of the lane": (TILE_SUM, TILE_SUM.replace("new_", "tile_")),
-    "one column of a lane lost": ("tile_cols = tl.arange(0, DEPTH)[:, None] * LANES", "tile_cols = tl.arange(0, DEPTH)[:, None] * (LANES - 1)"),
-    "a lane without a logit is not a number": ("tl.full((LANES,), _LOWEST, tl.float32)", 'tl.full((LANES,), -float("inf"), tl.float32)'),
+    "one column of a lane lost": (
+        "tile_cols = tl.arange(0, DEPTH)[:, None] * LANES",
+        "tile_cols = tl.arange(0, DEPTH)[:, None] * (LANES - 1)",
+    ),
+    "a lane without a logit is not a number": (
+        "tl.full((LANES,), _LOWEST, tl.float32)",
+        'tl.full((LANES,), -float("inf"), tl.float32)',
+    ),
     "the last of equal lanes": (BEST, "tl.max(tl.where(lane_highest == highest, lane_column, -1), axis=0)"),
     "the column of a lane that is not highest": (BEST, "tl.min(lane_column, axis=0)"),
     "the last of equal tiles": ("tl.where(tile_highest > lane_highest,", "tl.where(tile_highest >= lane_highest,"),
-    "the last of equal columns of a lane": (TILE_COLUMN, "tl.max(tl.where(value == tile_highest[None, :], cols, -1), axis=0)"),
+    "the last of equal columns of a lane": (
+        TILE_COLUMN,
+        "tl.max(tl.where(value == tile_highest[None, :], cols, -1), axis=0)",
+    ),
     "target not subtracted": ("- tl.where(cols == target, 1.0, 0.0)", "- tl.where(cols == target, 0.0, 0.0)"),
     "ignored rows trained": ("gradient = tl.where(is_trained, gradient, 0.0)", "gradient = gradient"),
     "ignored rows counted": ("tl.where(is_trained, nll, 0.0)", "nll"),
-    "gradient rounded twice": ("tl.exp(value - highest) / total", "tl.exp((value - highest).to(tl.float16).to(tl.float32)) / total"),
+    "gradient rounded twice": (
+        "tl.exp(value - highest) / total",
+        "tl.exp((value - highest).to(tl.float16).to(tl.float32)) / total",
+    ),
     "sign of tanh lost": ("softcap * tl.where(ratio < 0.0, -tanh, tanh)", "softcap * tanh"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_expert_gate.py`` runs them in the interpreter, ``tests/gpu/test_expert_gate_gpu.py`` on the device.
 """
@@ -69,7 +70,9 @@ def test_number_of_ranks(num_ranks, dtype):
     check_against_truth(triton, 9, 33, dtype, GateForm(), device=DEVICE, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("num_columns", [1, 15, 16, 17, ADDEND_TILE - 1, ADDEND_TILE, ADDEND_TILE + 1, 2 * ADDEND_TILE + 37])
+@pytest.mark.parametrize(
+    "num_columns", [1, 15, 16, 17, ADDEND_TILE - 1, ADDEND_TILE, ADDEND_TILE + 1, 2 * ADDEND_TILE + 37]
+)
 @pytest.mark.parametrize("num_rows", [1, ADDEND_ROWS - 1, ADDEND_ROWS, 2 * ADDEND_ROWS + 1])
 def test_number_of_rows_and_columns_with_a_low_rank_product(num_rows, num_columns):
     check_against_truth(triton, num_rows, num_columns, NARROW, GateForm(), device=DEVICE, num_ranks=16)
@@ -114,7 +117,9 @@ def test_without_rows_or_columns(shape, is_interleaved):
     gate_up_NP, weight_N = torch.ones(num_rows, 2 * num_columns, device=DEVICE), torch.ones(num_rows, device=DEVICE)
     with fresh_memory_is_nan():
         act_NF = triton.gate_forward(gate_up_NP, form=GateForm(is_interleaved))
-        gradients = triton.gate_backward(d_act_NF, gate_up_NP, form=GateForm(is_interleaved), weight_N=weight_N, need_act=True)
+        gradients = triton.gate_backward(
+            d_act_NF, gate_up_NP, form=GateForm(is_interleaved), weight_N=weight_N, need_act=True
+        )
     assert act_NF.shape == gradients.act_NF.shape == shape
     assert gradients.d_gate_up_NP.shape == gate_up_NP.shape
     assert torch.equal(gradients.d_weight_N, torch.zeros_like(weight_N))
@@ -136,12 +141,16 @@ def test_without_weight_it_counts_as_one_and_has_no_gradient():
 def test_two_runs_are_bit_equal(form, num_ranks):
     d_act_NF, gate_up_NP, weight_N = make_inputs(65, 2 * TILE + 37, torch.bfloat16, form, device=DEVICE)
     addend = make_addend(65, 2 * TILE + 37, num_ranks, torch.bfloat16, device=DEVICE)
-    first, second = (triton.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True) for _ in range(2))
+    first, second = (
+        triton.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True)
+        for _ in range(2)
+    )
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():
-    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the rest is a hole.
+    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the
+    # rest is a hole.
     d_act_NF, gate_up_NP, weight_N = make_inputs(3, 32, torch.bfloat16, CLAMPED, device=DEVICE)
     far_NP = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided((3, 64), (2**30, 1))
     far_NP.copy_(gate_up_NP)
@@ -155,11 +164,21 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
 ACT_STORE = "tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)"
 ROW_STRIDES = "gate_up_NP,\n        act_NF,\n        gate_up_NP.stride(0),"
 WALK = "min(begin + columns_per_program, num_columns), BLOCK_F):"
-BARRIER = "            # A value may be read by more than one thread: all have read before one of them writes.\n            tl.debug_barrier()\n"
-EARLY_STORE = BARRIER + "            tl.store(out_rows[:, None] + cols[None, :], d_act.to(out_ptr.dtype.element_ty), mask=inside)\n"
+BARRIER = (
+    "            # A value may be read by more than one thread: all have read before one of them writes.\n      "
+    " "
+    "     tl.debug_barrier()\n"
+)
+EARLY_STORE = (
+    BARRIER
+    + "            tl.store(out_rows[:, None] + cols[None, :], d_act.to(out_ptr.dtype.element_ty), mask=inside)\n"
+)
 FACTOR_COLUMNS = "& (cols < num_columns)[None, :], other=0.0)\n        product_FN"
 FAULTS = {
-    "limit on the wrong side of the gate": ("tl.where(raw_gate > limit, limit, raw_gate)", "tl.where(raw_gate < limit, limit, raw_gate)"),
+    "limit on the wrong side of the gate": (
+        "tl.where(raw_gate > limit, limit, raw_gate)",
+        "tl.where(raw_gate < limit, limit, raw_gate)",
+    ),
     "up clamped on one side": ("tl.where(raw_up < -limit, -limit, raw_up)) + 1.0", "raw_up) + 1.0"),
     "one not added": ("-limit, raw_up)) + 1.0", "-limit, raw_up))"),
     "steepness lost": ("exponent = gate * alpha", "exponent = gate"),
@@ -178,33 +197,63 @@ FAULTS = {
     "weight not applied": ("d_act *= weight", "d_act *= 1.0"),
     "weight of the first row": ("weight_ptr + rows * weight_stride", "weight_ptr + rows * 0"),
     "sum of the last tile only": ("weight_terms += d_act * act", "weight_terms = d_act * act"),
-    "sum of the last tile lost": ("weight_terms += d_act * act", "weight_terms += tl.where(start + BLOCK_F < num_columns, d_act * act, 0.0)"),
-    "sum after the weight": ("weight_terms += d_act * act\n            d_act *= weight", "d_act *= weight\n            weight_terms += d_act * act"),
-    "sum in the narrow dtype": ("weight_terms += d_act * act", "weight_terms += (d_act * act).to(out_ptr.dtype.element_ty).to(tl.float32)"),
+    "sum of the last tile lost": (
+        "weight_terms += d_act * act",
+        "weight_terms += tl.where(start + BLOCK_F < num_columns, d_act * act, 0.0)",
+    ),
+    "sum after the weight": (
+        "weight_terms += d_act * act\n            d_act *= weight",
+        "d_act *= weight\n            weight_terms += d_act * act",
+    ),
+    "sum in the narrow dtype": (
+        "weight_terms += d_act * act",
+        "weight_terms += (d_act * act).to(out_ptr.dtype.element_ty).to(tl.float32)",
+    ),
     "fp32 lost": ("return glu * factor, gate_slope", "return glu.to(tl.float16).to(tl.float32) * factor, gate_slope"),
     "last tile not written": (WALK, WALK.replace("num_columns)", "num_columns - BLOCK_F)")),
     "every span is the first": ("begin = tl.program_id(1) * columns_per_program", "begin = tl.program_id(1) * 0"),
     "a span of all columns is one tile": ("num_columns if num_spans == 1 else block_columns", "block_columns"),
-    "last column not written": (ACT_STORE, ACT_STORE.replace("mask=inside", "mask=inside & (cols < num_columns - 1)[None, :]")),
-    "columns beyond the last are read as gate": ("(cols < 2 * num_columns)[None, :]", "(cols < 2 * num_columns + 2)[None, :]"),
-    "sum of the last row not written": ("mask=inside_rows)\n\n\ndef gate_forward", "mask=rows < num_rows - 1)\n\n\ndef gate_forward"),
+    "last column not written": (
+        ACT_STORE,
+        ACT_STORE.replace("mask=inside", "mask=inside & (cols < num_columns - 1)[None, :]"),
+    ),
+    "columns beyond the last are read as gate": (
+        "(cols < 2 * num_columns)[None, :]",
+        "(cols < 2 * num_columns + 2)[None, :]",
+    ),
+    "sum of the last row not written": (
+        "mask=inside_rows)\n\n\ndef gate_forward",
+        "mask=rows < num_rows - 1)\n\n\ndef gate_forward",
+    ),
     "wrong stride": (ROW_STRIDES, ROW_STRIDES.replace("gate_up_NP.stride(0)", "2 * num_columns")),
     "wrong stride of the gradient": ("d_act_ptr + rows * d_act_stride", "d_act_ptr + rows * num_columns"),
     "wrong stride of the output": ("out_ptr + rows * out_stride", "out_ptr + rows * 2 * num_columns"),
     "written before it is read": (BARRIER, EARLY_STORE),
     "low-rank product lost": ("d_act += addend", "d_act += 0.0"),
     "low-rank product rounded": ("d_act += addend", "d_act += addend.to(out_ptr.dtype.element_ty).to(tl.float32)"),
-    "sum with the low-rank product rounded": ("d_act += addend", "d_act = (d_act + addend).to(out_ptr.dtype.element_ty).to(tl.float32)"),
-    "low-rank product of the last ranks only": ("tl.trans(low), product_FN,", "tl.trans(low), tl.zeros_like(product_FN),"),
-    "low-rank product of the first ranks only": ("tl.range(0, num_ranks, BLOCK_R,", "tl.range(0, min(num_ranks, BLOCK_R), BLOCK_R,"),
+    "sum with the low-rank product rounded": (
+        "d_act += addend",
+        "d_act = (d_act + addend).to(out_ptr.dtype.element_ty).to(tl.float32)",
+    ),
+    "low-rank product of the last ranks only": (
+        "tl.trans(low), product_FN,",
+        "tl.trans(low), tl.zeros_like(product_FN),",
+    ),
+    "low-rank product of the first ranks only": (
+        "tl.range(0, num_ranks, BLOCK_R,",
+        "tl.range(0, min(num_ranks, BLOCK_R), BLOCK_R,",
+    ),
     "last rank lost": ("ranks < num_ranks", "ranks < num_ranks - 1"),
     "ranks beyond the last are read": ("ranks < num_ranks", "ranks < num_ranks + 1"),
     "factor beyond the last column is read": (FACTOR_COLUMNS, FACTOR_COLUMNS.replace("num_columns", "num_columns + 1")),
     "factor of the first tile": ("factor_stride + cols[None, :]", "factor_stride + tl.arange(0, BLOCK_F)[None, :]"),
     "wrong stride of the factor": ("[:, None] * factor_stride", "[:, None] * num_columns"),
     "wrong stride of the narrow rows": ("low_ptr + rows * low_stride", "low_ptr + rows * num_ranks"),
-    "sum without the low-rank product": ("weight_terms += d_act * act", "weight_terms += (d_act - (addend if HAS_ADDEND else 0.0)) * act"),
-}  # fmt: skip
+    "sum without the low-rank product": (
+        "weight_terms += d_act * act",
+        "weight_terms += (d_act - (addend if HAS_ADDEND else 0.0)) * act",
+    ),
+}
 
 
 def check_every_part(functions):
@@ -214,7 +263,15 @@ def check_every_part(functions):
         check_against_truth(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
     for form in (GateForm(), CLAMPED):
         check_in_place(functions, 9, TILE + 5, NARROW, form, device=DEVICE)
-        check_against_truth(functions, ADDEND_ROWS + 1, ADDEND_TILE + 5, NARROW, form, device=DEVICE, num_ranks=triton.MAX_BLOCK_RANKS + 1)
+        check_against_truth(
+            functions,
+            ADDEND_ROWS + 1,
+            ADDEND_TILE + 5,
+            NARROW,
+            form,
+            device=DEVICE,
+            num_ranks=triton.MAX_BLOCK_RANKS + 1,
+        )
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_expert_pack.py`` runs them in the interpreter, ``tests/gpu/test_moe_gpu.py`` on the device.
 """
@@ -17,7 +18,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cut_alike(expected, result):
-    """The interpreter rounds to bf16 towards zero where a device rounds to the nearest: there one unit in the last place is no fault."""
+    """The interpreter rounds to bf16 towards zero where a device rounds to the nearest: there one unit in the
+    last place is no fault.
+    """
     if DEVICE == "cuda" or result.dtype is not torch.bfloat16:
         return expected
     distance = (result.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
@@ -28,7 +31,15 @@ def cut_alike(expected, result):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, -0.7])
 def test_every_cast_equals_a_permutation(scale, dtype, out_dtype):
-    check_exchange(triton.exchange_ends, (13, 5, 7), dtype=dtype, out_dtype=out_dtype, scale=scale, device=DEVICE, expected_of=cut_alike)
+    check_exchange(
+        triton.exchange_ends,
+        (13, 5, 7),
+        dtype=dtype,
+        out_dtype=out_dtype,
+        scale=scale,
+        device=DEVICE,
+        expected_of=cut_alike,
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,15 +59,24 @@ def test_whoever_saved_the_old_values_is_told():
 
 
 FAULTS = {
-    "lost mask along the first axis": ("(first < num_first)[:, None] & (last", "(first < num_first + 1)[:, None] & (last"),
+    "lost mask along the first axis": (
+        "(first < num_first)[:, None] & (last",
+        "(first < num_first + 1)[:, None] & (last",
+    ),
     "lost mask along the last axis": ("(last < num_last)[None, :]", "(last < num_last + 1)[None, :]"),
     "last row lost": ("(first < num_first)[:, None] & (last", "(first < num_first - 1)[:, None] & (last"),
     "last column lost": ("(last < num_last)[None, :]", "(last < num_last - 1)[None, :]"),
     "wrong stride of the source": ("source_row[:, None] * num_last", "source_row[:, None] * (num_last - 1)"),
     "wrong stride of the result": ("out_row[None, :] * num_first", "out_row[None, :] * (num_first - 1)"),
     "middle axis forgotten": ("out_row = last * num_middle + middle", "out_row = last * num_middle"),
-    "only the first tile of rows": ("(tl.program_id(0) // num_last_tiles).to(tl.int64)", "(tl.program_id(0) * 0).to(tl.int64)"),
-    "only the first tile of columns": ("(tl.program_id(0) % num_last_tiles).to(tl.int64)", "(tl.program_id(0) * 0).to(tl.int64)"),
+    "only the first tile of rows": (
+        "(tl.program_id(0) // num_last_tiles).to(tl.int64)",
+        "(tl.program_id(0) * 0).to(tl.int64)",
+    ),
+    "only the first tile of columns": (
+        "(tl.program_id(0) % num_last_tiles).to(tl.int64)",
+        "(tl.program_id(0) * 0).to(tl.int64)",
+    ),
     "scale lost": ("value.to(tl.float32) * scale", "value.to(tl.float32)"),
     "scale never asked for": ("HAS_SCALE=scale != 1.0", "HAS_SCALE=False"),
     "rounded before it is scaled": ("value.to(tl.float32) * scale", "value.to(tl.float16).to(tl.float32) * scale"),

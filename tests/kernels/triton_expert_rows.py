@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_expert_rows.py`` runs them in the interpreter, ``tests/gpu/test_expert_rows_gpu.py`` on the device.
 """
@@ -16,7 +17,18 @@ from tests.support.truth import load_with_fault, poisoned
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TOKENS = (0, 1, 7, 64, 257)
 CHOICES = (1, 2, 4, 8)
-COLUMNS = (1, 2, 13, 127, 128, 129, triton.MAX_BLOCK - 1, triton.MAX_BLOCK, triton.MAX_BLOCK + 1, 2 * triton.MAX_BLOCK + 37)
+COLUMNS = (
+    1,
+    2,
+    13,
+    127,
+    128,
+    129,
+    triton.MAX_BLOCK - 1,
+    triton.MAX_BLOCK,
+    triton.MAX_BLOCK + 1,
+    2 * triton.MAX_BLOCK + 37,
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 # Every token is a program of its own: many tokens meet one choice, many choices a few tokens.
@@ -54,7 +66,9 @@ def assert_bit_equal(ours, expected, *, dtype):
 
 
 def cut_to_bf16(value):
-    """Round fp32 towards zero, as the interpreter does (``_convert_float`` in its source); a device rounds to the nearest."""
+    """Round fp32 towards zero, as the interpreter does (``_convert_float`` in its source); a device rounds to the
+    nearest.
+    """
     return (value.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -69,7 +83,9 @@ def check_combine(combine, y_ND, order, *, weight_TK=None, addend_TD=None):
     out_TD = run_fresh(combine, *given, weight_TK=weight_TK, addend_TD=addend_TD)
     expected_TD = reference.combine_rows(*given, weight_TK=weight_TK, addend_TD=addend_TD)
     if DEVICE == "cpu" and y_ND.dtype is torch.bfloat16 and not torch.equal(out_TD, expected_TD):
-        expected_TD = cut_to_bf16(reference.combine_rows(y_ND.float(), *given[1:], weight_TK=weight_TK, addend_TD=addend_TD))
+        expected_TD = cut_to_bf16(
+            reference.combine_rows(y_ND.float(), *given[1:], weight_TK=weight_TK, addend_TD=addend_TD)
+        )
     assert_bit_equal(out_TD, expected_TD, dtype=y_ND.dtype)
 
 
@@ -89,7 +105,9 @@ def test_gathered_rows_are_bit_equal(num_columns, dtype):
 @pytest.mark.parametrize(("num_tokens", "num_choices"), TOKENS_AND_CHOICES)
 def test_gather_of_any_number_of_slots(num_tokens, num_choices):
     order = make_order(num_tokens, num_choices, 5, has_sentinels=True)
-    check_gather(triton.gather_rows, rows(num_tokens, 5, torch.bfloat16), order.slot_N, num_experts_per_token=num_choices)
+    check_gather(
+        triton.gather_rows, rows(num_tokens, 5, torch.bfloat16), order.slot_N, num_experts_per_token=num_choices
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -135,7 +153,9 @@ def test_combine_of_any_number_of_tokens(num_tokens, num_choices):
 # Every pair once, and every pair of either with a dtype of the rows.
 @pytest.mark.parametrize(
     ("addend_dtype", "weight_dtype", "dtype"),
-    thinned((None, *DTYPES), (None, *DTYPES), NARROW, keep=lambda addend, weight, dtype: (addend + weight) % 3 == dtype),
+    thinned(
+        (None, *DTYPES), (None, *DTYPES), NARROW, keep=lambda addend, weight, dtype: (addend + weight) % 3 == dtype
+    ),
 )
 def test_every_pair_of_weight_and_addend(addend_dtype, weight_dtype, dtype):
     order = make_order(7, 4, 5)
@@ -144,10 +164,14 @@ def test_every_pair_of_weight_and_addend(addend_dtype, weight_dtype, dtype):
     check_combine(triton.combine_rows, rows(28, 13, dtype), order, weight_TK=weight_TK, addend_TD=addend_TD)
 
 
-@pytest.mark.parametrize(("num_choices", "dtype"), thinned(CHOICES, DTYPES, keep=lambda choices, dtype: choices == dtype))
+@pytest.mark.parametrize(
+    ("num_choices", "dtype"), thinned(CHOICES, DTYPES, keep=lambda choices, dtype: choices == dtype)
+)
 def test_rows_and_weights_of_slots_without_an_expert_are_not_read(num_choices, dtype):
     order = make_order(31, num_choices, 5, has_sentinels=True)
-    y_ND, weight_TK = poison_sentinels(rows(31 * num_choices, 13, dtype), torch.rand(31, num_choices, device=DEVICE), order)
+    y_ND, weight_TK = poison_sentinels(
+        rows(31 * num_choices, 13, dtype), torch.rand(31, num_choices, device=DEVICE), order
+    )
     check_combine(triton.combine_rows, y_ND, order, weight_TK=weight_TK)
     check_combine(triton.combine_rows, y_ND, order, addend_TD=rows(31, 13, dtype))
     out_TD = triton.combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK)
@@ -193,14 +217,20 @@ def test_the_inputs_stay_and_two_runs_are_bit_equal():
     inputs = rows(132, 131, torch.bfloat16), torch.rand(33, 4, device=DEVICE), rows(33, 131, torch.bfloat16)
     before = [tensor.clone() for tensor in inputs]
     y_ND, weight_TK, addend_TD = inputs
-    first, second = (triton.combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, addend_TD=addend_TD) for _ in range(2))
+    first, second = (
+        triton.combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, addend_TD=addend_TD)
+        for _ in range(2)
+    )
     assert torch.equal(first, second)
     assert torch.equal(*(triton.gather_rows(addend_TD, order.slot_N, num_experts_per_token=4) for _ in range(2)))
     assert all(torch.equal(one, other) for one, other in zip(inputs, before))
 
 
 GATHER_FAULTS = {
-    "last column not read": ("num_columns, 0)\n    value = tl.load(x_ptr", "num_columns - 1, 0)\n    value = tl.load(x_ptr"),
+    "last column not read": (
+        "num_columns, 0)\n    value = tl.load(x_ptr",
+        "num_columns - 1, 0)\n    value = tl.load(x_ptr",
+    ),
     "last column not written": ("value, mask=cols < num_columns)", "value, mask=cols < num_columns - 1)"),
     "wrong stride": ("x_TD.stride(0),", "num_columns,"),
     "stride of the slots lost": ("row * slot_stride", "row"),
@@ -210,15 +240,24 @@ GATHER_FAULTS = {
 }
 COMBINE_FAULTS = {
     "last choice lost": ("tl.static_range(K)", "tl.static_range(K - 1)"),
-    "choices added backwards": ("for choice in tl.static_range(K):", "for last in tl.static_range(K):\n        choice = K - 1 - last"),
+    "choices added backwards": (
+        "for choice in tl.static_range(K):",
+        "for last in tl.static_range(K):\n        choice = K - 1 - last",
+    ),
     "sentinel counted": ("is_owned = (place >= 0) & (place < num_owned)", "is_owned = place >= 0"),
     "end one too high": ("place < num_owned)", "place < num_owned + 1)"),
     "end one too low": ("place < num_owned)", "place < num_owned - 1)"),
     "end of the first expert": ("end_E[-1:]", "end_E[:1]"),
     "weight of a sentinel read": ("mask=is_owned, other=0.0", "mask=place >= 0, other=0.0"),
     "fp32 sum lost": ("total += value", "total = (total + value).to(out_ptr.dtype.element_ty).to(WIDE)"),
-    "fp32 product lost": ("value = weight.to(WIDE) * value", "value = (weight.to(WIDE) * value).to(out_ptr.dtype.element_ty).to(WIDE)"),
-    "weight narrowed": ("value = weight.to(WIDE) * value", "value = weight.to(out_ptr.dtype.element_ty).to(WIDE) * value"),
+    "fp32 product lost": (
+        "value = weight.to(WIDE) * value",
+        "value = (weight.to(WIDE) * value).to(out_ptr.dtype.element_ty).to(WIDE)",
+    ),
+    "weight narrowed": (
+        "value = weight.to(WIDE) * value",
+        "value = weight.to(out_ptr.dtype.element_ty).to(WIDE) * value",
+    ),
     "weight dropped": ("value = weight.to(WIDE) * value", "value = value"),
     "weight of the next choice": ("choice * weight_choice_stride", "(choice + 1) % K * weight_choice_stride"),
     "weight of another token": ("weight_ptr + row * weight_token_stride", "weight_ptr + row * K"),
@@ -229,7 +268,7 @@ COMBINE_FAULTS = {
     "last column not read": ("num_columns, 0)\n        value", "num_columns - 1, 0)\n        value"),
     "last column not written": ("element_ty), mask=cols < num_columns)", "element_ty), mask=cols < num_columns - 1)"),
     "only the first tile": ("num_owned = tl.load", "cols = tl.arange(0, BLOCK)\n    num_owned = tl.load"),
-}  # fmt: skip
+}
 
 
 def check_every_part_of_gather(gather):
@@ -241,7 +280,9 @@ def check_every_part_of_combine(combine):
     order = make_order(9, 4, 3, has_sentinels=True)
     # A narrow result shows what was rounded too early, a wide one in which order terms were added.
     for dtype in (torch.bfloat16, torch.float32):
-        y_ND, weight_TK = poison_sentinels(rows(36, triton.MAX_BLOCK + 5, dtype), poisoned(torch.rand(9, 4, device=DEVICE)), order)
+        y_ND, weight_TK = poison_sentinels(
+            rows(36, triton.MAX_BLOCK + 5, dtype), poisoned(torch.rand(9, 4, device=DEVICE)), order
+        )
         check_combine(combine, y_ND, order, weight_TK=weight_TK, addend_TD=rows(9, triton.MAX_BLOCK + 5, dtype))
 
 

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_expert_sort.py`` runs them in the interpreter, ``tests/gpu/test_expert_rows_gpu.py`` on the device.
 """
@@ -20,7 +21,9 @@ EXPERTS = (1, 2, 5, 8, 128)
 
 
 class Fenced:
-    """PyTorch with an ``empty`` whose memory holds FRESH, between two fences that must stay as they are; stray writes stay inside the fences."""
+    """PyTorch with an ``empty`` whose memory holds FRESH, between two fences that must stay as they are; stray
+    writes stay inside the fences.
+    """
 
     FRESH, FENCE, FENCE_SIZE = 977, -5, 2**17
 
@@ -40,7 +43,9 @@ class Fenced:
 
     def is_whole(self):
         size = self.FENCE_SIZE
-        return all((buffer[:size] == self.FENCE).all() and (buffer[-size:] == self.FENCE).all() for buffer in self.buffers)
+        return all(
+            (buffer[:size] == self.FENCE).all() and (buffer[-size:] == self.FENCE).all() for buffer in self.buffers
+        )
 
 
 def check(module, expert_TK, num_experts):
@@ -76,8 +81,12 @@ def test_order_is_bit_equal(num_tokens, num_choices, num_experts):
     check(triton, torch.randint(0, num_experts, (num_tokens, num_choices)), num_experts)
 
 
-@pytest.mark.parametrize("num_slots", [triton.BLOCK_SLOTS - 1, triton.BLOCK_SLOTS, triton.BLOCK_SLOTS + 1, 2 * triton.BLOCK_SLOTS])
-@pytest.mark.parametrize("num_experts", [triton.BLOCK_BINS - 2, triton.BLOCK_BINS - 1, triton.BLOCK_BINS, triton.BLOCK_BINS + 1])
+@pytest.mark.parametrize(
+    "num_slots", [triton.BLOCK_SLOTS - 1, triton.BLOCK_SLOTS, triton.BLOCK_SLOTS + 1, 2 * triton.BLOCK_SLOTS]
+)
+@pytest.mark.parametrize(
+    "num_experts", [triton.BLOCK_BINS - 2, triton.BLOCK_BINS - 1, triton.BLOCK_BINS, triton.BLOCK_BINS + 1]
+)
 def test_sizes_around_a_block(num_slots, num_experts):
     check(triton, torch.randint(0, num_experts + 1, (num_slots, 1)), num_experts)
 
@@ -131,7 +140,10 @@ def test_two_runs_are_bit_equal():
 FAULTS = {
     "order inside a block reversed": ("other_lane[None, :] < lane[:, None]", "other_lane[None, :] > lane[:, None]"),
     "a slot counts itself": ("other_lane[None, :] < lane[:, None]", "other_lane[None, :] <= lane[:, None]"),
-    "only the first tile of earlier slots": ("range(0, BLOCK_SLOTS, BLOCK_EARLIER)", "range(0, BLOCK_EARLIER, BLOCK_EARLIER)"),
+    "only the first tile of earlier slots": (
+        "range(0, BLOCK_SLOTS, BLOCK_EARLIER)",
+        "range(0, BLOCK_EARLIER, BLOCK_EARLIER)",
+    ),
     "earlier blocks lost": ("place = begin + earlier + rank", "place = begin + rank"),
     "sum includes the block itself": ("total + tl.cumsum(count, axis=0) - count", "total + tl.cumsum(count, axis=0)"),
     "sum not carried to the next tile": ("earlier = total + tl.cumsum", "earlier = tl.cumsum"),
@@ -142,13 +154,19 @@ FAULTS = {
         "tl.store(end_ptr + experts, end, mask=experts < num_experts)",
         "tl.store(end_ptr + experts, end, mask=experts < num_experts - 1)",
     ),
-    "begin of the expert after": ("tl.gather(end, previous, axis=0)", "tl.gather(end, tl.minimum(bin_of_slot, EXPERTS - 1), axis=0)"),
+    "begin of the expert after": (
+        "tl.gather(end, previous, axis=0)",
+        "tl.gather(end, tl.minimum(bin_of_slot, EXPERTS - 1), axis=0)",
+    ),
     "ids above the last expert keep their order": (
         "bin_of_slot = tl.where(is_known, expert, num_experts)",
         "bin_of_slot = tl.where(is_known, expert, num_experts - 1)",
     ),
     "negative ids counted as expert 0": ("(expert >= 0) & (expert < num_experts)", "(expert < num_experts)"),
-    "slots behind the last one counted": ("return tl.where(inside, bin_of_slot, num_experts + 1)", "return tl.where(inside, bin_of_slot, 0)"),
+    "slots behind the last one counted": (
+        "return tl.where(inside, bin_of_slot, num_experts + 1)",
+        "return tl.where(inside, bin_of_slot, 0)",
+    ),
     "last slot lost": ("slot.to(tl.int32), mask=inside)", "slot.to(tl.int32), mask=slot < num_slots - 1)"),
     "mask of the places lost": ("tl.store(place_ptr + slot, place, mask=inside)", "tl.store(place_ptr + slot, place)"),
     "wrong strides": ("given = (num_slots, *expert_TK.stride(),", "given = (num_slots, num_choices, 1,"),
@@ -156,7 +174,7 @@ FAULTS = {
     "last tile of bins lost": ("ceil_div(num_bins, BLOCK_BINS)", "ceil_div(num_bins - 2, BLOCK_BINS)"),
     "last bin not counted": ("mask=bins <= num_experts)", "mask=bins < num_experts)"),
     "mask of the bins lost": ("mask=bins <= num_experts)", "mask=bins >= 0)"),
-}  # fmt: skip
+}
 
 
 def check_every_part(module):

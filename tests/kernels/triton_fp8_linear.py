@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_fp8_linear.py`` runs them in the interpreter, ``tests/gpu/test_fp8_gpu.py`` on the device.
 """
@@ -23,7 +24,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def casts_that_carry(monkeypatch):
-    """The interpreter loses the carry where a number is rounded up to the next power of two, and NaN; GPUs and torch do not."""
+    """The interpreter loses the carry where a number is rounded up to the next power of two, and NaN; GPUs and
+    torch do not.
+    """
     convert = interpreter._convert_float
 
     def cast(input, input_dtype, output_dtype, rounding_mode):
@@ -49,8 +52,13 @@ def assert_twin(x_TI, factor_I, *, rounds):
 
 # One column, a prime, around a tile, more than one tile.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("factor_dtype", "rounds"), [(None, False), (None, True), (torch.float32, False), (torch.bfloat16, True)])
-@pytest.mark.parametrize("num_columns", [1, 128, triton.TILE_COLUMNS, 2 * triton.TILE_COLUMNS + 5, triton.MAX_TILES * triton.TILE_COLUMNS + 16])
+@pytest.mark.parametrize(
+    ("factor_dtype", "rounds"), [(None, False), (None, True), (torch.float32, False), (torch.bfloat16, True)]
+)
+@pytest.mark.parametrize(
+    "num_columns",
+    [1, 128, triton.TILE_COLUMNS, 2 * triton.TILE_COLUMNS + 5, triton.MAX_TILES * triton.TILE_COLUMNS + 16],
+)
 def test_rows(num_columns, factor_dtype, rounds, dtype):
     x_TI, factor_I = make_rows(5, num_columns, dtype, device=DEVICE)
     factor_I = None if factor_dtype is None else factor_I.to(factor_dtype)
@@ -80,14 +88,20 @@ def test_a_row_that_is_not_finite_stays_alone_and_is_seen(bad, rounds):
 @pytest.mark.parametrize("is_nested", [True, False])
 @pytest.mark.parametrize("size", [(1, 1), (63, 2), (64, 1), (129, 3), (2, 33)])
 def test_nf4(size, is_nested, is_transposed):
-    check_nf4(run_nf4, make_cases([(size[0], 64 * size[1])], is_nested=is_nested, device=DEVICE), is_transposed=is_transposed)
+    check_nf4(
+        run_nf4, make_cases([(size[0], 64 * size[1])], is_nested=is_nested, device=DEVICE), is_transposed=is_transposed
+    )
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("count", [3, triton.MAX_WEIGHTS + 2])
 def test_number_of_weights(count, is_transposed):
     sizes = [(130, 128), (3, 128), (1, 128), (64, 128), (66, 128)]
-    check_nf4(run_nf4, make_cases([sizes[place % 5] for place in range(count)], is_nested=True, device=DEVICE), is_transposed=is_transposed)
+    check_nf4(
+        run_nf4,
+        make_cases([sizes[place % 5] for place in range(count)], is_nested=True, device=DEVICE),
+        is_transposed=is_transposed,
+    )
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -133,13 +147,19 @@ def check_every_row(module):
 NF4_FAULTS = {
     "low half first": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
     "one half twice": ("(pair & 15)", "(pair >> 4)"),
-    "peak of the last chunk": ("peak = tl.maximum(peak, tl.max(tl.where(held", "peak = tl.maximum(0.0, tl.max(tl.where(held"),
+    "peak of the last chunk": (
+        "peak = tl.maximum(peak, tl.max(tl.where(held",
+        "peak = tl.maximum(0.0, tl.max(tl.where(held",
+    ),
     "scale of another row": ("rows * NUM_BLOCKS + place", "rows * 0 + place"),
     "last chunk lost": ("tl.program_id(1),\n", "tl.program_id(1) * 0,\n"),
     "first chunk twice": ("places = start + tl.arange(0, CHUNK)", "places = tl.arange(0, CHUNK)"),
     "signed scales": ("tl.abs(scale), 0.0), axis=1", "-scale, 0.0), axis=1"),
     "scales not inverted": ("inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)", "inverse = scale"),
-    "never transposed": ("values_stride + rows[:, None] if IS_TRANSPOSED", "values_stride + rows[:, None] if not IS_TRANSPOSED"),
+    "never transposed": (
+        "values_stride + rows[:, None] if IS_TRANSPOSED",
+        "values_stride + rows[:, None] if not IS_TRANSPOSED",
+    ),
     "lost mask": ("cell, value, mask=inside[:, None]", "cell, value"),
     "lost mask of scales": ("LARGEST, tl.float32))), mask=inside)", "LARGEST, tl.float32))))"),
     "stride of the first weight": ("scales[index], num_rows[index]", "scales[0], num_rows[index]"),
@@ -147,7 +167,7 @@ NF4_FAULTS = {
     "last tile of a weight lost": ("(tile < num_tiles)", "(tile < num_tiles - 1)"),
     "fifth weight lost": ("range(0, len(filled), MAX_WEIGHTS)", "range(0, MAX_WEIGHTS, MAX_WEIGHTS)"),
     "outside counts": ("tl.where(held, tl.abs(scale), 0.0)", "tl.where(held, tl.abs(scale), 100.0)"),
-}  # fmt: skip
+}
 
 
 # What the worst of them writes beside its output.

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_grouped_mm.py`` runs them in the interpreter, ``tests/gpu/test_grouped_mm_gpu.py`` on the device.
 """
@@ -12,7 +13,16 @@ import torch
 from lightning_fastft.kernels.grouped_mm import triton
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows, RowAddend
 from lightning_fastft.kernels.grouped_mm.triton import Tiles
-from tests.kernels.test_grouped_mm import COUNTS, FULL, check_grad, check_product, formula, inside, make_case, make_row_weights
+from tests.kernels.test_grouped_mm import (
+    COUNTS,
+    FULL,
+    check_grad,
+    check_product,
+    formula,
+    inside,
+    make_case,
+    make_row_weights,
+)
 from tests.support.children import thinned
 from tests.support.truth import load_with_fault
 
@@ -45,7 +55,9 @@ if DEVICE == "cpu":
 
 
 def product(module=triton, tiles=SMALL):
-    return lambda case, out_NO: module.grouped_mm(case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=out_NO, tiles=tiles)
+    return lambda case, out_NO: module.grouped_mm(
+        case.x_NI, case.weight_EIO, case.end_E, addend=case.addend, out_NO=out_NO, tiles=tiles
+    )
 
 
 def added(y_NO, module=triton, tiles=SMALL):
@@ -53,7 +65,9 @@ def added(y_NO, module=triton, tiles=SMALL):
 
 
 def grad(module=triton, tiles=SMALL):
-    return lambda case, dtype, **factors: module.grouped_weight_grad(case.x_NI, case.d_NO, case.end_E, dtype=dtype, tiles=tiles, **factors)
+    return lambda case, dtype, **factors: module.grouped_weight_grad(
+        case.x_NI, case.d_NO, case.end_E, dtype=dtype, tiles=tiles, **factors
+    )
 
 
 def case_of(*arguments, **options):
@@ -70,7 +84,12 @@ def test_product_and_weight_gradient_equal_the_truth(counts, dtype):
 
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "dtype"),
-    thinned((1, 17, 32), (1, 15, 16, 33), (torch.float32, torch.bfloat16), keep=lambda outputs, inputs, dtype: (outputs + inputs) % 2 == dtype),
+    thinned(
+        (1, 17, 32),
+        (1, 15, 16, 33),
+        (torch.float32, torch.bfloat16),
+        keep=lambda outputs, inputs, dtype: (outputs + inputs) % 2 == dtype,
+    ),
 )
 def test_widths_around_a_tile(num_outputs, num_inputs, dtype):
     for is_transposed in (False, True):
@@ -81,7 +100,11 @@ def test_widths_around_a_tile(num_outputs, num_inputs, dtype):
 
 @pytest.mark.parametrize(
     ("rank_and_bias", "dtype"),
-    thinned(((0, True), (1, False), (4, True), (8, False), (16, True), (17, False), (40, True)), DTYPES, keep=lambda rank, dtype: rank % 3 == dtype),
+    thinned(
+        ((0, True), (1, False), (4, True), (8, False), (16, True), (17, False), (40, True)),
+        DTYPES,
+        keep=lambda rank, dtype: rank % 3 == dtype,
+    ),
 )
 def test_bias_and_low_rank_product_equal_the_truth(rank_and_bias, dtype):
     rank, has_bias = rank_and_bias
@@ -121,7 +144,8 @@ def test_a_sum_in_place():
 
 # Tiles for few rows and for many are apart in 16 bits only, and the same for both dtypes of 16 bits.
 @pytest.mark.parametrize(
-    ("counts", "dtype"), thinned(((127, 0, 1), (130, 257)), DTYPES, keep=lambda counts, dtype: dtype == 1 or (counts == 1) == (dtype == 0))
+    ("counts", "dtype"),
+    thinned(((127, 0, 1), (130, 257)), DTYPES, keep=lambda counts, dtype: dtype == 1 or (counts == 1) == (dtype == 0)),
 )
 def test_the_tiles_that_are_used(counts, dtype):
     case = case_of(counts, 65, 129, dtype=dtype, num_sentinels=3, rank=16, has_bias=True, is_transposed=True)
@@ -134,11 +158,17 @@ def test_a_table_of_tiles_by_dtype_and_rows():
     wide = {"num_inputs": 2048, "num_outputs": 1536}
     assert triton.product_tiles(torch.bfloat16, rows_per_expert=127, **wide) == triton.PRODUCT_TILES_FEW
     assert triton.product_tiles(torch.float16, rows_per_expert=128, **wide) == triton.PRODUCT_TILES_MANY
-    assert triton.product_tiles(torch.float32, rows_per_expert=4096, **wide, shared_bytes=triton.LARGE_SHARED_BYTES) == triton.PRODUCT_TILES_FP32
+    assert (
+        triton.product_tiles(torch.float32, rows_per_expert=4096, **wide, shared_bytes=triton.LARGE_SHARED_BYTES)
+        == triton.PRODUCT_TILES_FP32
+    )
     large = {"shared_bytes": triton.LARGE_SHARED_BYTES, **wide}
     assert triton.product_tiles(torch.bfloat16, rows_per_expert=128, **large) == triton.PRODUCT_TILES_LARGE
     assert triton.product_tiles(torch.bfloat16, rows_per_expert=127, **large) == triton.PRODUCT_TILES_FEW
-    assert triton.product_tiles(torch.bfloat16, rows_per_expert=128, **{**large, "num_outputs": 255}) == triton.PRODUCT_TILES_MANY
+    assert (
+        triton.product_tiles(torch.bfloat16, rows_per_expert=128, **{**large, "num_outputs": 255})
+        == triton.PRODUCT_TILES_MANY
+    )
     assert triton.grad_tiles(torch.bfloat16, **wide) == triton.GRAD_TILES
     assert triton.grad_tiles(torch.float32, num_inputs=16, num_outputs=2048) == triton.GRAD_TILES_FP32
 
@@ -150,15 +180,25 @@ def test_tiles_of_thin_matrices_are_as_wide_as_the_matrix():
         assert thin.inputs >= 64
         shallow = triton.product_tiles(torch.bfloat16, rows_per_expert=512, num_inputs=columns, num_outputs=2048)
         assert (shallow.inputs, shallow.outputs) == (side, 128)
-        assert triton.product_tiles(torch.float32, rows_per_expert=512, num_inputs=2048, num_outputs=columns).outputs == side
-        low, high = (triton.grad_tiles(torch.bfloat16, num_inputs=one, num_outputs=other) for one, other in ((columns, 2048), (2048, columns)))
+        assert (
+            triton.product_tiles(torch.float32, rows_per_expert=512, num_inputs=2048, num_outputs=columns).outputs
+            == side
+        )
+        low, high = (
+            triton.grad_tiles(torch.bfloat16, num_inputs=one, num_outputs=other)
+            for one, other in ((columns, 2048), (2048, columns))
+        )
         assert (low.inputs, low.outputs) == (high.outputs, high.inputs) == (side, 128)
 
 
-@pytest.mark.parametrize(("rank", "dtype"), thinned((1, 16, 33, 64), DTYPES, keep=lambda rank, dtype: rank % 2 == min(dtype, 1)))
+@pytest.mark.parametrize(
+    ("rank", "dtype"), thinned((1, 16, 33, 64), DTYPES, keep=lambda rank, dtype: rank % 2 == min(dtype, 1))
+)
 def test_thin_products_with_the_tiles_that_are_used(rank, dtype):
     for num_inputs, num_outputs in ((131, rank), (rank, 131)):
-        case = case_of((63, 0, 66), num_inputs, num_outputs, dtype=dtype, num_sentinels=3, is_transposed=num_outputs == rank)
+        case = case_of(
+            (63, 0, 66), num_inputs, num_outputs, dtype=dtype, num_sentinels=3, is_transposed=num_outputs == rank
+        )
         check_product(product(tiles=None), case)
         check_grad(grad(tiles=None), case, dtype=torch.float32)
         check_grad(grad(tiles=None), case, scale=0.5, row_weight_N=row_weights(case))
@@ -171,13 +211,20 @@ def row_weights(case):
 
 # In fp32 the check that planted faults must fail has both ways, and passes without one.
 @pytest.mark.parametrize(
-    ("widths", "dtype"), thinned(((16, 16), (5, 33), (33, 5)), DTYPES, keep=lambda widths, dtype: min(widths, 1) == min(dtype, 1))
+    ("widths", "dtype"),
+    thinned(((16, 16), (5, 33), (33, 5)), DTYPES, keep=lambda widths, dtype: min(widths, 1) == min(dtype, 1)),
 )
 def test_scale_and_row_weights_of_a_gradient(widths, dtype):
     case = case_of((17, 0, 16, 15, 1, 2), *widths, dtype=dtype, num_sentinels=5)
-    for factors in ({"scale": -0.75}, {"row_weight_N": row_weights(case)}, {"scale": 3.0, "row_weight_N": row_weights(case)}):
+    for factors in (
+        {"scale": -0.75},
+        {"row_weight_N": row_weights(case)},
+        {"scale": 3.0, "row_weight_N": row_weights(case)},
+    ):
         check_grad(grad(), case, **factors)
-    check_grad(grad(), case, dtype=torch.float32, row_weight_N=make_row_weights(case, dtype=torch.bfloat16, is_exact=True))
+    check_grad(
+        grad(), case, dtype=torch.float32, row_weight_N=make_row_weights(case, dtype=torch.bfloat16, is_exact=True)
+    )
 
 
 def test_more_groups_of_tiles_than_one_and_more_experts_than_rows():
@@ -203,19 +250,27 @@ def test_nothing_to_do():
     out_NO = torch.ones(3, 4, device=DEVICE)
     no_ends = torch.zeros(0, dtype=torch.int32, device=DEVICE)
     nothing = {"addend": RowAddend(), "out_NO": out_NO}
-    assert (triton.grouped_mm(torch.ones(3, 2, device=DEVICE), torch.ones(0, 2, 4, device=DEVICE), no_ends, **nothing) == 1).all()
+    assert (
+        triton.grouped_mm(torch.ones(3, 2, device=DEVICE), torch.ones(0, 2, 4, device=DEVICE), no_ends, **nothing) == 1
+    ).all()
 
 
 def check_long_sums(module):
-    """Sums of 2,048 and 8,192 random terms: the error is at most twice that of numpy's pairwise sum; one chain's is 7 and 15 times as large."""
+    """Sums of 2,048 and 8,192 random terms: the error is at most twice that of numpy's pairwise sum; one chain's
+    is 7 and 15 times as large.
+    """
     for num_terms in (2048, 8192):
         x_NI, weight_EIO = torch.randn(20, num_terms, device=DEVICE), torch.randn(1, num_terms, 24, device=DEVICE)
         truth, x, weight = x_NI.double() @ weight_EIO[0].double(), x_NI.cpu().numpy(), weight_EIO[0].T.cpu().numpy()
         pairwise = torch.from_numpy(np.stack([(x * column).sum(axis=1) for column in weight], axis=1)).to(DEVICE)
         ends = [torch.tensor([end], dtype=torch.int32, device=DEVICE) for end in (20, num_terms)]
         sums = {
-            "product": module.grouped_mm(x_NI, weight_EIO, ends[0], addend=RowAddend(), out_NO=torch.empty(20, 24, device=DEVICE)),
-            "weight gradient": module.grouped_weight_grad(x_NI.T.contiguous(), weight_EIO[0], ends[1], dtype=torch.float32)[0],
+            "product": module.grouped_mm(
+                x_NI, weight_EIO, ends[0], addend=RowAddend(), out_NO=torch.empty(20, 24, device=DEVICE)
+            ),
+            "weight gradient": module.grouped_weight_grad(
+                x_NI.T.contiguous(), weight_EIO[0], ends[1], dtype=torch.float32
+            )[0],
         }
         bound = 2 * (pairwise - truth).norm() / truth.norm()
         for name, ours in sums.items():
@@ -232,11 +287,17 @@ def test_what_is_not_finite_stays_so():
     for value in (float("inf"), -3e38):
         x_NI, weight_EIO = torch.full((4, 40), value, device=DEVICE), torch.ones(1, 40, 8, device=DEVICE)
         end_E, out_NO = torch.tensor([4], dtype=torch.int32, device=DEVICE), torch.empty(4, 8, device=DEVICE)
-        assert not triton.grouped_mm(x_NI, weight_EIO, end_E, addend=RowAddend(), out_NO=out_NO, tiles=SMALL).isfinite().any()
+        assert (
+            not triton.grouped_mm(x_NI, weight_EIO, end_E, addend=RowAddend(), out_NO=out_NO, tiles=SMALL)
+            .isfinite()
+            .any()
+        )
 
 
 def check_impossible_borders(module):
-    """A border behind the rows: none behind the last is read or written. One row too many, which lies in the buffers around."""
+    """A border behind the rows: none behind the last is read or written. One row too many, which lies in the
+    buffers around.
+    """
     case = case_of((3, 9), 5, 6, dtype=torch.float32)
     case.end_E[1] += 1
     out_NO = inside(torch.zeros_like(case.d_NO), fill=7.0)
@@ -252,7 +313,8 @@ def test_impossible_borders_are_cut_off():
 def test_addresses_beyond_two_to_the_31_elements_are_reached():
     if DEVICE == "cuda":
         pytest.skip("gigabytes of memory; the arithmetic is the interpreter's")
-    # Pages of the file that are not touched are a hole: rows, experts and input columns lie further apart than 32 bits of elements reach.
+    # Pages of the file that are not touched are a hole: rows, experts and input columns lie further apart than 32 bits
+    # of elements reach.
     far = 2**31 + 64
     hole = torch.empty(2 * far, dtype=torch.bfloat16)
     end_E = torch.tensor([1, 2], dtype=torch.int32)
@@ -260,7 +322,9 @@ def test_addresses_beyond_two_to_the_31_elements_are_reached():
     nothing = RowAddend()
 
     def run(x, weight):
-        return triton.grouped_mm(x, weight, end_E, addend=nothing, out_NO=torch.empty(2, 3, dtype=torch.bfloat16), tiles=SMALL)
+        return triton.grouped_mm(
+            x, weight, end_E, addend=nothing, out_NO=torch.empty(2, 3, dtype=torch.bfloat16), tiles=SMALL
+        )
 
     expected_NO = run(x_NI, weight_EIO)
     for strides in ((far, 3, 1), (16, far, 1)):
@@ -280,17 +344,41 @@ PRODUCT_STEP, GRAD_STEP = "_add_step(total, lost, x, weight,", "_add_step(total,
 FEW_BITS = ".to(tl.float16).to(tl.float32)"
 LOST = "lost = part - (new_total - total)"
 FAULTS = {
-    "lost mask on the input tail of x": ("x_inside &= inputs[None, :] < num_inputs - start", "x_inside &= inputs[None, :] >= 0"),
-    "lost mask on the input tail of the weight": ("weight_inside &= inputs[:, None] < num_inputs - start", "weight_inside &= inputs[:, None] >= 0"),
+    "lost mask on the input tail of x": (
+        "x_inside &= inputs[None, :] < num_inputs - start",
+        "x_inside &= inputs[None, :] >= 0",
+    ),
+    "lost mask on the input tail of the weight": (
+        "weight_inside &= inputs[:, None] < num_inputs - start",
+        "weight_inside &= inputs[:, None] >= 0",
+    ),
     "tail taken for a whole tile": ("IS_WHOLE=num_inputs % tiles.inputs == 0", "IS_WHOLE=True"),
-    "last tile of inputs lost": ("for start in range(0, num_inputs, BLOCK_I):", "for start in range(0, num_inputs - BLOCK_I, BLOCK_I):"),
-    "wrong expert at a border": ("border // BLOCK_N + experts + 1 <= row_tile", "border // BLOCK_N + experts + 1 < row_tile"),
+    "last tile of inputs lost": (
+        "for start in range(0, num_inputs, BLOCK_I):",
+        "for start in range(0, num_inputs - BLOCK_I, BLOCK_I):",
+    ),
+    "wrong expert at a border": (
+        "border // BLOCK_N + experts + 1 <= row_tile",
+        "border // BLOCK_N + experts + 1 < row_tile",
+    ),
     "tiles of an expert shifted": ("(row_tile - start // BLOCK_N - expert)", "(row_tile - expert)"),
-    "rows of the next expert written": ("inside_rows = rows < stop\n    inside_cols", "inside_rows = rows < num_rows\n    inside_cols"),
+    "rows of the next expert written": (
+        "inside_rows = rows < stop\n    inside_cols",
+        "inside_rows = rows < num_rows\n    inside_cols",
+    ),
     "last row lost": ("inside_rows = rows < stop\n    inside_cols", "inside_rows = rows < stop - 1\n    inside_cols"),
-    "last column lost": ("    inside_cols = cols < num_outputs\n    return", "    inside_cols = cols < num_outputs - 1\n    return"),
-    "columns behind the last": ("    inside_cols = cols < num_outputs\n    return", "    inside_cols = cols < num_outputs + 1\n    return"),
-    "tiles of the last group lost": ("group_size = tl.minimum(num_row_tiles - group * GROUP, GROUP)", "group_size = GROUP"),
+    "last column lost": (
+        "    inside_cols = cols < num_outputs\n    return",
+        "    inside_cols = cols < num_outputs - 1\n    return",
+    ),
+    "columns behind the last": (
+        "    inside_cols = cols < num_outputs\n    return",
+        "    inside_cols = cols < num_outputs + 1\n    return",
+    ),
+    "tiles of the last group lost": (
+        "group_size = tl.minimum(num_row_tiles - group * GROUP, GROUP)",
+        "group_size = GROUP",
+    ),
     "too few programs": ("(num_rows // tiles.rows + num_experts) *", "(num_rows // tiles.rows) *"),
     "scale lost": ("total *= low_scale", "total *= 1.0"),
     "bias of the neighbour": ("bias_ptr + expert * bias_stride", "bias_ptr + (expert - 1) * bias_stride"),
@@ -298,11 +386,17 @@ FAULTS = {
     "lost mask on the rank": ("inside_ranks = ranks < RANK", "inside_ranks = ranks < RANK + 1"),
     "second step of ranks lost": ("ranks = start + tl.arange(0, BLOCK_R)", "ranks = tl.arange(0, BLOCK_R)"),
     "input stride for a step of one": ("weight_ptrs += weight_step", "weight_ptrs += BLOCK_I"),
-    "wrong stride of rows": ("x_ptrs = x_ptr + sources[:, None] * x_stride", "x_ptrs = x_ptr + sources[:, None] * num_inputs"),
+    "wrong stride of rows": (
+        "x_ptrs = x_ptr + sources[:, None] * x_stride",
+        "x_ptrs = x_ptr + sources[:, None] * num_inputs",
+    ),
     "low precision": (PRODUCT_STEP, PRODUCT_STEP.replace("total", "total" + FEW_BITS)),
     "operands with the bits of TF32": (PRODUCT_STEP, PRODUCT_STEP.replace("x", "x" + FEW_BITS)),
     "gradient: operands with the bits of TF32": (GRAD_STEP, GRAD_STEP.replace("x", "x" + FEW_BITS)),
-    "narrow: low precision": ("total = tl.dot(a, b, total,", "total = tl.dot(a, b, total.to(tl.bfloat16).to(tl.float32),"),
+    "narrow: low precision": (
+        "total = tl.dot(a, b, total,",
+        "total = tl.dot(a, b, total.to(tl.bfloat16).to(tl.float32),",
+    ),
     "narrow: only the last step": ("total = tl.dot(a, b, total,", "total = tl.dot(a, b, 0.0 * total,"),
     "fp32: one chain": ("return dtype is torch.float32\n", "return False\n"),
     "fp32: one chain by adding to the sum": ("part = tl.dot(a, b, lost,", "part = tl.dot(a, b, total,"),
@@ -313,27 +407,45 @@ FAULTS = {
     "fp32: what was lost added twice": ("part = tl.dot(a, b, lost,", "part = lost + tl.dot(a, b, lost,"),
     "product: what was lost not passed on": ("total, lost = " + PRODUCT_STEP, "total, _ = " + PRODUCT_STEP),
     "gradient: what was lost not passed on": ("total, lost = " + GRAD_STEP, "total, _ = " + GRAD_STEP),
-    "low-rank product with the bits of TF32": ("tl.dot(low, factor,", "tl.dot(low.to(tl.float16).to(tl.float32), factor,"),
+    "low-rank product with the bits of TF32": (
+        "tl.dot(low, factor,",
+        "tl.dot(low.to(tl.float16).to(tl.float32), factor,",
+    ),
     "sum without y": ("total += tl.load(y_ptr", "total += 0.0 * tl.load(y_ptr"),
     "gradient: last tile of rows lost": (ROW_LOSS, ROW_LOSS.replace("stop,", "stop - BLOCK_N,")),
     "gradient: x of the next expert": (X_LOAD, X_LOAD.replace("inside_rows[None, :] &", "")),
     "gradient: d of nobody": (D_LOAD, D_LOAD.replace("inside_rows[:, None] &", "")),
     "gradient: rows from the first on": (ROW_LOSS, ROW_LOSS.replace("begin,", "0,")),
     "gradient: low precision": (GRAD_STEP, GRAD_STEP.replace("total", "total" + FEW_BITS)),
-    "gradient: last column lost": ("    inside_cols = cols < num_outputs\n    begin", "    inside_cols = cols < num_outputs - 1\n    begin"),
-    "gradient: matrix of the first expert": ("grad_row = expert.to(tl.int64) * num_inputs + inputs", "grad_row = inputs"),
+    "gradient: last column lost": (
+        "    inside_cols = cols < num_outputs\n    begin",
+        "    inside_cols = cols < num_outputs - 1\n    begin",
+    ),
+    "gradient: matrix of the first expert": (
+        "grad_row = expert.to(tl.int64) * num_inputs + inputs",
+        "grad_row = inputs",
+    ),
     "gradient: scale lost": ("total *= scale\n", "total *= 1.0\n"),
     "gradient: scale before the sum ends": ("    total *= scale\n", "        total *= scale\n"),
     "gradient: weights lost": ("HAS_WEIGHT=row_weight_N is not None", "HAS_WEIGHT=False"),
     "gradient: weight of the neighbour": ("rows * row_weight_stride", "(rows + 1) * row_weight_stride"),
     "gradient: stride of the weights lost": ("0 if row_weight_N is None else row_weight_N.stride(0)", "1"),
     "gradient: weights of nobody": ("row_weight_stride, mask=inside_rows, other=0.0", "row_weight_stride"),
-    "gradient: weight squared": (ON_X, ON_X.replace("row_weight[None, :]", "row_weight[None, :] * row_weight[None, :]")),
+    "gradient: weight squared": (
+        ON_X,
+        ON_X.replace("row_weight[None, :]", "row_weight[None, :] * row_weight[None, :]"),
+    ),
     "gradient: weighted rows with few bits": (ON_X, ON_X + FEW_BITS),
     "gradient: weights never on d": ("d = (d.to(tl.float32) * row_weight[:, None])", "d = (d.to(tl.float32))"),
-    "product: borders trusted": ("stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n    first", "stop = tl.load(end_ptr + expert)\n    first"),
-    "gradient: borders trusted": ("stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n\n", "stop = tl.load(end_ptr + expert)\n\n"),
-}  # fmt: skip
+    "product: borders trusted": (
+        "stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n    first",
+        "stop = tl.load(end_ptr + expert)\n    first",
+    ),
+    "gradient: borders trusted": (
+        "stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n\n",
+        "stop = tl.load(end_ptr + expert)\n\n",
+    ),
+}
 
 
 def check_every_part(module):
@@ -366,5 +478,8 @@ def test_without_a_fault_the_same_check_passes():
 
 def test_the_truth_itself_knows_every_part():
     case = case_of(**FULL, dtype=torch.float32)
-    without = [case._replace(addend=addend) for addend in (RowAddend(), case.addend._replace(bias_EO=None), case.addend._replace(low_scale=1.0))]
+    without = [
+        case._replace(addend=addend)
+        for addend in (RowAddend(), case.addend._replace(bias_EO=None), case.addend._replace(low_scale=1.0))
+    ]
     assert all((formula(case, torch.float64) - formula(other, torch.float64)).abs().max() > 0.1 for other in without)

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_host_gather.py`` runs them in the interpreter, ``tests/gpu/test_streaming_gpu.py`` on the device.
 """
@@ -12,7 +13,18 @@ from lightning_fastft.kernels.host_gather import reference, triton
 from tests.support.truth import load_with_fault, poisoned
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-COLUMNS = (1, 2, 13, 127, 128, 129, triton.MAX_BLOCK - 1, triton.MAX_BLOCK, triton.MAX_BLOCK + 1, 2 * triton.MAX_BLOCK + 37)
+COLUMNS = (
+    1,
+    2,
+    13,
+    127,
+    128,
+    129,
+    triton.MAX_BLOCK - 1,
+    triton.MAX_BLOCK,
+    triton.MAX_BLOCK + 1,
+    2 * triton.MAX_BLOCK + 37,
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,7 +66,9 @@ def test_rows_are_bit_equal(num_columns, dtype, is_strided):
 @pytest.mark.parametrize("num_tokens", [0, 1, 61])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 def test_number_of_tokens(num_tokens, index_dtype):
-    check(triton.gather_rows, make_table(11, 131, torch.bfloat16), torch.randint(0, 11, (num_tokens,), dtype=index_dtype))
+    check(
+        triton.gather_rows, make_table(11, 131, torch.bfloat16), torch.randint(0, 11, (num_tokens,), dtype=index_dtype)
+    )
 
 
 def test_no_columns():
@@ -70,12 +84,16 @@ def test_an_impossible_token_gives_nan_and_reads_nothing():
 
 def test_tokens_inside_a_larger_buffer():
     token_T = poisoned(torch.tensor([2, 0, 1], device=DEVICE))
-    assert torch.equal(triton.gather_rows(make_table(3, 5, torch.float32), token_T).isfinite().cpu(), torch.ones(3, 5, dtype=torch.bool))
+    assert torch.equal(
+        triton.gather_rows(make_table(3, 5, torch.float32), token_T).isfinite().cpu(),
+        torch.ones(3, 5, dtype=torch.bool),
+    )
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():
     if DEVICE == "cpu":
-        # Two rows that lie further apart than 32 bits of elements reach: one page of the file is real, the rest is a hole.
+        # Two rows that lie further apart than 32 bits of elements reach: one page of the file is real, the rest is a
+        # hole.
         weight_VD = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((2, 64), (2**31, 1))
     else:
         pytest.skip("4 GiB of pinned memory; the arithmetic is the interpreter's")

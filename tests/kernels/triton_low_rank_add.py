@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_low_rank_add.py`` runs them in the interpreter, ``tests/gpu/test_low_rank_add_gpu.py`` on the device.
 """
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.low_rank_add import triton
-from tests.kernels.test_low_rank_add import DTYPES, PLACES, check, check_rows_of_nan_stay_alone, fresh_memory_is_nan, make_inputs
+from tests.kernels.test_low_rank_add import (
+    DTYPES,
+    PLACES,
+    check,
+    check_rows_of_nan_stay_alone,
+    fresh_memory_is_nan,
+    make_inputs,
+)
 from tests.support.children import thinned
 from tests.support.truth import load_with_fault
 
@@ -38,17 +46,33 @@ def test_every_place_equals_the_truth(is_factor_transposed, place, dtype):
 
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "is_transposed"),
-    thinned((0, 1, 15, 16, 17, RANKS, RANKS + 1, 40, 100), PRODUCT_DTYPES, (False, True), keep=lambda *places: sum(places) % 2 == 0),
+    thinned(
+        (0, 1, 15, 16, 17, RANKS, RANKS + 1, 40, 100),
+        PRODUCT_DTYPES,
+        (False, True),
+        keep=lambda *places: sum(places) % 2 == 0,
+    ),
 )
 def test_number_of_ranks_in_both_orders_of_the_product(num_ranks, dtype, is_transposed, monkeypatch):
     monkeypatch.setattr(triton, "TRANSPOSED", is_transposed)
     for is_factor_transposed in (False, True):
-        check(triton.add_low_rank, (7, 33, num_ranks), dtype, device=DEVICE, is_factor_transposed=is_factor_transposed, has_residual=True)
+        check(
+            triton.add_low_rank,
+            (7, 33, num_ranks),
+            dtype,
+            device=DEVICE,
+            is_factor_transposed=is_factor_transposed,
+            has_residual=True,
+        )
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_columns"),
-    thinned((1, ROWS - 1, ROWS, 2 * ROWS + 1), (1, 2, COLUMNS - 1, COLUMNS, 2 * COLUMNS + 37), keep=lambda row, column: (row + column) % 3 == 0),
+    thinned(
+        (1, ROWS - 1, ROWS, 2 * ROWS + 1),
+        (1, 2, COLUMNS - 1, COLUMNS, 2 * COLUMNS + 37),
+        keep=lambda row, column: (row + column) % 3 == 0,
+    ),
 )
 def test_number_of_rows_and_columns(num_rows, num_columns):
     check(triton.add_low_rank, (num_rows, num_columns, 16), NARROW, device=DEVICE)
@@ -66,7 +90,9 @@ def test_without_rows_or_columns(num_rows, num_columns):
 
 
 def test_two_calls_are_bit_equal():
-    base_TN, low_TR, factor_RN, residual_TN = make_inputs(ROWS + 1, COLUMNS + 5, 40, NARROW, device=DEVICE, has_residual=True)
+    base_TN, low_TR, factor_RN, residual_TN = make_inputs(
+        ROWS + 1, COLUMNS + 5, 40, NARROW, device=DEVICE, has_residual=True
+    )
     with fresh_memory_is_nan():
         first, second = (triton.add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN) for _ in range(2))
     assert torch.equal(first, second)
@@ -75,7 +101,9 @@ def test_two_calls_are_bit_equal():
 
 
 def far(tensor):
-    """Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the rest is a hole."""
+    """Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real,
+    the rest is a hole.
+    """
     rows = torch.empty(2**31 + 64, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, (2**30, 1))
     return rows.copy_(tensor)
 
@@ -89,7 +117,10 @@ def test_rows_beyond_two_to_the_31_elements_are_reached(is_factor_transposed):
     assert torch.equal(ours, expected)
 
 
-EARLY_STORE = "    tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)\n"
+EARLY_STORE = (
+    "    tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(out_ptr.dtype.element_ty), "
+    "mask=inside)\n"
+)
 ROUND = "    total = total.to(out_ptr.dtype.element_ty).to(tl.float32)\n"
 READ_RESIDUAL = "    if HAS_RESIDUAL:\n"
 STORE_MASK = "total.to(out_ptr.dtype.element_ty), mask=inside)"
@@ -100,21 +131,39 @@ FAULTS = {
     "product rounded": ("if TRANSPOSED else product\n", "if TRANSPOSED else product\n" + ROUND),
     "sum rounded before the residual": (READ_RESIDUAL, ROUND + READ_RESIDUAL),
     "product of the last ranks only": ("tl.trans(low), product,", "tl.trans(low), tl.zeros_like(product),"),
-    "product of the first ranks only": ("tl.range(0, num_ranks, BLOCK_R,", "tl.range(0, min(num_ranks, BLOCK_R), BLOCK_R,"),
+    "product of the first ranks only": (
+        "tl.range(0, num_ranks, BLOCK_R,",
+        "tl.range(0, min(num_ranks, BLOCK_R), BLOCK_R,",
+    ),
     "every step the first": ("ranks = first + tl.arange(0, BLOCK_R)", "ranks = tl.arange(0, BLOCK_R)"),
     "last rank lost": ("inside_ranks = ranks < num_ranks", "inside_ranks = ranks < num_ranks - 1"),
     "mask of the ranks lost": ("inside_ranks = ranks < num_ranks", "inside_ranks = ranks < num_ranks + 1"),
-    "rank mask of the narrow rows lost": ("inside_rows[:, None] & inside_ranks[None, :]", "inside_rows[:, None] & (ranks < num_ranks + 1)[None, :]"),
-    "rank mask of the factor lost": ("inside_ranks[:, None] & inside_cols", "(ranks < num_ranks + 1)[:, None] & inside_cols"),
+    "rank mask of the narrow rows lost": (
+        "inside_rows[:, None] & inside_ranks[None, :]",
+        "inside_rows[:, None] & (ranks < num_ranks + 1)[None, :]",
+    ),
+    "rank mask of the factor lost": (
+        "inside_ranks[:, None] & inside_cols",
+        "(ranks < num_ranks + 1)[:, None] & inside_cols",
+    ),
     "mask of the columns lost": ("inside_cols = cols < num_columns", "inside_cols = cols < num_columns + 1"),
     "last column lost": ("inside_cols = cols < num_columns", "inside_cols = cols < num_columns - 1"),
     "mask of the rows lost": ("inside_rows = rows < num_rows", "inside_rows = rows < num_rows + 1"),
     "last row lost": ("inside_rows = rows < num_rows", "inside_rows = rows < num_rows - 1"),
-    "written beside the columns": (STORE_MASK, STORE_MASK.replace("inside", "inside_rows[:, None] & (cols < num_columns + 1)[None, :]")),
-    "last tile of columns not written": ("* ceil_div(num_columns, BLOCK_COLUMNS),)", "* (num_columns // BLOCK_COLUMNS),)"),
+    "written beside the columns": (
+        STORE_MASK,
+        STORE_MASK.replace("inside", "inside_rows[:, None] & (cols < num_columns + 1)[None, :]"),
+    ),
+    "last tile of columns not written": (
+        "* ceil_div(num_columns, BLOCK_COLUMNS),)",
+        "* (num_columns // BLOCK_COLUMNS),)",
+    ),
     "tiles of columns counted short": ("tl.cdiv(num_columns, BLOCK_N)", "(num_columns // BLOCK_N)"),
     "every tile in the first columns": ("(tile % num_column_tiles) * BLOCK_N + ", ""),
-    "every tile in the first rows": ("(tile // num_column_tiles).to(tl.int64) * BLOCK_T", "(tile // num_column_tiles).to(tl.int64) * 0"),
+    "every tile in the first rows": (
+        "(tile // num_column_tiles).to(tl.int64) * BLOCK_T",
+        "(tile // num_column_tiles).to(tl.int64) * 0",
+    ),
     "wrong stride of the base": ("rows[:, None] * base_stride", "rows[:, None] * num_columns"),
     "wrong stride of the residual": ("rows[:, None] * residual_stride", "rows[:, None] * num_columns"),
     "wrong stride of the narrow rows": ("rows * low_stride", "rows * num_ranks"),
@@ -124,14 +173,23 @@ FAULTS = {
     "factor without distance": ("tl.int64)[:, None] * factor_rank_stride", "tl.int64)[:, None] * num_columns"),
     "memory that was given not used": ("if out is None else out\n", "\n"),
     "written before the residual is read": (READ_RESIDUAL, EARLY_STORE + READ_RESIDUAL),
-}  # fmt: skip
+}
 
 
 def check_every_part(functions):
-    """Two tiles along each axis and two steps of ranks; first where a faulty kernel that writes beside its tensor meets nothing else."""
+    """Two tiles along each axis and two steps of ranks; first where a faulty kernel that writes beside its tensor
+    meets nothing else.
+    """
     shape = (ROWS + 1, COLUMNS + 5, RANKS + 1)
     for place in ("apart", "base", "residual", "new"):
-        check(functions.add_low_rank, shape, NARROW, device=DEVICE, is_factor_transposed=place in ("apart", "base"), place=place)
+        check(
+            functions.add_low_rank,
+            shape,
+            NARROW,
+            device=DEVICE,
+            is_factor_transposed=place in ("apart", "base"),
+            place=place,
+        )
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

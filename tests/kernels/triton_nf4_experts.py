@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_nf4_experts.py`` runs them in the interpreter, ``tests/gpu/test_expert_nf4_gpu.py`` on the device.
 """
@@ -16,7 +17,19 @@ from tests.support.truth import load_with_fault
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM = triton.TILE_BLOCKS * triton.TILES_PER_PROGRAM
-BLOCKS = (1, 2, 13, triton.TILE_BLOCKS - 1, triton.TILE_BLOCKS, triton.TILE_BLOCKS + 1, PROGRAM - 1, PROGRAM, PROGRAM + 1, GROUP_BLOCKS + 1, 541)
+BLOCKS = (
+    1,
+    2,
+    13,
+    triton.TILE_BLOCKS - 1,
+    triton.TILE_BLOCKS,
+    triton.TILE_BLOCKS + 1,
+    PROGRAM - 1,
+    PROGRAM,
+    PROGRAM + 1,
+    GROUP_BLOCKS + 1,
+    541,
+)
 
 
 def make(num_experts, num_blocks, dtype):
@@ -52,12 +65,18 @@ FAULTS = {
     "first group for all": ("block // GROUP", "block * 0"),
     "group of another expert": ("expert * num_groups", "0"),
     "first expert's offset": ("offset_ptr + expert", "offset_ptr"),
-    "lost fp32": ("tl.load(nested_quant_map_ptr + place) * nested", "tl.load(nested_quant_map_ptr + place).to(tl.float16) * nested"),
-    "last block not written": ("element_ty), mask=inside[:, None]", "element_ty), mask=(block < num_blocks - 1)[:, None]"),
+    "lost fp32": (
+        "tl.load(nested_quant_map_ptr + place) * nested",
+        "tl.load(nested_quant_map_ptr + place).to(tl.float16) * nested",
+    ),
+    "last block not written": (
+        "element_ty), mask=inside[:, None]",
+        "element_ty), mask=(block < num_blocks - 1)[:, None]",
+    ),
     "lost mask": ("element_ty), mask=inside[:, None]", "element_ty)"),
     "wrong stride": ("row[:, None] * BLOCK_BYTES", "row[:, None] * (BLOCK_BYTES - 1)"),
     "only the first tile": ("(tl.program_id(0) * TILES + tile)", "(tl.program_id(0) * TILES)"),
-}  # fmt: skip
+}
 
 
 def check_every_part(dequantise):

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_nf4_linear.py`` runs them in the interpreter, ``tests/gpu/test_nf4_linear_gpu.py`` on the device.
 """

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_qk_rope.py`` runs them in the interpreter, ``tests/gpu/test_qk_rope_gpu.py`` on the device.
 """
@@ -42,8 +43,16 @@ FORM_AND_DTYPE = thinned(FORMS, DTYPES, keep=lambda form, dtype: form % 2 == min
 
 @contextmanager
 def small_tiles(module, *, num_programs=3, num_values=1):
-    """Every loop of the kernels makes more than one step, although the tensors are tiny; with one value a tile is one head."""
-    sizes = {"MAX_PARTIALS": num_programs, "BLOCK_PARTIALS": 2, "BLOCK_COPY": 16, "MAX_TILE": num_values, "MAX_TILE_BACKWARD": num_values}
+    """Every loop of the kernels makes more than one step, although the tensors are tiny; with one value a tile is
+    one head.
+    """
+    sizes = {
+        "MAX_PARTIALS": num_programs,
+        "BLOCK_PARTIALS": 2,
+        "BLOCK_COPY": 16,
+        "MAX_TILE": num_values,
+        "MAX_TILE_BACKWARD": num_values,
+    }
     kept = {name: getattr(module, name) for name in sizes}
     try:
         for name, size in sizes.items():
@@ -71,7 +80,11 @@ def test_more_heads_than_a_tile_and_more_tokens_than_programs(form, num_values):
 # Any two of width, whole or part of it rotated, norm and order of pairs meet.
 @pytest.mark.parametrize(
     ("head_width", "is_whole", "has_norm", "is_interleaved"),
-    thinned(WIDTHS, *[(False, True)] * 3, keep=lambda _, is_whole, has_norm, is_interleaved: is_whole ^ has_norm ^ is_interleaved),
+    thinned(
+        WIDTHS,
+        *[(False, True)] * 3,
+        keep=lambda _, is_whole, has_norm, is_interleaved: is_whole ^ has_norm ^ is_interleaved,
+    ),
 )
 def test_width_of_a_head(head_width, is_whole, has_norm, is_interleaved):
     rotary_width = head_width if is_whole else max(head_width // 4 * 2, 2)
@@ -82,10 +95,14 @@ def test_width_of_a_head(head_width, is_whole, has_norm, is_interleaved):
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (1, 3), (7, 2), (33, 17)])
 def test_number_of_heads(num_heads, num_kv_heads):
     for form in (LLAMA, QWEN3, INTERLEAVED):
-        check_against_truth(triton, 2, form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads), NARROW, device=DEVICE)
+        check_against_truth(
+            triton, 2, form._replace(num_heads=num_heads, num_kv_heads=num_kv_heads), NARROW, device=DEVICE
+        )
 
 
-@pytest.mark.parametrize("kinds", [{"angle_dtype": torch.float32}, {"weight_dtype": torch.float32}, {"weight_dtype": torch.float16}])
+@pytest.mark.parametrize(
+    "kinds", [{"angle_dtype": torch.float32}, {"weight_dtype": torch.float32}, {"weight_dtype": torch.float16}]
+)
 def test_dtypes_of_angles_and_weights(kinds):
     for form in (LLAMA, QWEN3, GEMMA):
         check_against_truth(triton, 3, form, torch.bfloat16, device=DEVICE, **kinds)
@@ -95,7 +112,9 @@ def test_without_eps_nothing_is_divided_by_zero():
     check_without_eps(triton, device=DEVICE)
 
 
-@pytest.mark.parametrize(("form", "dtype"), thinned(FORMS, DTYPES, keep=lambda form, dtype: form % len(DTYPES) == dtype))
+@pytest.mark.parametrize(
+    ("form", "dtype"), thinned(FORMS, DTYPES, keep=lambda form, dtype: form % len(DTYPES) == dtype)
+)
 def test_inputs_may_be_overwritten(form, dtype):
     check_in_place(triton, 3, form, dtype, device=DEVICE)
 
@@ -133,7 +152,10 @@ def test_weights_have_no_gradient_where_none_is_asked_for(form):
 
 
 # Where inputs may be overwritten, every form runs twice already.
-@pytest.mark.parametrize("form", [QWEN3, INTERLEAVED, *(pytest.param(form, marks=pytest.mark.fault) for form in (LLAMA, GEMMA, GLM4, PARTIAL))])
+@pytest.mark.parametrize(
+    "form",
+    [QWEN3, INTERLEAVED, *(pytest.param(form, marks=pytest.mark.fault) for form in (LLAMA, GEMMA, GLM4, PARTIAL))],
+)
 def test_two_runs_are_bit_equal(form):
     inputs = make_inputs(11, form, NARROW, device=DEVICE)
     first, second = (run_ours(triton, inputs, form) for _ in range(2))
@@ -141,7 +163,8 @@ def test_two_runs_are_bit_equal(form):
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():
-    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the rest is a hole.
+    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the
+    # rest is a hole.
     inputs = make_inputs(3, QWEN3, torch.bfloat16, device=DEVICE)
     buffer = torch.empty(2**31 + QWEN3.num_columns, dtype=torch.bfloat16, device=DEVICE)
     expected = run_ours(triton, inputs, QWEN3)
@@ -163,20 +186,29 @@ PAIR_READ = "(cols < NUM_PAIRS)[None, :]\n        ptrs = row_ptrs[:, None] + col
 BARRIER = "            tl.debug_barrier()\n\n        if HAS_NORM"
 EARLY_STORE = (
     "            _store_pairs(in_heads, second, first, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)\n"
-    "        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)\n\n        if HAS_NORM"
+    "        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)\n\n      "
+    "  if HAS_NORM"
 )
 REST_STORE = "        tl.store(row_ptrs[:, None] + cols[None, :], rest.to(row_ptrs.dtype.element_ty), mask=inside)\n"
 COPY_LOOP = "    for start in range(0, NUM_COLUMNS, BLOCK):\n        cols = start + tl.arange(0, BLOCK)\n"
 VALUE_STORE = "tl.store(out_ptr + cols, tl.load(in_ptr + cols, mask=cols < NUM_COLUMNS), mask=cols < NUM_COLUMNS)"
 LAST_HEADS = "        out_heads = out_ptr + heads * HEAD_WIDTH\n        first, second"
-LAST_HEADS_LOST = LAST_HEADS.replace("        first", "        inside_heads = inside_heads & (start + BLOCK_H <= NUM_HEADS)\n        first")
+LAST_HEADS_LOST = LAST_HEADS.replace(
+    "        first", "        inside_heads = inside_heads & (start + BLOCK_H <= NUM_HEADS)\n        first"
+)
 FAULTS = {
-    "turned the wrong way": ("tl.fma(first, cos_first, -(second * sin_first))", "tl.fma(first, cos_first, second * sin_first)"),
+    "turned the wrong way": (
+        "tl.fma(first, cos_first, -(second * sin_first))",
+        "tl.fma(first, cos_first, second * sin_first)",
+    ),
     "second column turned by the first one's angle": (
         "tl.fma(second, cos_second, first * sin_second)",
         "tl.fma(second, cos_first, first * sin_first)",
     ),
-    "gradient turned like the values": ("cos_second, -(rotated_first * sin_first)", "cos_second, rotated_first * sin_first"),
+    "gradient turned like the values": (
+        "cos_second, -(rotated_first * sin_first)",
+        "cos_second, rotated_first * sin_first",
+    ),
     "gradient turned by the other column's angle": (
         "tl.fma(rotated_first, cos_first, rotated_second * sin_second)",
         "tl.fma(rotated_first, cos_first, rotated_second * sin_first)",
@@ -186,18 +218,36 @@ FAULTS = {
     "neighbours swapped": ("first, second = tl.split(", "second, first = tl.split("),
     "results of neighbours swapped": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
     "halves overlap": ("second = tl.load(ptrs + NUM_PAIRS,", "second = tl.load(ptrs + NUM_PAIRS - 1,"),
-    "half of the results one column early": ("tl.store(ptrs + NUM_PAIRS, second", "tl.store(ptrs + NUM_PAIRS - 1, second"),
+    "half of the results one column early": (
+        "tl.store(ptrs + NUM_PAIRS, second",
+        "tl.store(ptrs + NUM_PAIRS - 1, second",
+    ),
     "columns beyond the last pair are read": (PAIR_READ, PAIR_READ.replace("NUM_PAIRS)", "NUM_PAIRS + 1)")),
-    "last pair not written": ("(cols < 2 * NUM_PAIRS)[None, :]\n        tl.store", "(cols < 2 * NUM_PAIRS - 2)[None, :]\n        tl.store"),
-    "last half column not written": ("tl.store(ptrs, first, mask=inside)", "tl.store(ptrs, first, mask=inside & (cols < NUM_PAIRS - 1)[None, :])"),
+    "last pair not written": (
+        "(cols < 2 * NUM_PAIRS)[None, :]\n        tl.store",
+        "(cols < 2 * NUM_PAIRS - 2)[None, :]\n        tl.store",
+    ),
+    "last half column not written": (
+        "tl.store(ptrs, first, mask=inside)",
+        "tl.store(ptrs, first, mask=inside & (cols < NUM_PAIRS - 1)[None, :])",
+    ),
     "columns that are not rotated are not written": (REST_STORE, "        pass\n"),
-    "last column that is not rotated is lost": ("(cols < HEAD_WIDTH)[None, :]\n        rest = ", "(cols < HEAD_WIDTH - 1)[None, :]\n        rest = "),
+    "last column that is not rotated is lost": (
+        "(cols < HEAD_WIDTH)[None, :]\n        rest = ",
+        "(cols < HEAD_WIDTH - 1)[None, :]\n        rest = ",
+    ),
     "next head's columns are read as not rotated": (
         "(cols < HEAD_WIDTH)[None, :]\n        rest = ",
         "(cols < HEAD_WIDTH + 1)[None, :]\n        rest = ",
     ),
-    "mean without the columns that are not rotated": ("        total += tl.sum(rest_terms, axis=1)\n", "        total += 0.0\n"),
-    "mean over the padded head": ("return total * (1.0 / HEAD_WIDTH)", "return total * (1.0 / (pair_terms.shape[1] * 2))"),
+    "mean without the columns that are not rotated": (
+        "        total += tl.sum(rest_terms, axis=1)\n",
+        "        total += 0.0\n",
+    ),
+    "mean over the padded head": (
+        "return total * (1.0 / HEAD_WIDTH)",
+        "return total * (1.0 / (pair_terms.shape[1] * 2))",
+    ),
     "eps lost": (" + eps)\n", ")\n"),
     "heads beyond the last one divide by zero": (
         "tl.where(inside_heads, tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root), 0.0)",
@@ -206,18 +256,36 @@ FAULTS = {
     "not rounded before the weight": ("values = values.to(dtype).to(tl.float32)", "values = values"),
     "always rounded before the weight": ("if not IS_WEIGHT_WIDE:", "if True:"),
     "offset of the weight lost": ("return first + weight_offset, second", "return first, second"),
-    "offset of the weight that is not rotated lost": ("second + weight_offset, rest + weight_offset", "second + weight_offset, rest"),
+    "offset of the weight that is not rotated lost": (
+        "second + weight_offset, rest + weight_offset",
+        "second + weight_offset, rest",
+    ),
     "weight of k is q's": ("k_out_stride, k_weight_ptr, cos_first", "k_out_stride, q_weight_ptr, cos_first"),
     "keys of one token": ("k_out_ptr + token * k_out_stride", "k_out_ptr"),
     "values of one token": ("v_out_ptr + token * v_out_stride", "v_out_ptr"),
-    "weight of k is q's in the gradient": ("k_in_ptr, k_out_ptr, k_weight_ptr, k_first", "k_in_ptr, k_out_ptr, q_weight_ptr, k_first"),
+    "weight of k is q's in the gradient": (
+        "k_in_ptr, k_out_ptr, k_weight_ptr, k_first",
+        "k_in_ptr, k_out_ptr, q_weight_ptr, k_first",
+    ),
     "weight not applied to the gradient": ("d_first *= weight_first", "d_first *= 1.0"),
     "weight not applied to the gradient that is not rotated": ("d_rest *= weight_rest", "d_rest *= 1.0"),
-    "gradient without the norm's mean": ("d_second = scale * (d_second - second * mean)", "d_second = scale * d_second"),
-    "gradient without the norm's scale": ("d_first = scale * (d_first - first * mean)", "d_first = d_first - first * mean"),
-    "gradient's mean lost where nothing is rotated": ("d_rest = scale * (d_rest - rest * mean)", "d_rest = scale * d_rest"),
+    "gradient without the norm's mean": (
+        "d_second = scale * (d_second - second * mean)",
+        "d_second = scale * d_second",
+    ),
+    "gradient without the norm's scale": (
+        "d_first = scale * (d_first - first * mean)",
+        "d_first = d_first - first * mean",
+    ),
+    "gradient's mean lost where nothing is rotated": (
+        "d_rest = scale * (d_rest - rest * mean)",
+        "d_rest = scale * d_rest",
+    ),
     "weight's gradient of the last tile only": ("first_terms += d_first * first", "first_terms = d_first * first"),
-    "weight's gradient after the weight": ("second_terms += d_second * second", "second_terms += d_second * second * weight_second"),
+    "weight's gradient after the weight": (
+        "second_terms += d_second * second",
+        "second_terms += d_second * second * weight_second",
+    ),
     "weight's gradient that is not rotated lost": ("rest_terms += d_rest * rest", "rest_terms += 0.0"),
     "sum in the narrow dtype": (
         "second_terms += d_second * second",
@@ -225,18 +293,30 @@ FAULTS = {
     ),
     "last tile of heads lost": (LAST_HEADS, LAST_HEADS_LOST),
     "first of a program's tokens only": ("token += tl.num_programs(0)", "token += num_tokens"),
-    "k's sum written over q's": ("_store_partial(q_partial_ptr + HEAD_WIDTH, k_first", "_store_partial(q_partial_ptr, k_first"),
+    "k's sum written over q's": (
+        "_store_partial(q_partial_ptr + HEAD_WIDTH, k_first",
+        "_store_partial(q_partial_ptr, k_first",
+    ),
     "last partial sum lost": ("inside = (rows < num_partials)[:, None]", "inside = (rows < num_partials - 1)[:, None]"),
     "last partial sums only": ("terms += tl.load(", "terms = tl.load("),
-    "last column of the sum lost": ("tl.sum(terms, axis=0), mask=cols < num_columns)", "tl.sum(terms, axis=0), mask=cols < num_columns - 1)"),
+    "last column of the sum lost": (
+        "tl.sum(terms, axis=0), mask=cols < num_columns)",
+        "tl.sum(terms, axis=0), mask=cols < num_columns - 1)",
+    ),
     "values not copied": ("COPY_VALUES=not _is_same_memory(out, qkv_TC)", "COPY_VALUES=False"),
     "values of the gradient not copied": ("COPY_VALUES=not _is_same_memory(out, d_q)", "COPY_VALUES=False"),
     "last tile of values not copied": (
         f"{COPY_LOOP}        tl.store",
         f"{COPY_LOOP.replace('NUM_COLUMNS,', 'NUM_COLUMNS - BLOCK,')}        tl.store",
     ),
-    "last tile of values not added": (f"{COPY_LOOP}        inside", f"{COPY_LOOP.replace('NUM_COLUMNS,', 'NUM_COLUMNS - BLOCK,')}        inside"),
-    "last value not copied": (VALUE_STORE, VALUE_STORE.replace(", mask=cols < NUM_COLUMNS)", ", mask=cols < NUM_COLUMNS - 1)", 2)),
+    "last tile of values not added": (
+        f"{COPY_LOOP}        inside",
+        f"{COPY_LOOP.replace('NUM_COLUMNS,', 'NUM_COLUMNS - BLOCK,')}        inside",
+    ),
+    "last value not copied": (
+        VALUE_STORE,
+        VALUE_STORE.replace(", mask=cols < NUM_COLUMNS)", ", mask=cols < NUM_COLUMNS - 1)", 2),
+    ),
     "wrong stride": ("        qkv_TC.stride(0),\n", "        form.num_columns,\n"),
     "wrong stride of cos": (
         "        *heads,\n        qkv_TC.stride(0),\n        cos_TW.stride(0),\n",
@@ -250,13 +330,25 @@ FAULTS = {
     ),
     "first share of the first columns only": ("            rotated_first += share_first\n", ""),
     "first share of the second columns only": ("            rotated_second += share_second\n", ""),
-    "first share of the rest only": ("            d_rest += _load_rest", "            d_rest = d_rest + 0.0 * _load_rest"),
-    "shares of other heads": ("d_heads = d_ptr + heads * (NUM_SHARES * HEAD_WIDTH)", "d_heads = d_ptr + heads * HEAD_WIDTH"),
+    "first share of the rest only": (
+        "            d_rest += _load_rest",
+        "            d_rest = d_rest + 0.0 * _load_rest",
+    ),
+    "shares of other heads": (
+        "d_heads = d_ptr + heads * (NUM_SHARES * HEAD_WIDTH)",
+        "d_heads = d_ptr + heads * HEAD_WIDTH",
+    ),
     "shares of other values": ("cols // HEAD_WIDTH * (NUM_SHARES * HEAD_WIDTH) + cols % HEAD_WIDTH", "cols"),
-    "first share of the values only": ("total += tl.load(ptrs + share * HEAD_WIDTH, mask=inside)", "total += 0.0 * tl.load(ptrs, mask=inside)"),
+    "first share of the values only": (
+        "total += tl.load(ptrs + share * HEAD_WIDTH, mask=inside)",
+        "total += 0.0 * tl.load(ptrs, mask=inside)",
+    ),
     "wrong stride of the keys' gradient": ("            d_k.stride(0),\n", "            d_q.stride(0) + 1,\n"),
     "wrong stride of the values' gradient": ("            d_v.stride(0),\n", "            d_q.stride(0) + 1,\n"),
-    "fp32 lost": ("return first.to(tl.float32), second.to(tl.float32)", "return first.to(tl.float32), second.to(tl.float32).to(tl.float16)"),
+    "fp32 lost": (
+        "return first.to(tl.float32), second.to(tl.float32)",
+        "return first.to(tl.float32), second.to(tl.float32).to(tl.float16)",
+    ),
     "written before it is read": (BARRIER, EARLY_STORE),
 }
 

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_repeat_heads.py`` runs them in the interpreter, ``tests/gpu/test_attention_gpu.py`` on the device.
 """
@@ -24,7 +25,9 @@ def check(repeat, shape, num_heads, *, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shape", "num_heads"), [((3, 8, 128), 40), ((5, 2, 24), 6), ((1, 1, 1), 7), ((2, 3, 80), 3), ((4, 9, 128), 18)])
+@pytest.mark.parametrize(
+    ("shape", "num_heads"), [((3, 8, 128), 40), ((5, 2, 24), 6), ((1, 1, 1), 7), ((2, 3, 80), 3), ((4, 9, 128), 18)]
+)
 def test_bits_are_equal(shape, num_heads, dtype):
     check(triton.repeat_heads, shape, num_heads, dtype=dtype)
 

@@ -1,4 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first imported.
+"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
+imported.
 
 ``test_rms_norm.py`` runs them in the interpreter, ``tests/gpu/test_rms_norm_gpu.py`` on the device.
 """
@@ -130,7 +131,9 @@ def test_without_rows():
     empty_TD, weight_D = torch.ones(0, 5, device=DEVICE), torch.ones(5, device=DEVICE)
     with fresh_memory_is_nan():
         y_TD, sum_TD, rstd_T = triton.rms_norm_forward(empty_TD, weight_D, form=LLAMA, residual_TD=empty_TD)
-        gradients = triton.rms_norm_backward(empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=empty_TD, needs_weight=True)
+        gradients = triton.rms_norm_backward(
+            empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=empty_TD, needs_weight=True
+        )
         without = triton.rms_norm_backward(empty_TD, sum_TD, weight_D, rstd_T, form=LLAMA, needs_weight=False)
     assert y_TD.shape == sum_TD.shape == gradients.d_x_TD.shape == (0, 5)
     assert rstd_T.shape == (0,)
@@ -145,13 +148,16 @@ def test_two_runs_are_bit_equal(form):
     runs = []
     for _ in range(2):
         output = triton.rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD)
-        gradients = triton.rms_norm_backward(d_y_TD, output.sum_TD, weight_D, output.rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True)
+        gradients = triton.rms_norm_backward(
+            d_y_TD, output.sum_TD, weight_D, output.rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=True
+        )
         runs.append((*output, *gradients))
     assert all(torch.equal(one, other) for one, other in zip(*runs))
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached():
-    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the rest is a hole.
+    # Three rows, of which the last one begins where 32 bits of elements end; on a CPU one page of each is real, the
+    # rest is a hole.
     def far(tensor_TD):
         far_TD = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided((3, 64), (2**30, 1))
         return far_TD.copy_(tensor_TD)
@@ -161,17 +167,27 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
     ours = triton.rms_norm_forward(far(x_TD), weight_D, form=LLAMA, residual_TD=far(residual_TD))
     assert all(torch.equal(one, other) for one, other in zip(ours, expected))
     _, sum_TD, rstd_T = expected
-    expected = triton.rms_norm_backward(d_y_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=d_sum_TD, needs_weight=True)
+    expected = triton.rms_norm_backward(
+        d_y_TD, sum_TD, weight_D, rstd_T, form=LLAMA, d_sum_TD=d_sum_TD, needs_weight=True
+    )
     far_TD = far(d_sum_TD)
-    ours = triton.rms_norm_backward(far(d_y_TD), far(sum_TD), weight_D, rstd_T, form=LLAMA, d_sum_TD=far_TD, needs_weight=True, out=far_TD)
+    ours = triton.rms_norm_backward(
+        far(d_y_TD), far(sum_TD), weight_D, rstd_T, form=LLAMA, d_sum_TD=far_TD, needs_weight=True, out=far_TD
+    )
     assert all(torch.equal(one, other) for one, other in zip(ours, expected))
 
 
 D_X_STORE = "d_x.to(out_ptr.dtype.element_ty), mask=inside)"
 PARTIAL_STORE = "tl.sum(weight_terms, axis=0), mask=inside_cols)"
 TERMS = "weight_terms += d_y * normed"
-BARRIER = "            # A value may be read by more than one thread: all have read before one of them writes.\n            tl.debug_barrier()\n"
-STORE_OF_THE_FIRST_TILE = "            tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], 0.0 * d_y, mask=inside)\n"
+BARRIER = (
+    "            # A value may be read by more than one thread: all have read before one of them writes.\n      "
+    " "
+    "     tl.debug_barrier()\n"
+)
+STORE_OF_THE_FIRST_TILE = (
+    "            tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], 0.0 * d_y, mask=inside)\n"
+)
 D_Y_LOAD = "d_y_stride + cols[None, :], mask=inside"
 ONE_COLUMN_MORE = "inside_rows[:, None] & (cols < num_columns + 1)[None, :]"
 LOAD_OF_D_SUM = "        if HAS_D_SUM:\n            d_sum = tl.load("
@@ -180,36 +196,69 @@ FAULTS = {
     "root of the sum": ("_sum_of_products(row, row) * mean_scale", "_sum_of_products(row, row)"),
     "residual lost": ("row += tl.load(residual_ptr", "row += 0.0 * tl.load(residual_ptr"),
     "the sum is normed before it is rounded": ("row = rounded.to(tl.float32)", "row = row"),
-    "offset of the weight lost": ("other=0.0).to(tl.float32) + weight_offset\n\n    rstd", "other=0.0).to(tl.float32)\n\n    rstd"),
+    "offset of the weight lost": (
+        "other=0.0).to(tl.float32) + weight_offset\n\n    rstd",
+        "other=0.0).to(tl.float32)\n\n    rstd",
+    ),
     "offset of the weight lost backward": ("+ weight_offset\n    if NEEDS_WEIGHT", "\n    if NEEDS_WEIGHT"),
     "normed row not rounded": ("if not IS_WEIGHT_WIDE:", "if False:"),
     "normed row rounded in the wide form": ("if not IS_WEIGHT_WIDE:", "if True:"),
     "fp32 lost": ("row * rstd[:, None]\n    if not", "row * rstd.to(tl.float16).to(tl.float32)[:, None]\n    if not"),
-    "squares in the narrow dtype": ("_sum_of_products(row, row)", "tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32)"),
+    "squares in the narrow dtype": (
+        "_sum_of_products(row, row)",
+        "tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32)",
+    ),
     "root of the first row": ("tl.load(rstd_ptr + rows, mask", "tl.load(rstd_ptr + rows * 0, mask"),
-    "root of the first row is saved": ("tl.store(rstd_ptr + rows, rstd, mask", "tl.store(rstd_ptr + rows, tl.max(rstd, axis=0), mask"),
+    "root of the first row is saved": (
+        "tl.store(rstd_ptr + rows, rstd, mask",
+        "tl.store(rstd_ptr + rows, tl.max(rstd, axis=0), mask",
+    ),
     "root taken for a constant": ("(d_normed - normed * along[:, None])", "d_normed"),
     "second factor of the root lost": ("along[:, None]) * rstd[:, None]", "along[:, None])"),
-    "share along the row is the sum": ("_sum_of_products(d_normed, row) * (mean_scale * rstd)", "_sum_of_products(d_normed, row) * rstd"),
+    "share along the row is the sum": (
+        "_sum_of_products(d_normed, row) * (mean_scale * rstd)",
+        "_sum_of_products(d_normed, row) * rstd",
+    ),
     "weight not in the gradient": ("d_normed = d_y * weight[None, :]", "d_normed = d_y"),
     "gradient of the sum lost": ("d_x += d_sum", "d_x += 0.0 * d_sum"),
-    "gradient rounded before it is added": ("d_x += d_sum", "d_x = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) + d_sum"),
+    "gradient rounded before it is added": (
+        "d_x += d_sum",
+        "d_x = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) + d_sum",
+    ),
     "weight's gradient by the raw row": (TERMS, "weight_terms += d_y * row"),
-    "weight's gradient by the rounded row": (TERMS, "weight_terms += d_y * normed.to(out_ptr.dtype.element_ty).to(tl.float32)"),
+    "weight's gradient by the rounded row": (
+        TERMS,
+        "weight_terms += d_y * normed.to(out_ptr.dtype.element_ty).to(tl.float32)",
+    ),
     "weight's gradient of the last block only": (TERMS, "weight_terms = d_y * normed"),
     "weight's gradient of the first block only": (TERMS, "weight_terms += tl.where(step == 0, d_y * normed, 0.0)"),
-    "weight's gradient summed in the narrow dtype": (TERMS, "weight_terms = (weight_terms + d_y * normed).to(tl.float16).to(tl.float32)"),
+    "weight's gradient summed in the narrow dtype": (
+        TERMS,
+        "weight_terms = (weight_terms + d_y * normed).to(tl.float16).to(tl.float32)",
+    ),
     "a program is left out of the weight's gradient": ("partial_PD.sum(dim=0)", "partial_PD[:-1].sum(dim=0)"),
     "programs write into one partial sum": ("partial_ptr + program * num_columns", "partial_ptr + program * 0"),
-    "last column not in the weight's gradient": (PARTIAL_STORE, PARTIAL_STORE.replace("inside_cols", "cols < num_columns - 1")),
+    "last column not in the weight's gradient": (
+        PARTIAL_STORE,
+        PARTIAL_STORE.replace("inside_cols", "cols < num_columns - 1"),
+    ),
     "last step lost": ("ceil_div(num_blocks, num_programs)", "num_blocks // num_programs"),
     "programs take neighbouring blocks": ("(program + step * tl.num_programs(0))", "(program + step)"),
     "last column not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (cols < num_columns - 1)[None, :]")),
     "last row not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (rows < num_rows - 1)[:, None]")),
-    "columns beyond the last are written": (D_X_STORE, D_X_STORE.replace("=inside", "=" + ONE_COLUMN_MORE.replace("1", "IN_PLACE"))),
+    "columns beyond the last are written": (
+        D_X_STORE,
+        D_X_STORE.replace("=inside", "=" + ONE_COLUMN_MORE.replace("1", "IN_PLACE")),
+    ),
     "columns beyond the last are read": (D_Y_LOAD, D_Y_LOAD.replace("=inside", "=" + ONE_COLUMN_MORE)),
-    "rows beyond the last are read": (D_Y_LOAD, D_Y_LOAD.replace("=inside", "=(rows < num_rows + 1)[:, None] & inside_cols[None, :]")),
-    "roots behind the last row": ("tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)", "_reciprocal_root(row, mean_scale, eps)"),
+    "rows beyond the last are read": (
+        D_Y_LOAD,
+        D_Y_LOAD.replace("=inside", "=(rows < num_rows + 1)[:, None] & inside_cols[None, :]"),
+    ),
+    "roots behind the last row": (
+        "tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)",
+        "_reciprocal_root(row, mean_scale, eps)",
+    ),
     "wrong stride of x": ("x_ptr + rows[:, None] * x_stride", "x_ptr + rows[:, None] * num_columns"),
     "wrong stride of y": ("y_ptr + rows[:, None] * y_stride", "y_ptr + rows[:, None] * num_columns"),
     "wrong stride of the residual": ("rows[:, None] * residual_stride", "rows[:, None] * num_columns"),
@@ -218,7 +267,7 @@ FAULTS = {
     "wrong stride of d_sum": ("rows[:, None] * d_sum_stride", "rows[:, None] * num_columns"),
     "wrong stride of the output": ("rows[:, None] * out_stride", "rows[:, None] * num_columns"),
     "written before it is read": (LOAD_OF_D_SUM, "        if IN_PLACE:\n" + STORE_OF_THE_FIRST_TILE + LOAD_OF_D_SUM),
-}  # fmt: skip
+}
 
 
 def check_with_few_programs(functions):

@@ -20,7 +20,10 @@ class Difference(NamedTuple):
 
     def fits(self, test: str) -> bool:
         """Return whether the pattern names the test; only ``*`` is special in it."""
-        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), test.removeprefix("tests_pytorch/")) is not None
+        return (
+            re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), test.removeprefix("tests_pytorch/"))
+            is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Comparison:
 
 
 def read_differences(path: Path) -> list[Difference]:
-    """Return the lines of a list: ``[group]`` headings, then ``pattern  # reason``; lines that start with # are comments."""
+    """Return the lines of a list: ``[group]`` headings, then ``pattern  # reason``; lines that start with # are
+    comments.
+    """
     group, found = "", []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()
@@ -50,12 +55,16 @@ def read_differences(path: Path) -> list[Difference]:
         elif text and not text.startswith("#"):
             pattern, _, reason = text.partition("  # ")
             if not group or not reason.strip():
-                raise ValueError(f"{path.name}:{number}: a line needs a [group] above it and a reason behind '  # ', got {text!r}.")
+                raise ValueError(
+                    f"{path.name}:{number}: a line needs a [group] above it and a reason behind '  # ', got {text!r}."
+                )
             found.append(Difference(pattern.strip(), group, reason.strip()))
     return found
 
 
-def compare(ours: dict[str, Result], plain: dict[str, Result], differences: list[Difference], *, is_whole: bool) -> Comparison:
+def compare(
+    ours: dict[str, Result], plain: dict[str, Result], differences: list[Difference], *, is_whole: bool
+) -> Comparison:
     """Return what became of the tests.
 
     Args:
@@ -74,7 +83,9 @@ def compare(ours: dict[str, Result], plain: dict[str, Result], differences: list
         failed_in_both=sorted(set(failed) - set(only_ours)),
         listed=listed,
         unlisted={test: _last_line(ours[test].text) for test in only_ours if test not in listed},
-        stale=[line for line in differences if any(map(line.fits, passed)) or (is_whole and not any(map(line.fits, ours)))],
+        stale=[
+            line for line in differences if any(map(line.fits, passed)) or (is_whole and not any(map(line.fits, ours)))
+        ],
     )
 
 
@@ -82,7 +93,8 @@ def render(comparison: Comparison) -> str:
     """Return the comparison as text."""
     groups = Counter(line.group for line in comparison.listed.values())
     lines = [
-        f"{comparison.num_passed} passed with our strategy, {comparison.num_skipped} skipped, {len(comparison.failed_in_both)} failed in both, "
+        f"{comparison.num_passed} passed with our strategy, {comparison.num_skipped} skipped, "
+        f"{len(comparison.failed_in_both)} failed in both, "
         f"{len(comparison.listed)} listed differences, {len(comparison.unlisted)} others",
         *(f"  {count:4} {group}" for group, count in groups.items()),
         *(f"failed in both: {test}" for test in comparison.failed_in_both),

@@ -1,4 +1,6 @@
-"""A pytest plugin for Lightning's tests: our strategy by default, a limit on the time of each test, and a log line per result."""
+"""A pytest plugin for Lightning's tests: our strategy by default, a limit on the time of each test, and a log
+line per result.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import re
 
 import pytest
 
-# Tests that name a strategy of several processes never meet that of one device, and starting processes is what takes long.
+# Tests that name a strategy of several processes never meet that of one device, and starting processes is what takes
+# long.
 _SEVERAL_PROCESSES = re.compile(r"ddp_spawn|ddp_fork|ddp_notebook|fork|spawn")
 # Files that somebody has to download first: checkpoints of old versions, MNIST.
 _NEEDS_DOWNLOADS = re.compile(r"test_legacy_checkpoints\.py|helpers/test_datasets\.py")
@@ -18,11 +21,20 @@ _NEEDS_DOWNLOADS = re.compile(r"test_legacy_checkpoints\.py|helpers/test_dataset
 
 def pytest_addoption(parser):
     group = parser.getgroup("lightning_suite")
-    group.addoption("--default-strategy", default="", help="What Trainer(strategy='auto') resolves to on one device; empty is Lightning's.")
+    group.addoption(
+        "--default-strategy",
+        default="",
+        help="What Trainer(strategy='auto') resolves to on one device; empty is Lightning's.",
+    )
     group.addoption("--result-log", required=True, help="Takes one JSON line when a test starts and one when it ends.")
     group.addoption("--only", default="", help="A file with the node ids to run, one a line.")
     group.addoption("--skip", default="", help="A file with the node ids that have run already, one a line.")
-    group.addoption("--test-seconds", type=float, default=120.0, help="The process ends, with all stacks, when one test takes longer.")
+    group.addoption(
+        "--test-seconds",
+        type=float,
+        default=120.0,
+        help="The process ends, with all stacks, when one test takes longer.",
+    )
 
 
 def pytest_configure(config):
@@ -35,7 +47,9 @@ def pytest_configure(config):
 
 
 def replace_default_strategy(name):
-    """Make strategy "auto" resolve to the strategy of that name wherever Lightning takes SingleDeviceStrategy, in this process."""
+    """Make strategy "auto" resolve to the strategy of that name wherever Lightning takes SingleDeviceStrategy, in
+    this process.
+    """
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
@@ -93,7 +107,9 @@ class _Recorder:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self._write(event="end", test=report.nodeid, outcome="failed", when=report.when, text=str(report.longrepr)[-4000:])
+            self._write(
+                event="end", test=report.nodeid, outcome="failed", when=report.when, text=str(report.longrepr)[-4000:]
+            )
         elif report.when == "call" or report.skipped:
             self._write(event="end", test=report.nodeid, outcome=report.outcome)
 
@@ -103,7 +119,9 @@ class _Recorder:
 
 def _is_left_out(item):
     parameters = getattr(getattr(item, "callspec", None), "id", "")
-    return _NEEDS_DOWNLOADS.search(item.nodeid) or _SEVERAL_PROCESSES.search(parameters or inspect.getsource(item.function))
+    return _NEEDS_DOWNLOADS.search(item.nodeid) or _SEVERAL_PROCESSES.search(
+        parameters or inspect.getsource(item.function)
+    )
 
 
 def _read_ids(path):

@@ -21,7 +21,13 @@ class Result:
 
 
 def run_tests(
-    *, root: Path, out: Path, strategy: str, seconds: float, select: list[str] | None = None, only: list[str] | None = None
+    *,
+    root: Path,
+    out: Path,
+    strategy: str,
+    seconds: float,
+    select: list[str] | None = None,
+    only: list[str] | None = None,
 ) -> dict[str, Result]:
     """Return the result of each test below ``root/tests_pytorch``.
 
@@ -38,8 +44,24 @@ def run_tests(
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.lightning_suite.plugin"]
     command += ["-p", "no:xdist", "-p", "no:randomly", "-p", "no:cacheprovider"]
-    command += ["-c", str(Path(__file__).with_name("lightning.ini")), "--rootdir", str(root), "--basetemp", str(out / "tmp")]
-    command += ["--result-log", str(log), "--default-strategy", strategy, "--test-seconds", str(seconds), "--skip", str(done)]
+    command += [
+        "-c",
+        str(Path(__file__).with_name("lightning.ini")),
+        "--rootdir",
+        str(root),
+        "--basetemp",
+        str(out / "tmp"),
+    ]
+    command += [
+        "--result-log",
+        str(log),
+        "--default-strategy",
+        strategy,
+        "--test-seconds",
+        str(seconds),
+        "--skip",
+        str(done),
+    ]
     if only is not None:
         (out / "only.txt").write_text("\n".join(only))
         command += ["--only", str(out / "only.txt")]
@@ -50,7 +72,9 @@ def run_tests(
         while True:
             done.write_text("\n".join(results))
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-            code = subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+            code = subprocess.run(
+                command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+            ).returncode
             num_before, (results, open_test) = len(results), read_log(log)
             if open_test is not None:
                 results[open_test] = Result("failed", f"the process ended with code {code} in this test")

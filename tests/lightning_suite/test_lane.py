@@ -30,7 +30,11 @@ def test_processes(name): assert name is None
 @pytest.mark.skip(reason="no GPU")
 def test_skipped(): pass
 """
-LINES = ("test_suite.py::test_default  # the class is named", "test_suite.py::test_d*s  # it dies", "test_suite.py::test_last  # it passes")
+LINES = (
+    "test_suite.py::test_default  # the class is named",
+    "test_suite.py::test_d*s  # it dies",
+    "test_suite.py::test_last  # it passes",
+)
 
 
 @pytest.fixture
@@ -62,11 +66,16 @@ def test_the_lane_sees_what_fails_hangs_or_dies_only_with_ours(suite, tmp_path, 
 
 def test_a_run_with_all_differences_listed_is_clean(tmp_path):
     listed = read_differences(write_list(tmp_path, "test_a.py::test_1  # why"))
-    ours = {"tests_pytorch/test_a.py::test_1": Result("failed", "E  no"), "tests_pytorch/test_a.py::test_2": Result("failed")}
+    ours = {
+        "tests_pytorch/test_a.py::test_1": Result("failed", "E  no"),
+        "tests_pytorch/test_a.py::test_2": Result("failed"),
+    }
     plain = {"tests_pytorch/test_a.py::test_1": Result("passed"), "tests_pytorch/test_a.py::test_2": Result("failed")}
     assert compare(ours, plain, listed, is_whole=True).is_clean
     assert not compare(ours, plain, [], is_whole=True).is_clean
-    assert not compare(ours | {"tests_pytorch/test_a.py::test_1": Result("passed")}, plain, listed, is_whole=True).is_clean
+    assert not compare(
+        ours | {"tests_pytorch/test_a.py::test_1": Result("passed")}, plain, listed, is_whole=True
+    ).is_clean
 
 
 def test_a_line_that_names_no_test_is_stale_only_when_all_tests_ran(tmp_path):

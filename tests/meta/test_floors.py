@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "lightning_fastft"
-# (first match wins) place -> its floor and its step inside the floor; imports go to a lower floor, or inside one to the same or an earlier step.
+# (first match wins) place -> its floor and its step inside the floor; imports go to a lower floor, or inside one to the
+# same or an earlier step.
 PLACES = (
     ("__init__.py", (9, 0)),
     ("__main__.py", (11, 0)),
@@ -60,7 +61,10 @@ def imports_of(source: str) -> set[tuple[str, bool]]:
     """Return (dotted name, whether it is for types only) of every import in a file, at any depth."""
     tree = ast.parse(source)
     for_types = {
-        id(node) for block in ast.walk(tree) if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test) for node in ast.walk(block)
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
     }
     found = set()
     for node in ast.walk(tree):
@@ -69,7 +73,9 @@ def imports_of(source: str) -> set[tuple[str, bool]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             # "from package import module" names a module as well as "from package.module import name" does.
-            found |= {(f"{node.module}.{alias.name}", id(node) in for_types) for alias in node.names} | {(str(node.module), id(node) in for_types)}
+            found |= {(f"{node.module}.{alias.name}", id(node) in for_types) for alias in node.names} | {
+                (str(node.module), id(node) in for_types)
+            }
     return found
 
 
@@ -94,7 +100,9 @@ def faults_of(path: Path, source: str) -> list[str]:
         allowed = ONLY_IN.get(name.partition(".")[0])
         if allowed is None or is_for_types:
             continue
-        is_allowed = floor[0] >= allowed[0] if isinstance(allowed[0], int) else any(is_at(path, place) for place in allowed)
+        is_allowed = (
+            floor[0] >= allowed[0] if isinstance(allowed[0], int) else any(is_at(path, place) for place in allowed)
+        )
         if not is_allowed:
             faults.append(f"{path} imports {name}")
     return faults
@@ -108,12 +116,20 @@ def test_imports_point_down(path):
 @pytest.mark.parametrize(
     ("path", "source", "fault"),
     [
-        ("packing/rows.py", "from lightning_fastft.training.fine_tuner import FineTuner", "imports training/fine_tuner.py"),
+        (
+            "packing/rows.py",
+            "from lightning_fastft.training.fine_tuner import FineTuner",
+            "imports training/fine_tuner.py",
+        ),
         ("packing/rows.py", "def f():\n    import lightning.pytorch as pl", "imports lightning.pytorch"),
         ("training/fine_tuner.py", "def f():\n    from transformers import AutoModel", "imports transformers"),
         ("kernels/attention/op.py", "import triton.language as tl", "imports triton.language"),
         ("activations/checkpointing.py", "from lightning_fastft.patches import head", "imports patches/head.py"),
-        ("strategies/mixin.py", "from lightning_fastft.callbacks.gradient_health import GradientHealth", "imports callbacks/gradient_health.py"),
+        (
+            "strategies/mixin.py",
+            "from lightning_fastft.callbacks.gradient_health import GradientHealth",
+            "imports callbacks/gradient_health.py",
+        ),
         (
             "core/errors.py",
             "from lightning_fastft.core.checks import check_int\nfrom lightning_fastft.packing import context",
@@ -129,12 +145,20 @@ def test_planted_import_is_found(path, source, fault):
 
 
 def test_an_import_for_types_may_point_up():
-    assert faults_of(Path("packing/rows.py"), "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import AutoModel\n") == []
+    assert (
+        faults_of(
+            Path("packing/rows.py"),
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import AutoModel\n",
+        )
+        == []
+    )
 
 
 def test_no_circle_among_modules():
     edges = {
-        path: {own_file(name) for name, is_for_types in imports_of((ROOT / path).read_text()) if not is_for_types} - {None, path} for path in FILES
+        path: {own_file(name) for name, is_for_types in imports_of((ROOT / path).read_text()) if not is_for_types}
+        - {None, path}
+        for path in FILES
     }
     # The package's own __init__ is everybody's parent, and loads its names late.
     edges[Path("__init__.py")] = set()

@@ -26,7 +26,8 @@ def run(script: str, *args: str) -> str:
 
 @pytest.mark.slow
 def test_import_of_the_package_is_light_and_registers_the_strategy():
-    # lightning.pytorch itself brings the top of transformers and triton along (through torchmetrics and torch): what counts is what we add.
+    # lightning.pytorch itself brings the top of transformers and triton along (through torchmetrics and torch): what
+    # counts is what we add.
     script = """
 import json, sys
 import torch, lightning.pytorch

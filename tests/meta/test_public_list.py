@@ -7,7 +7,9 @@ import lightning_fastft
 
 def test_public_list_equals_its_stored_copy():
     stored = (Path(__file__).parent / "public.txt").read_text().split()
-    assert sorted(lightning_fastft.__all__) == stored, "a change of the public surface changes tests/meta/public.txt and CHANGELOG.md too"
+    assert sorted(lightning_fastft.__all__) == stored, (
+        "a change of the public surface changes tests/meta/public.txt and CHANGELOG.md too"
+    )
 
 
 @pytest.mark.parametrize("name", lightning_fastft.__all__)

@@ -9,8 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper as PeftParamWrapper
 from torch.nn.utils import parametrize
 
-from lightning_fastft.core.patcher import SwapLedger
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.moe import interface as experts_module
 from lightning_fastft.moe.adapters import ParamWrapper, install_expert_adapters
 from lightning_fastft.moe.install import install_bincount_router
@@ -36,9 +36,9 @@ def with_adapters(model, *, targets=STACKS, rank=4, **options):
 
 
 def install(model):
-    ledger = SwapLedger()
-    (status,) = install_bincount_router(model, ledger)
-    return ledger, status
+    patcher = ModelPatcher()
+    (status,) = install_bincount_router(model, patcher)
+    return patcher, status
 
 
 @pytest.mark.parametrize("targets", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "gate_up", "down"])
@@ -48,7 +48,11 @@ def test_logits_and_gradients_are_those_of_peft(family, targets):
     expected = results(model)
     _, status = install(model)
     assert_same(results(model), expected)
-    assert any(grad is not None and grad.abs().sum() > 0 for name, grad in expected[1].items() if "experts" in name and "lora_A" in name)
+    assert any(
+        grad is not None and grad.abs().sum() > 0
+        for name, grad in expected[1].items()
+        if "experts" in name and "lora_A" in name
+    )
     assert "adapters on" in status.reason
 
 
@@ -64,10 +68,10 @@ def test_no_stack_is_written_anew(family):
 def test_undoing_leaves_pefts_wrappers(family):
     model = with_adapters(build_tiny(family, experts="eager"))
     before, keys = results(model), list(model.state_dict())
-    ledger, _ = install(model)
+    patcher, _ = install(model)
     assert {type(module) for module in model.modules() if isinstance(module, PeftParamWrapper)} == {ParamWrapper}
     assert list(model.state_dict()) == keys
-    ledger.undo()
+    patcher.undo()
     assert {type(module) for module in model.modules() if isinstance(module, PeftParamWrapper)} == {PeftParamWrapper}
     after = results(model)
     assert all(torch.equal(after[1][name], grad) for name, grad in before[1].items() if grad is not None)
@@ -155,12 +159,16 @@ def test_wide_masters_get_wide_gradients_from_a_narrow_base():
     assert adapters
     for name in adapters:
         assert narrow["routed"][name].dtype is torch.float32
-        assert distance(narrow["routed"][name], expected[name]) <= 2 * distance(narrow["eager"][name], expected[name]), name
+        assert distance(narrow["routed"][name], expected[name]) <= 2 * distance(
+            narrow["eager"][name], expected[name]
+        ), name
 
 
 def test_adapters_elsewhere_are_left_to_peft():
     """A router is a stack of one matrix, and PEFT's "all-linear" adapts it too."""
-    model = get_peft_model(build_tiny("qwen3_moe", experts="eager"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+    model = get_peft_model(
+        build_tiny("qwen3_moe", experts="eager"), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    ).train()
     expected = results(model)
     _, status = install(model)
     assert "adapters on 4 stacks" in status.reason
@@ -170,17 +178,21 @@ def test_adapters_elsewhere_are_left_to_peft():
 
 def test_the_table_does_not_say_that_peft_serves_what_the_router_serves():
     model = with_adapters(build_tiny("qwen3_moe").bfloat16())
-    before = install_adapter_shadows(copy.deepcopy(model), SwapLedger(), compute_dtype=torch.bfloat16).status
+    before = install_low_precision_adapters(copy.deepcopy(model), ModelPatcher(), compute_dtype=torch.bfloat16).status
     assert "PEFT's own forward for 4 ParamWrapper" in before.reason
     install(model)
-    after = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16).status
+    after = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16).status
     assert after.state == "active"
     assert "PEFT's own" not in after.reason
 
 
 def with_exchanged_adapters(model):
-    """Adapters made as if the stacks were stored the other way round, so that PEFT's second factor stands where its first one was."""
-    stacks = [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "is_transposed")]
+    """Adapters made as if the stacks were stored the other way round, so that PEFT's second factor stands where
+    its first one was.
+    """
+    stacks = [
+        module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "is_transposed")
+    ]
     before = [module.is_transposed for module in stacks]
     for module, is_transposed in zip(stacks, before):
         module.is_transposed = not is_transposed
@@ -200,20 +212,22 @@ def test_factors_in_the_other_order_are_those_of_peft(family):
 
 
 def build_narrow(family="qwen3_moe", *, has_shadows=True, is_router_first=True, adapt=with_adapters):
-    """A bf16 model with fp32 masters, router and shadows (without: those of attention alone), in either order of installation."""
+    """A bf16 model with fp32 masters, router and shadows (without: those of attention alone), in either order of
+    installation.
+    """
     model = adapt(build_tiny(family).bfloat16())
     assert {parameter.dtype for name, parameter in model.named_parameters() if "lora" in name} == {torch.float32}
-    shadows, ledgers = None, []
+    shadows, patchers = None, []
     for step in ("router", "shadows") if is_router_first else ("shadows", "router"):
-        ledgers.append(SwapLedger())
+        patchers.append(ModelPatcher())
         if step == "router":
-            install_bincount_router(model, ledgers[-1])
+            install_bincount_router(model, patchers[-1])
         else:
-            shadows = install_adapter_shadows(model, ledgers[-1], compute_dtype=torch.bfloat16)
+            shadows = install_low_precision_adapters(model, patchers[-1], compute_dtype=torch.bfloat16)
     if not has_shadows:
         for module in model.modules():
             vars(module).pop("fastft_expert_shadows", None)
-    return model, shadows, ledgers
+    return model, shadows, patchers
 
 
 def stack_linears(model):
@@ -228,7 +242,9 @@ def narrow_adapters(monkeypatch):
     noted = []
 
     def noting(*arguments, gate_up, down, **options):
-        noted.extend(linear.adapter is not None and linear.adapter.narrow_a_ERI is not None for linear in (gate_up, down))
+        noted.extend(
+            linear.adapter is not None and linear.adapter.narrow_a_ERI is not None for linear in (gate_up, down)
+        )
         return run_experts(*arguments, gate_up=gate_up, down=down, **options)
 
     monkeypatch.setattr(experts_module, "run_experts", noting)
@@ -257,14 +273,14 @@ def test_shadows_give_the_bits_of_casts_in_every_pass(family, adapt, is_router_f
 
 
 def test_shadows_are_in_no_state_dict_and_gone_after_undoing():
-    model, shadows, ledgers = build_narrow()
+    model, shadows, patchers = build_narrow()
     keys = list(model.state_dict())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     run(model)
     assert len(shadows._experts) == len(stack_linears(model))
     assert list(model.state_dict()) == keys
     assert not any("shadow" in name for name, _ in model.named_buffers())
-    ledgers[1].undo()
+    patchers[1].undo()
     assert len(shadows._experts) == 0
     after = {name: set(vars(module)) for name, module in model.named_modules()}
     assert not any("fastft_expert_factor" in names or "fastft_expert_shadows" in names for names in after.values())
@@ -273,7 +289,9 @@ def test_shadows_are_in_no_state_dict_and_gone_after_undoing():
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["A", "B"])
-@pytest.mark.parametrize("change", ["in place", "load_state_dict", "new parameter", "data replaced", "unseen and refreshed"])
+@pytest.mark.parametrize(
+    "change", ["in place", "load_state_dict", "new parameter", "data replaced", "unseen and refreshed"]
+)
 def test_every_change_of_a_master_reaches_the_next_forward(change, which):
     model, shadows, _ = build_narrow()
     before = run(model).logits
@@ -347,18 +365,22 @@ def test_a_deep_copy_has_shadows_of_its_own():
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.float16])
 def test_stacks_in_another_dtype_are_served_without(compute_dtype, narrow_adapters):
-    model = with_adapters(build_tiny("qwen3_moe").to(torch.float32 if compute_dtype is torch.float32 else torch.bfloat16))
-    ledger, _ = install(model)
-    shadows = install_adapter_shadows(model, ledger, compute_dtype=compute_dtype)
+    model = with_adapters(
+        build_tiny("qwen3_moe").to(torch.float32 if compute_dtype is torch.float32 else torch.bfloat16)
+    )
+    patcher, _ = install(model)
+    shadows = install_low_precision_adapters(model, patcher, compute_dtype=compute_dtype)
     run(model)
     assert set(narrow_adapters) == {False}
     assert len(shadows._experts) == 0
 
 
 def test_the_table_counts_stacks_alone_too():
-    model = get_peft_model(build_tiny("qwen3_moe").bfloat16(), LoraConfig(r=4, target_modules=[], target_parameters=STACKS)).train()
+    model = get_peft_model(
+        build_tiny("qwen3_moe").bfloat16(), LoraConfig(r=4, target_modules=[], target_parameters=STACKS)
+    ).train()
     install(model)
-    shadows = install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     assert shadows.status.state == "active"
     assert shadows.status.reason.startswith("4 stacks of experts: float32 masters, bfloat16 compute")
     run(model)
@@ -366,15 +388,15 @@ def test_the_table_counts_stacks_alone_too():
 
 
 def test_nothing_to_swap():
-    assert install_expert_adapters(build_tiny("qwen3_moe"), SwapLedger(), experts=[]) == 0
+    assert install_expert_adapters(build_tiny("qwen3_moe"), ModelPatcher(), experts=[]) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_are_those_one_by_one(family):
     """Attention with sinks and windows, routed experts and their adapters together: no document sees another."""
     model, alone = (with_adapters(build_tiny(family, experts="eager")) for _ in range(2))
-    ledger, _ = install(model)
-    install_packed_training(model, ledger)
+    patcher, _ = install(model)
+    install_packed_training(model, patcher)
     batch = make_batch()
     loss, logits = run_packed(model, batch)
     true_loss, true_logits = run_one_by_one(alone, make_documents(), num_items=batch.context.num_items)

@@ -1,4 +1,6 @@
-"""The experts of every family on our core give what transformers' eager experts give; one model at a time, and back again."""
+"""The experts of every family on our core give what transformers' eager experts give; one model at a time, and
+back again.
+"""
 
 import copy
 from unittest import mock
@@ -10,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.moe import interface as experts
 from lightning_fastft.moe.install import check_unsharded, find_experts, install_bincount_router
 from tests.support.tiny_models import MOE, MORE_MOE, VOCABULARY, build_tiny
@@ -20,7 +22,8 @@ FAMILIES = (*MOE, *MORE_MOE)
 WITH_AUXILIARY_LOSS = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe", "ernie4_5_moe")
 # fp32 sums in another order: two layers deep a few units of 6e-8.
 TOLERANCE = 1e-6
-# Here fp32 loses up to 4e-5 of a gradient in transformers' own code, so ours is judged by the distance of both from float64.
+# Here fp32 loses up to 4e-5 of a gradient in transformers' own code, so ours is judged by the distance of both from
+# float64.
 ILL_CONDITIONED = ("gemma4_text", "phimoe")
 
 
@@ -51,18 +54,22 @@ def assert_same(ours, theirs, truth=None):
     """Ours is theirs up to rounding; where even that is much, ours is no further from the truth than twice theirs."""
 
     def is_close(own, other, exact):
-        return distance(own, other) <= TOLERANCE or (exact is not None and distance(own, exact) <= 2 * distance(other, exact))
+        return distance(own, other) <= TOLERANCE or (
+            exact is not None and distance(own, exact) <= 2 * distance(other, exact)
+        )
 
     assert is_close(ours[0], theirs[0], truth and truth[0])
-    assert {name for name, grad in ours[1].items() if grad is None} == {name for name, grad in theirs[1].items() if grad is None}
+    assert {name for name, grad in ours[1].items() if grad is None} == {
+        name for name, grad in theirs[1].items() if grad is None
+    }
     for name, grad in theirs[1].items():
         if grad is not None:
             assert is_close(ours[1][name], grad, truth and truth[1][name]), name
 
 
 def install(model):
-    ledger = SwapLedger()
-    return ledger, install_bincount_router(model, ledger)
+    patcher = ModelPatcher()
+    return patcher, install_bincount_router(model, patcher)
 
 
 class CountedCore:
@@ -89,7 +96,12 @@ class CountedCore:
 @pytest.mark.parametrize(
     ("name", "is_training"),
     # The same numbers in both modes, and in fp32 only comparable to float64.
-    [(name, is_training) for name in FAMILIES for is_training in (True, False) if (name, is_training) != ("gemma4_text", True)],
+    [
+        (name, is_training)
+        for name in FAMILIES
+        for is_training in (True, False)
+        if (name, is_training) != ("gemma4_text", True)
+    ],
 )
 def test_logits_and_all_gradients_are_those_of_eager_experts(name, is_training):
     model = build_tiny(name, experts="eager").train(is_training)
@@ -109,7 +121,7 @@ def test_training_and_undoing_leaves_the_model_of_transformers(name):
     before = {place: type(module) for place, module in model.named_modules()}
     keys = list(model.state_dict())
     implementation = model.get_experts_implementation()
-    ledger, _ = install(model)
+    patcher, _ = install(model)
     assert list(model.state_dict()) == keys
     assert [id(p) for p in model.parameters()] == [id(p) for _, p in model.named_parameters()]
     for each in (model, twin):
@@ -119,7 +131,7 @@ def test_training_and_undoing_leaves_the_model_of_transformers(name):
             run(each, input_ids=token_ids(seed=seed), labels=token_ids(seed=seed)).loss.backward()
             optimizer.step()
     swapped = run(model).logits
-    ledger.undo()
+    patcher.undo()
     assert {place: type(module) for place, module in model.named_modules()} == before
     assert list(model.state_dict()) == keys
     assert model.get_experts_implementation() == implementation
@@ -153,26 +165,26 @@ def test_the_auxiliary_loss_reaches_the_router(name):
 
 def test_the_model_beside_keeps_its_experts():
     swapped, other = build_tiny("qwen3_moe", experts="eager"), build_tiny("qwen3_moe", experts="eager")
-    ledger, _ = install(swapped)
+    patcher, _ = install(swapped)
     with CountedCore() as core:
         run(other)
         assert not core.calls
         run(swapped)
         assert len(core.calls) == 2
-    ledger.undo()
+    patcher.undo()
 
 
 def test_a_model_that_shares_the_configuration_object_keeps_its_experts():
     config = build_tiny("mixtral", experts="eager").config
     swapped, other = (type(build_tiny("mixtral"))(config) for _ in range(2))
     assert swapped.config is other.config
-    ledger, _ = install(swapped)
+    patcher, _ = install(swapped)
     with CountedCore() as core:
         run(other)
         assert not core.calls
         run(swapped)
         assert len(core.calls) == 2
-    ledger.undo()
+    patcher.undo()
     assert config._experts_implementation == "eager"
     assert all(module.config is config for _, module in find_experts(swapped))
 
@@ -181,9 +193,9 @@ def test_a_model_that_shares_the_configuration_object_keeps_its_experts():
 def test_a_deep_copy_of_a_swapped_model_is_swapped_and_its_own(name):
     model = build_tiny(name, experts="eager").train()
     expected = results(model)
-    ledger, _ = install(model)
+    patcher, _ = install(model)
     twin = copy.deepcopy(model)
-    ledger.undo()
+    patcher.undo()
     with CountedCore() as core:
         assert_same(results(twin), expected)
     assert len(core.calls) == 2
@@ -231,13 +243,14 @@ def test_the_status_says_what_runs():
 
 
 @pytest.mark.parametrize(
-    ("root", "reason"), [(lambda: build_tiny("llama"), "no MoE layers in LlamaForCausalLM"), (lambda: nn.Linear(2, 2), "Linear holds no")]
+    ("root", "reason"),
+    [(lambda: build_tiny("llama"), "no MoE layers in LlamaForCausalLM"), (lambda: nn.Linear(2, 2), "Linear holds no")],
 )
 def test_what_has_no_experts_is_left_alone_and_says_so(root, reason):
-    ledger, (status,) = install(root())
+    patcher, (status,) = install(root())
     assert status.state == "inactive"
     assert reason in status.reason
-    assert len(ledger) == 0
+    assert len(patcher) == 0
 
 
 # What cannot be served exactly.
@@ -260,17 +273,17 @@ def build_unallocated(model_type, **overrides):
 )
 def test_what_is_not_known_is_refused_by_name_and_unchanged(model_type, overrides, reason):
     model = build_unallocated(model_type, **overrides)
-    ledger = SwapLedger()
+    patcher = ModelPatcher()
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
-        install_bincount_router(model, ledger)
+        install_bincount_router(model, patcher)
     assert f"{type(model).__name__} ({model_type})" in str(caught.value)
     assert "Leave BincountRouter out" in str(caught.value)
-    assert len(ledger) == 0
+    assert len(patcher) == 0
 
 
 def test_numbers_of_experts_that_are_turned_off_are_no_experts():
-    ledger, (status,) = install(build_unallocated("doge", is_moe=False))
-    assert (status.state, len(ledger)) == ("inactive", 0)
+    patcher, (status,) = install(build_unallocated("doge", is_moe=False))
+    assert (status.state, len(patcher)) == ("inactive", 0)
     with pytest.raises(UnsupportedModelError, match="num_experts=16384"):
         install(build_unallocated("doge", is_moe=True))
 
@@ -283,7 +296,9 @@ def test_experts_of_another_kind_are_seen_without_a_word_in_the_configuration(ki
             self.weight = nn.Parameter(torch.zeros(4, 8, 8))
 
     model = build_tiny("llama")
-    model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) if kind == "list" else OddExperts()
+    model.model.layers[0].mlp.experts = (
+        nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) if kind == "list" else OddExperts()
+    )
     with pytest.raises(UnsupportedModelError, match="modules ModuleList" if kind == "list" else "modules OddExperts"):
         install(model)
 
@@ -306,17 +321,19 @@ def test_shared_experts_are_no_experts_of_another_kind():
 
 def test_one_model_that_cannot_be_served_keeps_all_others_unchanged():
     models = nn.ModuleList([build_tiny("qwen3_moe"), build_unallocated("deepseek_v4")])
-    ledger = SwapLedger()
+    patcher = ModelPatcher()
     with pytest.raises(UnsupportedModelError, match="deepseek_v4"):
-        install_bincount_router(models, ledger)
-    assert len(ledger) == 0
+        install_bincount_router(models, patcher)
+    assert len(patcher) == 0
 
 
 def test_quantised_stacks_are_refused():
     model = build_tiny("qwen3_moe")
     stack = model.model.layers[1].mlp.experts
     stack.down_proj = nn.Parameter(stack.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.experts: Qwen3MoeExperts\.down_proj .*float8_e4m3fn"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.1\.mlp\.experts: Qwen3MoeExperts\.down_proj .*float8_e4m3fn"
+    ):
         install(model)
 
 
@@ -326,12 +343,15 @@ def test_sharded_experts_are_refused(when):
         pass
 
     model = build_tiny("qwen3_moe")
-    ledger = SwapLedger()
+    patcher = ModelPatcher()
     if when == "after":
-        install_bincount_router(model, ledger)
+        install_bincount_router(model, patcher)
     model.model.layers[0].mlp.experts.gate_up_proj.__class__ = type("ShardedParameter", (Sharded, nn.Parameter), {})
-    with mock.patch.object(experts, "DTensor", Sharded), pytest.raises(UnsupportedModelError, match="experts are sharded"):
-        install_bincount_router(model, ledger) if when == "before" else check_unsharded(model)
+    with (
+        mock.patch.object(experts, "DTensor", Sharded),
+        pytest.raises(UnsupportedModelError, match="experts are sharded"),
+    ):
+        install_bincount_router(model, patcher) if when == "before" else check_unsharded(model)
 
 
 def test_a_replaced_forward_of_a_swapped_layer_is_refused():
@@ -356,7 +376,9 @@ def test_a_replaced_forward_of_a_swapped_layer_is_refused():
 )
 def test_adapters_on_experts_keep_their_effect_without_a_second_stack(name, targets):
     model = build_tiny(name, experts="eager")
-    adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=targets)).train()
+    adapted = get_peft_model(
+        model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=targets)
+    ).train()
     with torch.no_grad():
         for parameter_name, parameter in adapted.named_parameters():
             if "lora_B" in parameter_name:
@@ -365,7 +387,7 @@ def test_adapters_on_experts_keep_their_effect_without_a_second_stack(name, targ
     with adapted.disable_adapter():
         bare = run(adapted).logits.detach()
     assert distance(expected[0], bare) > 1e-2
-    ledger, _ = install(adapted)
+    patcher, _ = install(adapted)
     with CountedCore() as core:
         assert_same(results(adapted), expected)
     assert len(core.calls) == 2
@@ -373,7 +395,7 @@ def test_adapters_on_experts_keep_their_effect_without_a_second_stack(name, targ
     assert all((call["gate_up"].adapter is not None) == (len(targets) == 2) for call in core.calls)
     with adapted.disable_adapter():
         assert distance(run(adapted).logits, bare) <= TOLERANCE
-    ledger.undo()
+    patcher.undo()
     assert_same(results(adapted), expected)
 
 

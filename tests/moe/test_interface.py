@@ -1,4 +1,6 @@
-"""The experts function: gates are recognised or refused, sentinels count for nothing, users can choose it by its name."""
+"""The experts function: gates are recognised or refused, sentinels count for nothing, users can choose it by its
+name.
+"""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -68,10 +70,15 @@ def assert_same_step(module, ours, inputs):
 @pytest.mark.parametrize(
     ("activation", "expected"),
     [
-        ("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_python", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu_new", "gelu_tanh"),
+        ("silu", "silu"),
+        ("swish", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_python", "gelu"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("gelu_new", "gelu_tanh"),
         ("gelu_fast", "gelu_tanh"),
     ],
-)  # fmt: skip
+)
 def test_activations_are_recognised_and_computed(activation, expected):
     module = own_experts(activation)
     assert gate_form(module) == GateForm(activation=expected)
@@ -153,16 +160,25 @@ def test_a_norm_behind_each_expert_is_applied_before_the_weights():
 
 
 def test_the_norm_of_muse_spark():
-    muse = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark", reason="transformers 5.23 has muse_spark")
+    muse = pytest.importorskip(
+        "transformers.models.muse_spark.modeling_muse_spark", reason="transformers 5.23 has muse_spark"
+    )
     config = SimpleNamespace(
-        num_local_experts=3, moe_hidden_size=6, moe_intermediate_size=5, hidden_act="silu", post_norm_eps=1e-6, _experts_implementation="eager"
+        num_local_experts=3,
+        moe_hidden_size=6,
+        moe_intermediate_size=5,
+        hidden_act="silu",
+        post_norm_eps=1e-6,
+        _experts_implementation="eager",
     )
     module = muse.MuseSparkExperts(config)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_()
     # In float64, because fp32 rows of norms are too small for a bound on their gradients.
-    x_TD, expert_TK, weight_TK = (tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in routed())
+    x_TD, expert_TK, weight_TK = (
+        tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in routed()
+    )
     inputs = (x_TD.requires_grad_(), expert_TK, weight_TK.requires_grad_())
     assert_same_step(module.double(), lambda *inputs: fastft_experts_forward(module, *inputs), inputs)
 
@@ -172,7 +188,10 @@ def test_users_choose_the_experts_by_name():
     register_experts()
     model = build_tiny("qwen3_moe", experts="fastft")
     ours = model(input_ids=token_ids()).logits
-    with mock.patch.object(experts, "run_experts", side_effect=RuntimeError("the core")), pytest.raises(RuntimeError, match="the core"):
+    with (
+        mock.patch.object(experts, "run_experts", side_effect=RuntimeError("the core")),
+        pytest.raises(RuntimeError, match="the core"),
+    ):
         model(input_ids=token_ids())
     model.set_experts_implementation("eager")
     assert distance(ours, model(input_ids=token_ids()).logits) <= TOLERANCE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fastft.core.patcher import SwapLedger, share_state
+from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.moe import interface as experts
 from lightning_fastft.moe.llama4 import RoutedLlama4Experts, RoutedLlama4Moe
 from tests.moe.test_install import TOLERANCE, CountedCore, distance, install, token_ids
@@ -16,10 +16,10 @@ def layer_of(num_experts_per_token):
 
 
 def routed_twin(layer):
-    """The swapped form of a layer, with the same state; the ledger takes the inner swap back."""
-    ledger = SwapLedger()
-    ledger.replace_module(layer, "experts", share_state(layer.experts, RoutedLlama4Experts))
-    return share_state(layer, RoutedLlama4Moe), ledger
+    """The swapped form of a layer, with the same state; the patcher takes the inner swap back."""
+    patcher = ModelPatcher()
+    patcher.replace_module(layer, "experts", share_state(layer.experts, RoutedLlama4Experts))
+    return share_state(layer, RoutedLlama4Moe), patcher
 
 
 @pytest.mark.parametrize("num_experts_per_token", [1, 2, 3, 4])
@@ -32,7 +32,11 @@ def test_outputs_and_gradients_are_those_of_every_expert_on_every_token(num_expe
 
     def step(module):
         out_TD, logits_TE = module(x)
-        return out_TD, logits_TE, torch.autograd.grad((out_TD * direction).sum() + logits_TE.square().sum(), [x, *parameters])
+        return (
+            out_TD,
+            logits_TE,
+            torch.autograd.grad((out_TD * direction).sum() + logits_TE.square().sum(), [x, *parameters]),
+        )
 
     theirs = step(layer)
     twin, _ = routed_twin(layer)
@@ -49,7 +53,9 @@ def test_only_routed_rows_are_computed_in_the_order_of_the_experts(monkeypatch):
     twin, _ = routed_twin(layer_of(3))
     seen = []
     run = experts.run_experts
-    monkeypatch.setattr(experts, "run_experts", lambda x, ids, *args, **options: seen.append((x, ids)) or run(x, ids, *args, **options))
+    monkeypatch.setattr(
+        experts, "run_experts", lambda x, ids, *args, **options: seen.append((x, ids)) or run(x, ids, *args, **options)
+    )
     twin(torch.randn(1, 5, 32))
     ((x_ND, expert_N1),) = seen
     assert x_ND.shape[0] == 15
@@ -71,21 +77,21 @@ def test_ties_and_extreme_scores_choose_what_the_router_chose():
 def test_router_logits_are_recorded_before_and_after_the_swap():
     model = build_tiny("llama4_text")
     expected = model.model(input_ids=token_ids(), output_router_logits=True)
-    ledger, _ = install(model)
+    patcher, _ = install(model)
     ours = model.model(input_ids=token_ids(), output_router_logits=True)
     assert set(ours.keys()) == set(expected.keys())
     if "router_logits" in expected:
         assert len(ours.router_logits) == len(expected.router_logits)
         assert all(distance(a, b) <= TOLERANCE for a, b in zip(ours.router_logits, expected.router_logits))
-    ledger.undo()
+    patcher.undo()
 
 
 def test_dense_layers_of_the_model_stay():
     model = build_tiny("llama4_text", interleave_moe_layer_step=2, moe_layers=[1])
     dense = model.model.layers[0].feed_forward
     expected = model(input_ids=token_ids()).logits
-    ledger, (status,) = install(model)
+    patcher, (status,) = install(model)
     assert status.reason.startswith("1 MoE layers (4 experts, 2 per token), llama4_text")
     assert model.model.layers[0].feed_forward is dense
     assert distance(model(input_ids=token_ids()).logits, expected) <= TOLERANCE
-    ledger.undo()
+    patcher.undo()

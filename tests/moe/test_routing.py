@@ -59,7 +59,17 @@ def make_linear(num_experts, num_inputs, num_outputs, *, rank, has_bias, is_tran
     return ExpertLinear(weight, torch.randn(num_experts, num_outputs) if has_bias else None, adapter)
 
 
-def make_case(*, num_tokens=23, num_experts=5, num_chosen=2, rank=0, has_bias=False, is_transposed=False, has_gate=True, route="random"):
+def make_case(
+    *,
+    num_tokens=23,
+    num_experts=5,
+    num_chosen=2,
+    rank=0,
+    has_bias=False,
+    is_transposed=False,
+    has_gate=True,
+    route="random",
+):
     x_TD = torch.randn(num_tokens, WIDTH)
     if route == "one":
         expert_TK = torch.full((num_tokens, num_chosen), num_experts - 1)
@@ -84,13 +94,19 @@ def tensors_of(x_TD, weight_TK, gate_up, down):
     named = {"x": x_TD, "routing": weight_TK}
     for name, linear in (("gate_up", gate_up), ("down", down)):
         adapter = linear.adapter or (None, None)
-        named |= {f"{name}.{part}": tensor for part, tensor in zip(PARTS, (linear.weight_EIO, linear.bias_EO, *adapter[:2])) if tensor is not None}
+        named |= {
+            f"{name}.{part}": tensor
+            for part, tensor in zip(PARTS, (linear.weight_EIO, linear.bias_EO, *adapter[:2]))
+            if tensor is not None
+        }
     return named
 
 
 def with_narrow(adapter, dtype):
     """The adapter with narrow copies of its factors."""
-    narrow_a_ERI, narrow_b_ERO = (factor.detach().to(dtype).contiguous() for factor in (adapter.a_EIR.transpose(1, 2), adapter.b_ERO))
+    narrow_a_ERI, narrow_b_ERO = (
+        factor.detach().to(dtype).contiguous() for factor in (adapter.a_EIR.transpose(1, 2), adapter.b_ERO)
+    )
     return adapter._replace(narrow_a_ERI=narrow_a_ERI, narrow_b_ERO=narrow_b_ERO)
 
 
@@ -113,7 +129,16 @@ def run(function, case, *, dtype, trained, form=SILU, factor_dtype=None, has_nar
     named = tensors_of(x_TD, weight_TK, *linears)
     for name in trained:
         named[name].requires_grad_()
-    y_TD = function(x_TD, expert_TK, weight_TK, gate_up=linears[0], down=linears[1], form=form, num_experts=gate_up.weight_EIO.shape[0], **options)
+    y_TD = function(
+        x_TD,
+        expert_TK,
+        weight_TK,
+        gate_up=linears[0],
+        down=linears[1],
+        form=form,
+        num_experts=gate_up.weight_EIO.shape[0],
+        **options,
+    )
     coefficients = torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     (y_TD * coefficients.to(dtype)).sum().backward()
     return {"y": y_TD.detach(), **{name: named[name].grad for name in trained}}
@@ -133,7 +158,12 @@ ADAPTERS = ("x", "routing", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
 
 # Where only two experts have tokens, no token has more than two.
-ROUTES = [(route, count) for route in ("random", "one", "empty", "sentinels") for count in (1, 2, 4) if (route, count) != ("empty", 4)]
+ROUTES = [
+    (route, count)
+    for route in ("random", "one", "empty", "sentinels")
+    for count in (1, 2, 4)
+    if (route, count) != ("empty", 4)
+]
 
 
 @pytest.mark.parametrize(("route", "num_chosen"), ROUTES)
@@ -146,7 +176,9 @@ def test_output_and_every_gradient(form, route, num_chosen, is_transposed):
     assert_close(run(run_experts, case, dtype=torch.float32, trained=WHOLE, form=form), true, bound=1e-6)
 
 
-@pytest.mark.parametrize("trained", [FROZEN, ADAPTERS, ("x",), ("routing",), *((name,) for name in ALL)], ids=lambda names: names[-1])
+@pytest.mark.parametrize(
+    "trained", [FROZEN, ADAPTERS, ("x",), ("routing",), *((name,) for name in ALL)], ids=lambda names: names[-1]
+)
 def test_only_what_is_trained_has_a_gradient(trained):
     case = make_case(rank=4, has_bias=True)
     true = run(plain_experts, case, dtype=torch.float64, trained=trained)
@@ -191,7 +223,9 @@ def test_wide_masters_of_adapters_and_routing_weights_get_wide_gradients():
         assert not torch.equal(found[name], found[name].bfloat16().float()), name
 
 
-@pytest.mark.parametrize("trained", [ADAPTERS, ("gate_up.a",), ("gate_up.b",), ("down.a",), ("down.b",), FROZEN], ids=lambda names: names[-1])
+@pytest.mark.parametrize(
+    "trained", [ADAPTERS, ("gate_up.a",), ("gate_up.b",), ("down.a",), ("down.b",), FROZEN], ids=lambda names: names[-1]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_factors_give_the_same_bits(dtype, trained):
     case = make_case(num_tokens=60, rank=8, has_bias=True, route="sentinels")
@@ -209,7 +243,11 @@ def test_narrow_factors_are_what_is_read():
     adapters = []
     for linear in case[3:]:
         adapter = with_narrow(linear.adapter, torch.float32)
-        adapters.append(adapter._replace(a_EIR=torch.full_like(adapter.a_EIR, float("nan")), b_ERO=torch.full_like(adapter.b_ERO, float("nan"))))
+        adapters.append(
+            adapter._replace(
+                a_EIR=torch.full_like(adapter.a_EIR, float("nan")), b_ERO=torch.full_like(adapter.b_ERO, float("nan"))
+            )
+        )
     expected = run(run_experts, case, dtype=torch.float32, trained=ADAPTERS)
     masters = [factor.requires_grad_() for adapter in adapters for factor in adapter[:2]]
     linears = [linear._replace(adapter=adapter) for linear, adapter in zip(case[3:], adapters)]
@@ -225,7 +263,9 @@ def test_narrow_factors_are_what_is_read():
 def test_a_narrow_factor_that_changes_before_the_backward_is_an_error(index):
     x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=4)
     down = down._replace(adapter=with_narrow(down.adapter, torch.float32))
-    y_TD = run_experts(x_TD.requires_grad_(), expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=5)
+    y_TD = run_experts(
+        x_TD.requires_grad_(), expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=5
+    )
     down.adapter[3 + index].mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y_TD.sum().backward()
@@ -253,10 +293,15 @@ def test_a_gradient_lies_in_memory_as_its_parameter_and_is_not_copied(is_a_last,
         expert_first = torch.nn.Parameter(torch.randn(num_experts * rank, first))
         expert_last = torch.nn.Parameter(torch.randn(last, rank * num_experts))
         parameters += [expert_first, expert_last]
-        front, back = expert_first.view(num_experts, rank, first), expert_last.view(last, rank, num_experts).permute(2, 1, 0)
+        front, back = (
+            expert_first.view(num_experts, rank, first),
+            expert_last.view(last, rank, num_experts).permute(2, 1, 0),
+        )
         a_ERI, b_ERO = (back, front) if is_a_last else (front, back)
         linears.append(linear._replace(adapter=ExpertAdapter(a_ERI.transpose(1, 2), b_ERO, 0.7)))
-    run_experts(x_TD, expert_TK, weight_TK, gate_up=linears[0], down=linears[1], form=SILU, num_experts=num_experts).sum().backward()
+    run_experts(
+        x_TD, expert_TK, weight_TK, gate_up=linears[0], down=linears[1], form=SILU, num_experts=num_experts
+    ).sum().backward()
     for parameter in parameters:
         assert parameter.grad.is_contiguous()
         assert parameter.grad.data_ptr() in made
@@ -300,7 +345,9 @@ def test_sentinel_rows_are_never_read(monkeypatch):
 
 
 def test_only_the_first_product_is_kept_for_the_backward():
-    """N x P values besides the input, the order and the routing weights: no activation, no output of an expert, no copy of a factor."""
+    """N x P values besides the input, the order and the routing weights: no activation, no output of an expert,
+    no copy of a factor.
+    """
     x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=4)
     factors = {factor.requires_grad_().data_ptr() for linear in (gate_up, down) for factor in linear.adapter[:2]}
     saved = []
@@ -308,7 +355,9 @@ def test_only_the_first_product_is_kept_for_the_backward():
         run_experts(x_TD.requires_grad_(), expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=5)
     num_slots = expert_TK.numel()
     sizes = sorted(tensor.numel() for tensor in saved if tensor.data_ptr() not in factors)
-    assert sizes == sorted([x_TD.numel(), num_slots, num_slots, num_slots, 5, num_slots * 2 * EXPERT_WIDTH, num_slots * 4])
+    assert sizes == sorted(
+        [x_TD.numel(), num_slots, num_slots, num_slots, 5, num_slots * 2 * EXPERT_WIDTH, num_slots * 4]
+    )
 
 
 def test_nobody_waits_for_the_device(monkeypatch):
@@ -317,7 +366,9 @@ def test_nobody_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(experts, "grouped_weight_grad", partial(experts.grouped_weight_grad, backend="torch"))
     x_TD, weight_TK = torch.randn(16, 12, requires_grad=True), torch.rand(16, 2, requires_grad=True)
     expert_TK = torch.rand(16, 4).topk(2, dim=1).indices
-    gate_up, down = (ExpertLinear(torch.randn(4, inputs, outputs, requires_grad=True)) for inputs, outputs in ((12, 16), (8, 12)))
+    gate_up, down = (
+        ExpertLinear(torch.randn(4, inputs, outputs, requires_grad=True)) for inputs, outputs in ((12, 16), (8, 12))
+    )
     with HostWaits() as waits:
         run_experts(x_TD, expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=4).sum().backward()
     assert waits.total == 0, waits.origin

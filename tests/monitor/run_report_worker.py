@@ -1,4 +1,6 @@
-"""Write run reports of two ranks; run by torchrun, with the folder as its argument: a run that ends well, and one whose rank 1 goes in the middle."""
+"""Write run reports of two ranks; run by torchrun, with the folder as its argument: a run that ends well, and one
+whose rank 1 goes in the middle.
+"""
 
 import contextlib
 import os
@@ -55,9 +57,14 @@ class Still(PlainModule):
 def fit(folder, module, rank):
     report = RunReport(folder / "run.html", profile_step=None)
     trainer = quiet_trainer(
-        folder, devices=NUM_RANKS, strategy="fastft_ddp", max_steps=NUM_STEPS, accumulate_grad_batches=NUM_MICRO_BATCHES, callbacks=[report],
+        folder,
+        devices=NUM_RANKS,
+        strategy="fastft_ddp",
+        max_steps=NUM_STEPS,
+        accumulate_grad_batches=NUM_MICRO_BATCHES,
+        callbacks=[report],
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
     trainer.fit(module, DataLoader(batches_of(rank), batch_size=None))
 
 

@@ -29,7 +29,9 @@ def tiny_llama():
 
 def ours(root, *, num_labelled=NUM_TOKENS, sum_squared=NUM_TOKENS**2):
     ((_, model),) = find_causal_models(root)
-    return count_flops(model, decoder_layers(model)).step_flops(num_tokens=NUM_TOKENS, num_labelled=num_labelled, sum_squared_lengths=sum_squared)
+    return count_flops(model, decoder_layers(model)).step_flops(
+        num_tokens=NUM_TOKENS, num_labelled=num_labelled, sum_squared_lengths=sum_squared
+    )
 
 
 def seen_by_torch(model):
@@ -57,7 +59,9 @@ def test_lora_costs_no_weight_gradient_of_the_base():
     expected = seen_by_torch(model) - dense_attention_excess(model)
     # Gradients do not pass below the first layer's projections, which is counted as if they did.
     first_layer = model.get_base_model().model.layers[0].self_attn
-    not_needed = 2 * NUM_TOKENS * sum(p.weight.numel() for p in (first_layer.q_proj, first_layer.k_proj, first_layer.v_proj))
+    not_needed = (
+        2 * NUM_TOKENS * sum(p.weight.numel() for p in (first_layer.q_proj, first_layer.k_proj, first_layer.v_proj))
+    )
     assert ours(model) == pytest.approx(expected + not_needed, rel=0.01)
 
 
@@ -87,9 +91,17 @@ def test_attention_follows_the_documents_and_the_window():
 @pytest.mark.parametrize("num_active", [1, 2])
 def test_experts_count_by_the_share_a_token_meets(num_active):
     config = Qwen3MoeConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=num_active,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=num_active,
+    )
     layer = count_flops(model := Qwen3MoeForCausalLM(config), decoder_layers(model)).layers[0]
     attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
     assert layer.num_active_weights == attention + 32 * 8 + num_active * 3 * 32 * 16

@@ -1,4 +1,6 @@
-"""HostWaitDetector: each wait once, with the line of the user's code, in any LightningModule; nothing outside the watched steps."""
+"""HostWaitDetector: each wait once, with the line of the user's code, in any LightningModule; nothing outside the
+watched steps.
+"""
 
 import inspect
 import warnings
@@ -14,7 +16,21 @@ from lightning_fastft.monitor.host_waits import HostWaitError, render_waits
 from lightning_fastft.monitor.report.waits import WaitRecorder, _judge_copy, is_library
 from tests.support.training_parts import quiet_trainer
 
-READS = ("item", "float", "bool", "mask", "assign", "nonzero", "tolist", "numpy", "cpu", "unique", "repeat", "equal", "library")
+READS = (
+    "item",
+    "float",
+    "bool",
+    "mask",
+    "assign",
+    "nonzero",
+    "tolist",
+    "numpy",
+    "cpu",
+    "unique",
+    "repeat",
+    "equal",
+    "library",
+)
 
 
 def wait_once(kind, x):  # noqa: C901 - a list of cases
@@ -101,7 +117,8 @@ def test_names_each_kind_of_wait_by_the_line_of_the_user(tmp_path, kind):
 
 def test_step_without_a_wait_has_none(tmp_path):
     detector = HostWaitDetector(steps=[1, 2])
-    # Clipping, AdamW's step counters and logging without a bar are Lightning's and torch's own, and wait for nothing on a GPU.
+    # Clipping, AdamW's step counters and logging without a bar are Lightning's and torch's own, and wait for nothing on
+    # a GPU.
     fit(tmp_path, Linear(), detector, gradient_clip_val=1.0)
     assert (dict(detector.waits), detector.num_watched) == ({}, 2)
     assert render_waits(detector.waits, num_steps=2) == "Host waits: none in 2 watched steps."
@@ -131,7 +148,9 @@ def test_wait_of_the_backward_itself_is_named_by_its_operation(tmp_path):
 def test_batches_in_the_making_read_the_host_and_count_for_nothing(tmp_path):
     detector = HostWaitDetector(steps=[0, 1, 2])
     trainer = quiet_trainer(tmp_path, max_steps=3, callbacks=[detector])
-    loader = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2, collate_fn=lambda rows: torch.stack(rows)[torch.ones(2) > 0])
+    loader = torch.utils.data.DataLoader(
+        torch.randn(8, 4), batch_size=2, collate_fn=lambda rows: torch.stack(rows)[torch.ones(2) > 0]
+    )
     trainer.fit(Linear(), loader)
     assert (dict(detector.waits), detector.num_watched) == ({}, 3)
 
@@ -145,9 +164,15 @@ def test_logging_with_a_progress_bar_value_is_named_as_such(tmp_path):
 
     detector = HostWaitDetector(steps=[1])
     trainer = pl.Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        devices=1,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
         callbacks=[detector],
-    )  # fmt: skip
+    )
     trainer.fit(Logs(), torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=2))
     assert any("prog_bar" in wait.remedy for wait in detector.waits), detector.waits
 
@@ -169,7 +194,11 @@ def test_prints_a_table_once(tmp_path, on_wait, caplog):
     with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO", logger="lightning.pytorch"):
         warnings.simplefilter("always")
         fit(tmp_path, Linear(["item", "mask"]), detector)
-    shown = [str(found.message) for found in caught] if on_wait == "warn" else [record.getMessage() for record in caplog.records]
+    shown = (
+        [str(found.message) for found in caught]
+        if on_wait == "warn"
+        else [record.getMessage() for record in caplog.records]
+    )
     (text,) = [text for text in shown if "Host waits:" in text]
     assert text.startswith("Host waits: 2 a step, over 2 watched steps.")
     assert f"{__file__}:{line_of('mask')} in wait_once: x[mask]  # mask" in text
@@ -262,7 +291,10 @@ def test_on_cuda_host_tensors_are_no_waits_and_warnings_of_the_driver_are(monkey
                 warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)  # driver
             torch.cuda.synchronize()  # explicit
             warnings.warn("something else", stacklevel=1)
-    assert [(wait.place.text.rsplit("# ", 1)[1], count) for wait, count in recorder.count.items()] == [("driver", 2), ("explicit", 1)]
+    assert [(wait.place.text.rsplit("# ", 1)[1], count) for wait, count in recorder.count.items()] == [
+        ("driver", 2),
+        ("explicit", 1),
+    ]
     assert [str(found.message) for found in caught] == ["something else"]
     assert (modes[-1], torch.cuda.synchronize) == (0, before)
 
@@ -285,7 +317,9 @@ def test_gpu_waits_are_counted_once_each_and_the_mode_is_restored(tmp_path):
     detector = HostWaitDetector(steps=[1])
     trainer = quiet_trainer(tmp_path, accelerator="gpu", max_steps=3, callbacks=[detector])
     trainer.fit(OnGpu(), torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=2))
-    found = {wait.place.text.rsplit("# ", 1)[1]: count for wait, count in detector.waits.items() if "# " in wait.place.text}
+    found = {
+        wait.place.text.rsplit("# ", 1)[1]: count for wait, count in detector.waits.items() if "# " in wait.place.text
+    }
     # The mask waits in the forward; its backward runs in a thread of its own, without a line of the user's.
     assert found == {"read": 1, "mask": 1, "cpu": 1, "pageable": 1, "made": 1, "synchronize": 1}
     assert torch.cuda.get_sync_debug_mode() == 0

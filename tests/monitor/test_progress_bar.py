@@ -27,9 +27,18 @@ def fit(tmp_path, module, bar, **options):
     import lightning.pytorch as pl
 
     trainer = pl.Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", devices=1, strategy="fastft", callbacks=[bar], logger=False, enable_checkpointing=False,
-        enable_model_summary=False, max_epochs=1, num_sanity_val_steps=0, **options,
-    )  # fmt: skip
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        devices=1,
+        strategy="fastft",
+        callbacks=[bar],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        **options,
+    )
     trainer.fit(module, packed_loader(6), packed_loader(2, seed=30))
     return trainer
 
@@ -47,7 +56,9 @@ class KeepsLosses(PlainModule):
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_shows_the_loss_of_the_step_and_tokens_per_second(tmp_path, accumulate):
-    """That of a whole window, whose micro-batches alone say how many labels they have as much as how well they are predicted."""
+    """That of a whole window, whose micro-batches alone say how many labels they have as much as how well they
+    are predicted.
+    """
     module, bar = KeepsLosses(tiny_llama()), RecordingBar()
     fit(tmp_path, module, bar, accumulate_grad_batches=accumulate)
     truth, shown = [], None

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
 from lightning_fastft.checkpoint.resume import ExactResume
-from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor import run_report
@@ -32,7 +32,15 @@ from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.packing.describe import describe_data
 from lightning_fastft.planner.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.monitor.run_report_worker import GONE_AT, NUM_MICRO_BATCHES, NUM_RANKS, NUM_STEPS, Still, count_labelled, documents_of
+from tests.monitor.run_report_worker import (
+    GONE_AT,
+    NUM_MICRO_BATCHES,
+    NUM_RANKS,
+    NUM_STEPS,
+    Still,
+    count_labelled,
+    documents_of,
+)
 from tests.support.host_waits import count_host_waits
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 from tests.support.two_ranks import run_two_ranks
@@ -96,8 +104,18 @@ class Keeps(PlainModule):
 def fit(tmp_path, module=None, report=None, *, loader=None, callbacks=(), strategy=None, ckpt_path=None, **options):
     report = report or RunReport(tmp_path / "run.html", profile_step=None)
     options.setdefault("max_steps", 8)
-    trainer = quiet_trainer(tmp_path, strategy=strategy or FastFTStrategy(), callbacks=[report, *callbacks], num_sanity_val_steps=0, **options)
-    trainer.fit(module or Keeps(), *(loader if isinstance(loader, tuple) else (loader or packed_loader(8),)), ckpt_path=ckpt_path)
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy=strategy or FastFTStrategy(),
+        callbacks=[report, *callbacks],
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(
+        module or Keeps(),
+        *(loader if isinstance(loader, tuple) else (loader or packed_loader(8),)),
+        ckpt_path=ckpt_path,
+    )
     return trainer
 
 
@@ -126,8 +144,16 @@ def test_every_figure_of_the_page_is_in_the_json_and_the_heads_are_on_the_page(f
     page, known = Page(text), numbers_in(data)
     assert len(page.figures) > 40
     assert set(page.figures) <= known, set(page.figures) - known
-    heads = [data["head"][name] for name in ("tokens_per_s", "peak_memory_gib", "final_loss", "first_loss", "num_steps")]
-    heads += [data["packing"]["padding"], data["slowest"]["ms"], data["profile"]["busy_ms"], data["waits"]["per_step"], data["times"]["p50_ms"]]
+    heads = [
+        data["head"][name] for name in ("tokens_per_s", "peak_memory_gib", "final_loss", "first_loss", "num_steps")
+    ]
+    heads += [
+        data["packing"]["padding"],
+        data["slowest"]["ms"],
+        data["profile"]["busy_ms"],
+        data["waits"]["per_step"],
+        data["times"]["p50_ms"],
+    ]
     heads += [part["mean_ms"] for part in data["times"]["parts"]] + [data["curves"]["loss"]["points"][-1][2]]
     assert set(map(float, heads)) <= set(page.figures)
     assert all(sentence in page.text for sentence in data["outcome"]["verdict"])
@@ -139,7 +165,9 @@ def test_page_loads_nothing_and_runs_nothing(finished):
     _, _, text = finished
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    assert not [value for name, value in page.attributes if name in ("src", "href", "srcset", "action") or name.startswith("on")]
+    assert not [
+        value for name, value in page.attributes if name in ("src", "href", "srcset", "action") or name.startswith("on")
+    ]
     assert not re.search(r"https?:|//\w|url\(|@import", text)
     assert '<meta name="viewport" content="width=device-width' in text
     assert "prefers-color-scheme: dark" in text
@@ -157,7 +185,11 @@ def test_losses_tokens_and_packs_are_those_of_the_run(finished):
     contexts = [batch.context for batch in packed_batches(12)]
     lengths = np.concatenate([np.diff(context.start_host_S1.numpy()) for context in contexts])
     packing = data["packing"]
-    assert (packing["num_packs"], packing["num_documents"], packing["longest_document_tokens"]) == (12, len(lengths), int(lengths.max()))
+    assert (packing["num_packs"], packing["num_documents"], packing["longest_document_tokens"]) == (
+        12,
+        len(lengths),
+        int(lengths.max()),
+    )
     assert packing["num_real_tokens"] == int(lengths.sum())
     assert packing["num_labelled"] == sum(context.num_labelled for context in contexts)
     for bar in packing["lengths"]:
@@ -183,7 +215,9 @@ def test_padding_is_no_document_and_no_token(tmp_path):
 @pytest.mark.parametrize("pad_to_max", [False, True])
 def test_fill_is_the_share_of_max_tokens_that_the_data_module_tells(tmp_path, pad_to_max):
     rows = [{"input_ids": list(range(1, 41))} for _ in range(8)]
-    datamodule = PackedDataModule(rows, max_tokens=96, pad_to_max=pad_to_max, num_workers=0, num_proc=1, cache_dir=None, show_progress=False)
+    datamodule = PackedDataModule(
+        rows, max_tokens=96, pad_to_max=pad_to_max, num_workers=0, num_proc=1, cache_dir=None, show_progress=False
+    )
     report = RunReport(tmp_path / "run.html", profile_step=None)
     trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[report], max_steps=4)
     trainer.fit(Keeps(), datamodule=datamodule)
@@ -215,7 +249,12 @@ def test_times_leave_out_warmup_and_disturbed_steps(finished):
     # 12 batches: 3 of warm-up, 1 profiled, 1 watched.
     assert (times["num_batches"], times["has_warmup"]) == (7, False)
     assert sum(part["share"] for part in times["parts"]) == pytest.approx(1)
-    assert {part["kind"] for part in times["parts"] if part["mean_ms"] > 0} == {"between", "forward", "backward", "optimizer"}
+    assert {part["kind"] for part in times["parts"] if part["mean_ms"] > 0} == {
+        "between",
+        "forward",
+        "backward",
+        "optimizer",
+    }
     assert times["p10_ms"] <= times["p50_ms"] <= times["p90_ms"] <= data["slowest"]["ms"] * 1.01
     assert data["head"]["tokens_per_s"] > 0
     assert data["slowest"]["step"] in {3, *range(6, 12)}
@@ -276,7 +315,11 @@ def test_epochs_of_one_batch_are_timed_all_the_same(tmp_path):
 
 
 def signal_at(number, batch_idx):
-    return LambdaCallback(on_train_batch_start=lambda trainer, module, batch, index: os.kill(os.getpid(), number) if index == batch_idx else None)
+    return LambdaCallback(
+        on_train_batch_start=lambda trainer, module, batch, index: (
+            os.kill(os.getpid(), number) if index == batch_idx else None
+        )
+    )
 
 
 @pytest.mark.parametrize("is_resume_first", [False, True])
@@ -284,7 +327,9 @@ def test_run_that_a_signal_stopped_was_saved_and_did_not_fail(tmp_path, is_resum
     """Whether ExactResume ends the run before or after the report has counted the step."""
     report = RunReport(tmp_path / "run.html", profile_step=None)
     callbacks = [ExactResume(), report] if is_resume_first else [report]
-    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[signal_at(signal.SIGTERM, 4), *callbacks], max_steps=8)
+    trainer = quiet_trainer(
+        tmp_path, strategy=FastFTStrategy(), callbacks=[signal_at(signal.SIGTERM, 4), *callbacks], max_steps=8
+    )
     with pytest.raises(SystemExit) as ended:
         trainer.fit(Keeps(), packed_loader(8))
     path = str(tmp_path / "stopped-step=5.ckpt")
@@ -294,7 +339,8 @@ def test_run_that_a_signal_stopped_was_saved_and_did_not_fail(tmp_path, is_resum
     assert (outcome["state"], outcome["error"], outcome["level"]) == ("stopped", None, "warn")
     assert outcome["stop"] == {"signal": "SIGTERM", "step": 5, "checkpoint": path, "exit_code": 143}
     assert outcome["verdict"][0] == (
-        f"The run was stopped by SIGTERM after 5 optimizer steps; saved at {path}; go on with --ckpt_path {path} (in Python: ckpt_path= of fit)."
+        f"The run was stopped by SIGTERM after 5 optimizer steps; saved at {path}; go on with --ckpt_path {path} (in "
+        "Python: ckpt_path= of fit)."
     )
     assert (data["head"]["num_steps"], data["head"]["last_step"]) == (5, 5)
     assert "SystemExit" not in text + json.dumps(data)
@@ -307,7 +353,14 @@ def test_resumed_run_says_from_where_it_went_on(tmp_path):
     path, module = tmp_path / "stopped-step=5.ckpt", Keeps(sleep_at=8)
     loader = packed_loader(12)
     with pytest.warns(UserWarning, match="max_steps was 8 and is 12"):
-        fit(tmp_path, module, RunReport(tmp_path / "run.html", profile_step=1), loader=loader, ckpt_path=path, max_steps=12)
+        fit(
+            tmp_path,
+            module,
+            RunReport(tmp_path / "run.html", profile_step=1),
+            loader=loader,
+            ckpt_path=path,
+            max_steps=12,
+        )
     data, text = read(tmp_path)
     assert data["resumed"] == {"step": 5, "checkpoint": str(path)}
     assert (data["head"]["num_steps"], data["head"]["last_step"]) == (7, 12)
@@ -315,7 +368,10 @@ def test_resumed_run_says_from_where_it_went_on(tmp_path):
     assert [point[0] for point in data["curves"]["tokens_per_s"]["points"]][-1] == 11
     assert data["profile"]["step"] == 6
     assert data["slowest"]["step"] == 8
-    assert data["outcome"]["verdict"][0] == f"The run went on from step 5 (checkpoint {path}) to 12, and finished after 7 optimizer steps."
+    assert (
+        data["outcome"]["verdict"][0]
+        == f"The run went on from step 5 (checkpoint {path}) to 12, and finished after 7 optimizer steps."
+    )
     shown = " ".join(Page(text).text.split())
     assert "step 5step 11" in shown
     assert "from step 5 on" in shown
@@ -338,7 +394,10 @@ def test_last_validation_is_on_the_page(tmp_path):
     fit(tmp_path, Validates(), loader=(packed_loader(8), packed_loader(1)), val_check_interval=3, max_steps=6)
     data, text = read(tmp_path)
     assert data["validation"]["step"] == 6
-    assert {metric["name"]: metric["value"] for metric in data["validation"]["metrics"]} == {"val_loss": 6.0, "val_accuracy": 0.25}
+    assert {metric["name"]: metric["value"] for metric in data["validation"]["metrics"]} == {
+        "val_loss": 6.0,
+        "val_accuracy": 0.25,
+    }
     shown = " ".join(Page(text).text.split())
     assert re.search(r"Last validation, after step 6: val_\w+ [\d.]+, val_\w+ [\d.]+", shown)
 
@@ -357,7 +416,9 @@ def test_end_of_a_fit_is_told_in_one_line(tmp_path, caplog):
     (told,) = (message for message in caplog.messages if "Run report: " in message)
     first, second = told.splitlines()
     loss = f"loss {head['first_loss']:.4g} to {head['final_loss']:.4g}"
-    assert first.startswith(f"8 optimizer steps; {loss} (means of the first 2 and the last 2 steps; the first step alone ")
+    assert first.startswith(
+        f"8 optimizer steps; {loss} (means of the first 2 and the last 2 steps; the first step alone "
+    )
     assert first.endswith(f"; {head['tokens_per_s']:,.0f} tokens/s; last checkpoint {tmp_path / 'saved' / 'last.ckpt'}")
     assert second == f"Run report: {tmp_path / 'run.html'}"
 
@@ -376,7 +437,8 @@ def test_verdict_says_of_how_many_steps_a_loss_is(finished):
     alone = f"the first step alone {module.losses[0]:.4g})."
     assert data["head"]["first_step_loss"] == pytest.approx(module.losses[0])
     assert any(
-        f"from {first:.4g} to {final:.4g} (means of the first 3 and the last 3 steps; {alone}" in sentence for sentence in data["outcome"]["verdict"]
+        f"from {first:.4g} to {final:.4g} (means of the first 3 and the last 3 steps; {alone}" in sentence
+        for sentence in data["outcome"]["verdict"]
     )
 
 
@@ -386,12 +448,18 @@ def test_lengths_of_documents_are_seen_in_bins_over_those_that_occur(low, high):
     lengths[:2] = low, high
     sums = PackSums()
     for part in np.split(lengths, 20):
-        sums.add(collate([Document(np.ones(length, dtype=np.int64), np.ones(length, dtype=np.int64)) for length in part]).context)
+        sums.add(
+            collate(
+                [Document(np.ones(length, dtype=np.int64), np.ones(length, dtype=np.int64)) for length in part]
+            ).context
+        )
     bars = sums.to_dict(max_tokens=None)["lengths"]
     assert min(7, high - low + 1) <= len(bars) <= 12
     assert (bars[0]["low"], bars[-1]["high"]) == (low, high)
     assert [bar["low"] for bar in bars[1:]] == [bar["high"] + 1 for bar in bars[:-1]]
-    assert [bar["count"] for bar in bars] == [int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum()) for bar in bars]
+    assert [bar["count"] for bar in bars] == [
+        int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum()) for bar in bars
+    ]
 
 
 @pytest.mark.parametrize("reads", [0, 1, 2])
@@ -448,7 +516,9 @@ def test_windows_of_accumulation_count_as_steps(tmp_path):
     data, _ = read(tmp_path)
     assert (data["head"]["num_steps"], data["head"]["num_batches"]) == (4, 8)
     assert [point[:2] for point in data["curves"]["loss"]["points"]] == [[step, step] for step in range(4)]
-    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx([sum(pair) / 2 for pair in np.split(np.array(module.losses), 4)])
+    assert [point[2] for point in data["curves"]["loss"]["points"]] == pytest.approx(
+        [sum(pair) / 2 for pair in np.split(np.array(module.losses), 4)]
+    )
 
 
 def test_loss_of_a_step_is_the_mean_over_the_labelled_tokens_of_its_window(tmp_path):
@@ -458,7 +528,9 @@ def test_loss_of_a_step_is_the_mean_over_the_labelled_tokens_of_its_window(tmp_p
     for num_labelled in (1, 30, 30, 1):
         ids = rng.integers(1, 90, size=40)
         documents.append(Document(ids, np.where(np.arange(40) >= 40 - num_labelled, ids, -100)))
-    loader = torch.utils.data.DataLoader([collate([document], num_items=31 / 2) for document in documents], batch_size=None)
+    loader = torch.utils.data.DataLoader(
+        [collate([document], num_items=31 / 2) for document in documents], batch_size=None
+    )
 
     class Still(Keeps):
         def configure_optimizers(self):
@@ -481,17 +553,23 @@ def test_window_with_a_loss_that_is_not_finite_has_no_point():
     assert window.num_not_finite == 1
 
 
-@pytest.mark.parametrize(("error", "state"), [(ArithmeticError("broken " + HOSTILE), "failed"), (KeyboardInterrupt(), "interrupted")])
+@pytest.mark.parametrize(
+    ("error", "state"), [(ArithmeticError("broken " + HOSTILE), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
 def test_report_is_written_when_the_run_is_ended(tmp_path, error, state):
     with pytest.raises(SystemExit if state == "interrupted" else ArithmeticError):
         fit(tmp_path, Keeps(fail_at=5, error=error), RunReport(tmp_path / "run.html", profile_step=5))
     data, text = read(tmp_path)
     assert data["outcome"]["state"] == state
     assert data["outcome"]["error"]["type"] == type(error).__name__
-    assert data["outcome"]["verdict"][0].startswith(f"The run {'was interrupted' if state == 'interrupted' else 'failed'} after 5 optimizer steps")
+    assert data["outcome"]["verdict"][0].startswith(
+        f"The run {'was interrupted' if state == 'interrupted' else 'failed'} after 5 optimizer steps"
+    )
     assert data["outcome"]["level"] == ("warn" if state == "interrupted" else "bad")
     assert (data["head"]["num_steps"], len(data["curves"]["loss"]["points"]), data["times"]["num_batches"]) == (5, 5, 2)
-    assert {"packed attention", "loss head"} <= {status["name"] for status in data["statuses"] if status["state"] == "active"}
+    assert {"packed attention", "loss head"} <= {
+        status["name"] for status in data["statuses"] if status["state"] == "active"
+    }
     assert not torch.autograd._profiler_enabled()
     assert "script" not in Page(text).tags
 
@@ -520,7 +598,11 @@ def test_folder_that_cannot_be_is_refused_before_training(tmp_path):
 
 def test_hostile_texts_are_escaped_and_secrets_are_nowhere(tmp_path, monkeypatch):
     token = "hf_" + "a" * 20
-    monkeypatch.setattr(sys, "argv", ["train.py", "--hf_token", token, "--api_key=abc123", f"--name={HOSTILE}", "--data.max_tokens=4096"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["train.py", "--hf_token", token, "--api_key=abc123", f"--name={HOSTILE}", "--data.max_tokens=4096"],
+    )
     monkeypatch.setenv("SECRET_FOR_TEST", "environment-is-not-read")
 
     class Hostile(Keeps):
@@ -540,7 +622,9 @@ def test_hostile_texts_are_escaped_and_secrets_are_nowhere(tmp_path, monkeypatch
     assert page.text.count('<script>alert("1")</script>') >= 4
     assert data["head"]["name"] == HOSTILE
     both = text + json.dumps(data)
-    assert not [secret for secret in (token, "abc123", "hunter2", "hunter3", "environment-is-not-read") if secret in both]
+    assert not [
+        secret for secret in (token, "abc123", "hunter2", "hunter3", "environment-is-not-read") if secret in both
+    ]
     assert data["options"]["module"]["api_key"] == "[removed]"
     assert "--data.max_tokens=4096" in data["command"]
     assert any("Refused:" in sentence for sentence in data["outcome"]["verdict"])
@@ -583,19 +667,39 @@ def test_module_of_anybodys_under_a_foreign_strategy(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     report = RunReport(profile_step=None)
-    fit(tmp_path, Linear(), report, loader=torch.utils.data.DataLoader(torch.randn(8, 4)), strategy="auto", max_steps=16)
+    fit(
+        tmp_path, Linear(), report, loader=torch.utils.data.DataLoader(torch.randn(8, 4)), strategy="auto", max_steps=16
+    )
     assert report.html_path == tmp_path / "run_report.html"
     data, text = read(tmp_path, "run_report")
-    assert (data["head"]["tokens_per_s"], data["head"]["final_loss"], data["packing"], data["head"]["num_steps"]) == (None, None, None, 8)
+    assert (data["head"]["tokens_per_s"], data["head"]["final_loss"], data["packing"], data["head"]["num_steps"]) == (
+        None,
+        None,
+        None,
+        8,
+    )
     assert "unknown" in Page(text).text
-    assert {part["kind"] for part in data["times"]["parts"] if part["mean_ms"] > 0} == {"between", "forward", "backward", "optimizer"}
+    assert {part["kind"] for part in data["times"]["parts"] if part["mean_ms"] > 0} == {
+        "between",
+        "forward",
+        "backward",
+        "optimizer",
+    }
 
 
 def test_plan_is_drawn_layer_by_layer(tmp_path):
     mib = 2**20
     values = (ValueCost("attention", 80 * mib, 4.0), ValueCost("mlp.up_proj", 140 * mib, 3.0))
-    cost = StepCost((SegmentCost(40 * mib, 900 * mib, 12.0, 24.0, 11.0, values, 200 * mib, 400 * mib, 0),) * 6, 2048 * mib, 300 * mib, 60.0, 20.0)
-    plan = make_plan(cost, vram_budget_bytes=5000 * mib, host_budget_bytes=4096 * mib, machine=Machine("test", 20e9, 20e9))
+    cost = StepCost(
+        (SegmentCost(40 * mib, 900 * mib, 12.0, 24.0, 11.0, values, 200 * mib, 400 * mib, 0),) * 6,
+        2048 * mib,
+        300 * mib,
+        60.0,
+        20.0,
+    )
+    plan = make_plan(
+        cost, vram_budget_bytes=5000 * mib, host_budget_bytes=4096 * mib, machine=Machine("test", 20e9, 20e9)
+    )
     with mock.patch.object(run_report, "_find_plans", return_value=[(cost, plan)]):
         fit(tmp_path, max_steps=2)
     data, text = read(tmp_path)
@@ -605,7 +709,9 @@ def test_plan_is_drawn_layer_by_layer(tmp_path):
     assert shown["peak_gib"] == plan.prediction.peak_bytes / 2**30
     picture = text[text.index('aria-label="device memory over a step"') :].partition("</svg>")[0]
     heights = [float(height) for height in re.findall(r'height="([\d.]+)"><title>', picture)]
-    assert heights == pytest.approx([150 * num_bytes / plan.prediction.peak_bytes for _, num_bytes in plan.prediction.memory], abs=0.01)
+    assert heights == pytest.approx(
+        [150 * num_bytes / plan.prediction.peak_bytes for _, num_bytes in plan.prediction.memory], abs=0.01
+    )
     assert Page(text).text.count("predicted peak") == 1
 
 
@@ -633,7 +739,10 @@ def losses_of_parts(step):
     """Sums over the labelled tokens of each part of a step, and the tokens."""
     module, parts = Still(), [documents_of(step, part) for part in range(NUM_MICRO_BATCHES * NUM_RANKS)]
     # One document at a time: outside of a run nothing keeps the documents of a pack apart.
-    sums = [sum(module.model(**collate([document])).loss.item() * count_labelled([document]) for document in documents) for documents in parts]
+    sums = [
+        sum(module.model(**collate([document])).loss.item() * count_labelled([document]) for document in documents)
+        for documents in parts
+    ]
     return np.array(sums), np.array([count_labelled(documents) for documents in parts])
 
 
@@ -663,8 +772,9 @@ def test_report_of_a_run_whose_other_rank_is_gone_says_that_it_is_rank_zeros_alo
     assert loss["points"][0][2] == pytest.approx(sums[::NUM_RANKS].sum() * NUM_RANKS / numbers.sum(), rel=1e-4)
     assert (len(loss["points"]), loss["ranks"]) == (GONE_AT, [0])
     assert loss["why_alone"] == "the run ended before the other ranks could be asked"
-    assert f"Of rank 0 alone, scaled by its share of the labels, as are the first and the last loss above: {loss['why_alone']}." in " ".join(
-        Page(text).text.split()
+    assert (
+        "Of rank 0 alone, scaled by its share of the labels, as are the first and the last loss above: "
+        f"{loss['why_alone']}." in " ".join(Page(text).text.split())
     )
 
 
@@ -694,7 +804,7 @@ def test_hooks_read_nothing_from_the_device(tmp_path):
             self.waits.__exit__()
 
     counts, report = Counts(), RunReport(tmp_path / "run.html", profile_step=None)
-    with mock.patch.object(LateCopies, "poll", return_value=[]):
+    with mock.patch.object(AsyncScalarReader, "poll", return_value=[]):
         trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=[counts, report], max_steps=4)
         trainer.fit(PlainModule(tiny_llama()), packed_loader(4))
     assert not [origin for origin in counts.waits.origin if "run_report.py" in origin or "timing.py" in origin]
@@ -724,12 +834,23 @@ def test_spread_is_right_to_a_percent():
 
 def trace_events():
     def event(category, start, duration, correlation=0, name="kernel", **arguments):
-        return {"ph": "X", "cat": category, "ts": start, "dur": duration, "name": name, "args": {"correlation": correlation, **arguments}}
+        return {
+            "ph": "X",
+            "cat": category,
+            "ts": start,
+            "dur": duration,
+            "name": name,
+            "args": {"correlation": correlation, **arguments},
+        }
 
     return [
-        event("cuda_runtime", 0, 5, 1), event("kernel", 100, 100, 1), event("cuda_runtime", 10, 5, 2), event("kernel", 400, 100, 2),
-        event("gpu_memcpy", 150, 250, 3, "Memcpy DtoH (Device -> Pinned)", bytes=2**24), event("gpu_memcpy", 0, 9, 4, "Memcpy HtoD", bytes=8),
-    ]  # fmt: skip
+        event("cuda_runtime", 0, 5, 1),
+        event("kernel", 100, 100, 1),
+        event("cuda_runtime", 10, 5, 2),
+        event("kernel", 400, 100, 2),
+        event("gpu_memcpy", 150, 250, 3, "Memcpy DtoH (Device -> Pinned)", bytes=2**24),
+        event("gpu_memcpy", 0, 9, 4, "Memcpy HtoD", bytes=8),
+    ]
 
 
 def test_copies_of_a_trace_are_judged_by_what_waited_for_them():
@@ -737,7 +858,8 @@ def test_copies_of_a_trace_are_judged_by_what_waited_for_them():
     assert kernels == [Kernel(100, 200, 0), Kernel(400, 500, 10)]
     assert copies == [Copy("d2h", 150, 400, 2**24)]
     use = copy_use(kernels, copies)
-    # The second kernel was launched long before and started when the copy ended: all of the gap but the least one is the copy's.
+    # The second kernel was launched long before and started when the copy ended: all of the gap but the least one is
+    # the copy's.
     assert (use.step_ms, use.busy_ms, use.copy_ms, use.exposed_ms) == pytest.approx((0.4, 0.2, 0.25, 0.195))
     assert use.covered_share == pytest.approx(0.2)
     assert use.hidden_share == pytest.approx(1 - 0.195 / 0.25)
@@ -748,7 +870,9 @@ def test_lanes_of_a_gpu_profile_are_on_the_page(finished):
     trace = StepTrace(*read_events(trace_events()), [("kernel", 2, 200.0)])
     profile = describe_profile(trace, step=4, is_cuda=True, why_not="")
     assert [lane["name"] for lane in profile["lanes"]] == ["compute", "copies to the host", "copies to the device"]
-    compute, down, up = ([sum(lane["shares"][i * 50 : (i + 1) * 50]) / 50 for i in range(4)] for lane in profile["lanes"])
+    compute, down, up = (
+        [sum(lane["shares"][i * 50 : (i + 1) * 50]) / 50 for i in range(4)] for lane in profile["lanes"]
+    )
     assert compute == pytest.approx([1, 0, 0, 1])
     assert down == pytest.approx([0.5, 1, 1, 0])
     assert up == [0, 0, 0, 0]
@@ -757,7 +881,9 @@ def test_lanes_of_a_gpu_profile_are_on_the_page(finished):
     assert math.isclose(profile["d2h_gib"], 2**24 / 2**30)
 
 
-@pytest.mark.parametrize("options", [{"path": "run.txt"}, {"path": "folder"}, {"profile_step": -1}, {"profile_step": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"path": "run.txt"}, {"path": "folder"}, {"profile_step": -1}, {"profile_step": 1.5}]
+)
 def test_refuses_options_that_cannot_be(options):
     with pytest.raises(OptionError):
         RunReport(**options)
@@ -768,9 +894,14 @@ def test_gpu_report_has_device_times_lanes_and_adds_no_wait(tmp_path):
     detector = HostWaitDetector(steps=[6, 7])
     module = PlainModule(tiny_llama())
     fit(
-        tmp_path, module, RunReport(tmp_path / "run.html", profile_step=4), callbacks=[detector], max_steps=12, accelerator="gpu",
+        tmp_path,
+        module,
+        RunReport(tmp_path / "run.html", profile_step=4),
+        callbacks=[detector],
+        max_steps=12,
+        accelerator="gpu",
         loader=torch.utils.data.DataLoader(packed_batches(12), batch_size=None, pin_memory=True),
-    )  # fmt: skip
+    )
     data, text = read(tmp_path)
     Page(text)
     assert data["times"]["clock"] == "CUDA events"
@@ -779,4 +910,8 @@ def test_gpu_report_has_device_times_lanes_and_adds_no_wait(tmp_path):
     assert data["profile"]["busy_ms"] > 0
     assert len(data["curves"]["loss"]["points"]) == 12
     assert data["head"]["tokens_per_s"] > 0
-    assert not [wait for wait in detector.waits if "lightning_fastft/callbacks" in wait.place.file or "lightning_fastft/report" in wait.place.file]
+    assert not [
+        wait
+        for wait in detector.waits
+        if "lightning_fastft/callbacks" in wait.place.file or "lightning_fastft/report" in wait.place.file
+    ]

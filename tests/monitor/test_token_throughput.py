@@ -35,10 +35,20 @@ def fit(tmp_path, callback, *, batches=None, val=None, **options):
     loader = torch.utils.data.DataLoader(batches if batches is not None else packed_batches(5), batch_size=None)
     with mock.patch.object(token_throughput, "time", Clock()):
         trainer = quiet_trainer(
-            tmp_path, **{"strategy": "fastft", "callbacks": [callback], "logger": logger, "max_steps": -1, "max_epochs": 1, **options}
+            tmp_path,
+            **{
+                "strategy": "fastft",
+                "callbacks": [callback],
+                "logger": logger,
+                "max_steps": -1,
+                "max_epochs": 1,
+                **options,
+            },
         )
         trainer.fit(module, loader, val)
-    calls = [call.kwargs or {"metrics": call.args[0], "step": call.args[1]} for call in logger.log_metrics.call_args_list]
+    calls = [
+        call.kwargs or {"metrics": call.args[0], "step": call.args[1]} for call in logger.log_metrics.call_args_list
+    ]
     logged = [(call.args[0], call.kwargs["step"]) for call in logger.log_metrics.call_args_list if call.args]
     assert calls
     return [(metrics, step) for metrics, step in logged if "throughput/tokens_per_s" in metrics], module
@@ -62,7 +72,9 @@ def test_utilisation_is_model_operations_over_the_peak(tmp_path):
     ((metrics, _),), module = fit(tmp_path, callback, batches=batches)
     context = batches[1].context
     expected = count_flops(module.model, decoder_layers(module.model)).step_flops(
-        num_tokens=context.num_tokens, num_labelled=context.num_labelled, sum_squared_lengths=context.sum_squared_lengths
+        num_tokens=context.num_tokens,
+        num_labelled=context.num_labelled,
+        sum_squared_lengths=context.sum_squared_lengths,
     )
     assert metrics["throughput/mfu"] == pytest.approx(expected / 1e6)
     assert callback.latest["mfu"] == metrics["throughput/mfu"]
@@ -86,7 +98,12 @@ def test_whole_windows_of_accumulation(tmp_path):
 def test_validation_is_left_out(tmp_path):
     batches = packed_batches(6)
     logged, _ = fit(
-        tmp_path, TokenThroughput(log_every_n_steps=1), batches=batches, val=packed_loader(1), val_check_interval=3, num_sanity_val_steps=0
+        tmp_path,
+        TokenThroughput(log_every_n_steps=1),
+        batches=batches,
+        val=packed_loader(1),
+        val_check_interval=3,
+        num_sanity_val_steps=0,
     )
     assert [step for _, step in logged] == [2, 3, 5, 6]
 

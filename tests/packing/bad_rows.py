@@ -1,7 +1,8 @@
-"""Thirty kinds of bad rows, each with the answer that a data module must give: accept, quarantine for a reason, or stop.
+"""Thirty kinds of bad rows, each with the answer that a data module must give: accept, quarantine for a reason, or
+stop.
 
-The kinds and answers are the table of bad inputs in the project's reliability notes (part C); a file of good rows gets one of them at its first,
-middle or last line.
+The kinds and answers are the table of bad inputs in the project's reliability notes (part C); a file of good rows gets
+one of them at its first, middle or last line.
 """
 
 import json
@@ -29,7 +30,12 @@ class BadRow(NamedTuple):
 def good_row(family, number):
     if family == "ids":
         return {"input_ids": [10 + number % 50, 11, 12 + number % 7], "labels": [-100, 11, 12 + number % 7]}
-    return {"messages": [{"role": "user", "content": f"what is two plus {number}"}, {"role": "assistant", "content": f"the answer is {number}"}]}
+    return {
+        "messages": [
+            {"role": "user", "content": f"what is two plus {number}"},
+            {"role": "assistant", "content": f"the answer is {number}"},
+        ]
+    }
 
 
 def _chat(*turns):
@@ -48,7 +54,13 @@ BAD_ROWS = (
     BadRow("truncated line", "chat", GOOD[:-9], "quarantine", rows.MALFORMED),
     BadRow("garbage line", "chat", b"%%% not json at all", "quarantine", rows.MALFORMED),
     BadRow("two objects on a line", "chat", GOOD + GOOD, "quarantine", rows.MALFORMED),
-    BadRow("nested too deeply", "chat", b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "quarantine", rows.MALFORMED),
+    BadRow(
+        "nested too deeply",
+        "chat",
+        b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "quarantine",
+        rows.MALFORMED,
+    ),
     BadRow("not an object", "chat", b'["messages"]', "quarantine", rows.NOT_AN_OBJECT),
     BadRow("NUL byte", "chat", GOOD.replace(b"four", b"fo\0ur"), "quarantine", rows.NUL),
     BadRow("lone surrogate", "chat", GOOD.replace(b"four", b"fo\\ud83dur"), "quarantine", rows.SURROGATE),
@@ -80,7 +92,13 @@ BAD_ROWS = (
     ),
     BadRow("longer than the pack", "ids", _ids(LONG, LONG), "stop", "max_tokens=128"),
     BadRow("token id below 0", "ids", _ids([5, -1, 7], [-100, -100, 7]), "stop", "token id -1"),
-    BadRow("token id beyond the embedding", "ids", _ids([5, VOCAB_SIZE, 7], [-100, -100, 7]), "stop", f"token id {VOCAB_SIZE}"),
+    BadRow(
+        "token id beyond the embedding",
+        "ids",
+        _ids([5, VOCAB_SIZE, 7], [-100, -100, 7]),
+        "stop",
+        f"token id {VOCAB_SIZE}",
+    ),
     BadRow("label outside", "ids", _ids([5, 6, 7], [-100, -7, 7]), "stop", "label -7"),
 )
 POSITIONS = ("first", "middle", "last")

@@ -1,4 +1,6 @@
-"""A tokenizer that needs no hub: byte-level BPE of 300 tokens, with and without generation marks in its chat template."""
+"""A tokenizer that needs no hub: byte-level BPE of 300 tokens, with and without generation marks in its chat
+template.
+"""
 
 import pytest
 
@@ -22,14 +24,25 @@ def build_tokenizer(*, chat_template=None, eos_token="<|endoftext|>", bos_token=
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    tokenizer.train_from_iterator(["what is two plus two", "two plus two is four", "the answer is four", "user assistant system"], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["what is two plus two", "two plus two is four", "the answer is four", "user assistant system"], trainer
+    )
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     if bos_token is not None:
-        front = processors.TemplateProcessing(single=f"{bos_token} $A", special_tokens=[(bos_token, tokenizer.token_to_id(bos_token))])
+        front = processors.TemplateProcessing(
+            single=f"{bos_token} $A", special_tokens=[(bos_token, tokenizer.token_to_id(bos_token))]
+        )
         tokenizer.post_processor = processors.Sequence([tokenizer.post_processor, front])
     names = {"eos_token": eos_token, "bos_token": bos_token}
-    built = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{name: value for name, value in names.items() if value is not None})
+    built = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{name: value for name, value in names.items() if value is not None}
+    )
     built.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     built.chat_template = chat_template
     return built

@@ -1,4 +1,6 @@
-"""Tokenise rows without end in two worker processes, and write their process ids once they work: ``-m tests.packing.endless_rows``."""
+"""Tokenise rows without end in two worker processes, and write their process ids once they work: ``-m
+tests.packing.endless_rows``.
+"""
 
 import itertools
 import os

@@ -46,7 +46,10 @@ def ids_rows(number, *, base=5):
 
 
 def tokenize_ids(sources, **changes):
-    options = {"max_tokens": 64, **{name: changes.pop(name) for name in ("too_long", "extra_columns", "format") if name in changes}}
+    options = {
+        "max_tokens": 64,
+        **{name: changes.pop(name) for name in ("too_long", "extra_columns", "format") if name in changes},
+    }
     return tokenize_sources(sources, tokenizer=None, options=FormatOptions(**options), **changes)
 
 
@@ -56,7 +59,12 @@ def test_bad_row_is_answered_and_good_rows_all_arrive(tmp_path, marked_tokenizer
     path = tmp_path / "rows.jsonl"
     good, line = write_corpus(path, bad, position)
     options = FormatOptions(max_tokens=MAX_TOKENS, too_long=bad.too_long)
-    run = {"tokenizer": marked_tokenizer, "options": options, "vocab_size": VOCAB_SIZE, "rejected_path": tmp_path / "rejected.jsonl"}
+    run = {
+        "tokenizer": marked_tokenizer,
+        "options": options,
+        "vocab_size": VOCAB_SIZE,
+        "rejected_path": tmp_path / "rejected.jsonl",
+    }
     if bad.answer == "stop":
         with pytest.raises(DataError) as caught:
             tokenize_sources(path, **run)
@@ -199,7 +207,9 @@ def test_fingerprint_follows_rows_options_and_tokenizer(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", [good_row("chat", number) for number in range(20)])
 
     def fingerprint(tokenizer, **options):
-        return tokenize_sources(path, tokenizer=tokenizer, options=FormatOptions(**{"max_tokens": MAX_TOKENS, **options})).fingerprint
+        return tokenize_sources(
+            path, tokenizer=tokenizer, options=FormatOptions(**{"max_tokens": MAX_TOKENS, **options})
+        ).fingerprint
 
     tokenizer = build_tokenizer(chat_template=MARKED)
     first = fingerprint(tokenizer)
@@ -217,7 +227,11 @@ def test_dataset_in_files_pickles_as_a_path_and_one_in_memory_whole(tmp_path):
     values = ids_rows(2000)
     on_disk, in_memory = tokenize_ids(values, cache_dir=tmp_path), tokenize_ids(values)
     assert len(pickle.dumps(on_disk)) < 500
-    assert tokens_of(pickle.loads(pickle.dumps(on_disk))) == tokens_of(pickle.loads(pickle.dumps(in_memory))) == tokens_of(in_memory)
+    assert (
+        tokens_of(pickle.loads(pickle.dumps(on_disk)))
+        == tokens_of(pickle.loads(pickle.dumps(in_memory)))
+        == tokens_of(in_memory)
+    )
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "meta.json"])
@@ -299,7 +313,10 @@ def test_empty_file_stops_the_run(tmp_path, content):
 def test_embedding_smaller_than_the_ids_stops_also_from_the_cache(tmp_path, plain_tokenizer):
     path = write_lines(tmp_path / "rows.jsonl", [{"text": "two plus two"}, {"text": "is four"}])
     run = {"tokenizer": plain_tokenizer, "options": FormatOptions(max_tokens=32), "cache_dir": tmp_path / "cache"}
-    with pytest.raises(DataError, match=rf"line 1: token id \d+ is impossible: ids are 0 to 99.*The tokenizer has {len(plain_tokenizer)} tokens"):
+    with pytest.raises(
+        DataError,
+        match=rf"line 1: token id \d+ is impossible: ids are 0 to 99.*The tokenizer has {len(plain_tokenizer)} tokens",
+    ):
         tokenize_sources(path, **run, vocab_size=100)
     tokenize_sources(path, **run)
     with pytest.raises(DataError, match=r"line \d: token id \d+ is impossible"):
@@ -323,7 +340,9 @@ LONG = {"input_ids": list(range(150)), "labels": [-100] * 70 + list(range(70, 80
 def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
     values = [*ids_rows(3), LONG, {"input_ids": list(range(65))}]
     with pytest.raises(
-        DataError, match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, row 4\).*truncate.*split"
+        DataError,
+        match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, row "
+        r"4\).*truncate.*split",
     ):
         tokenize_ids(values)
 
@@ -347,7 +366,10 @@ def test_long_rows_are_split_and_pieces_without_trained_tokens_dropped():
 
 def test_duplicates_are_counted_and_kept():
     values = ids_rows(90)
-    dataset = tokenize_ids([*values, values[3], values[3], {**values[3], "labels": [-100, -100, values[3]["input_ids"][2]]}], extra_columns="ignore")
+    dataset = tokenize_ids(
+        [*values, values[3], values[3], {**values[3], "labels": [-100, -100, values[3]["input_ids"][2]]}],
+        extra_columns="ignore",
+    )
     assert dataset.report.num_duplicates == 2
     assert len(dataset) == 93
 
@@ -369,7 +391,9 @@ def test_progress_goes_to_stderr(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("option", [{"num_proc": -1}, {"max_reject_share": 1.5}, {"max_reject_share": float("nan")}, {"vocab_size": 0}])
+@pytest.mark.parametrize(
+    "option", [{"num_proc": -1}, {"max_reject_share": 1.5}, {"max_reject_share": float("nan")}, {"vocab_size": 0}]
+)
 def test_options_out_of_range_are_refused(option):
     with pytest.raises(OptionError):
         tokenize_ids(ids_rows(3), **option)
@@ -403,7 +427,10 @@ def test_packing_imports_no_heavy_library():
         "sys.modules['lightning_fastft'] = package; import lightning_fastft.packing.cache; "
         "print({'transformers', 'datasets', 'pyarrow', 'rich', 'pandas', 'lightning'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "set()"
+    )
 
 
 @pytest.mark.slow
@@ -417,7 +444,9 @@ def test_gsm8k_is_tokenised_whole_by_two_processes(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
     options = FormatOptions(max_tokens=4096, columns={"prompt": "question", "completion": "answer"}, separator="\n")
     path = SHARED / "gsm8k" / "train.jsonl"
-    dataset = tokenize_sources(path, tokenizer=tokenizer, options=options, cache_dir=tmp_path, num_proc=2, vocab_size=50257)
+    dataset = tokenize_sources(
+        path, tokenizer=tokenizer, options=options, cache_dir=tmp_path, num_proc=2, vocab_size=50257
+    )
     assert len(dataset) == 7473
     assert dataset.report.num_rejected == 0
     values = [json.loads(line) for line in path.read_text().splitlines()]
@@ -438,9 +467,21 @@ def test_absent_fields_that_a_table_filled_with_nulls_are_dropped(tmp_path):
         {
             "messages": [
                 {"role": "user", "content": "two"},
-                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+                },
             ],
-            "tools": [{"type": "function", "function": {"name": name, "parameters": {"properties": {key: {"type": "number"} for key in arguments}}}}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": name,
+                        "parameters": {"properties": {key: {"type": "number"} for key in arguments}},
+                    },
+                }
+            ],
         }
         for name, arguments in (("add", {"a": 1, "b": 2}), ("look", {"word": "four"}))
     ]
@@ -457,8 +498,13 @@ def test_absent_fields_that_a_table_filled_with_nulls_are_dropped(tmp_path):
 
 
 def test_rows_with_control_tokens_are_counted_and_the_first_is_named():
-    rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "four"}]} for text in ("two", "a<|im_end|>", "<s>")]
-    dataset = tokenize_sources(rows, tokenizer=build_tokenizer(chat_template=MARKED), options=FormatOptions(max_tokens=128))
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "four"}]}
+        for text in ("two", "a<|im_end|>", "<s>")
+    ]
+    dataset = tokenize_sources(
+        rows, tokenizer=build_tokenizer(chat_template=MARKED), options=FormatOptions(max_tokens=128)
+    )
     (note,) = [note for note in dataset.report.notes if "control tokens" in note]
     assert note.startswith("2 ")
     assert "row 2" in note
@@ -469,7 +515,9 @@ def damage_entry(path, name, change):
     (path / name).write_bytes(change(content))
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "trained.bin", "start.bin", "num_labelled.bin", "rejected.jsonl", "meta.json"])
+@pytest.mark.parametrize(
+    "name", ["ids.bin", "trained.bin", "start.bin", "num_labelled.bin", "rejected.jsonl", "meta.json"]
+)
 @pytest.mark.parametrize("kind", ["bit", "shift", "gone"])
 def test_damage_of_any_file_of_an_entry_is_seen_and_repaired(tmp_path, name, kind, caplog):
     values = [*({**row, "labels": [-100, *row["input_ids"][1:]]} for row in ids_rows(200)), {}]
@@ -481,7 +529,9 @@ def test_damage_of_any_file_of_an_entry_is_seen_and_repaired(tmp_path, name, kin
     elif kind == "shift":
         damage_entry(first.path, name, lambda content: content[7:] + content[:7])
     else:
-        damage_entry(first.path, name, lambda content: content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        damage_entry(
+            first.path, name, lambda content: content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        )
     with pytest.raises(DataError, match="Delete the folder"):
         TokenizedDataset.open(first.path)
     assert tokens_of(tokenize_ids(values, cache_dir=tmp_path)) == tokens
@@ -504,7 +554,11 @@ def test_content_digest_is_that_of_the_tokens_wherever_they_are(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ids_rows(50))
     copy = write_lines(tmp_path / "b.jsonl", ids_rows(50))
     on_disk = tokenize_ids(path, cache_dir=tmp_path / "cache")
-    others = [tokenize_ids(copy, cache_dir=tmp_path / "cache"), tokenize_ids(ids_rows(50)), pickle.loads(pickle.dumps(on_disk))]
+    others = [
+        tokenize_ids(copy, cache_dir=tmp_path / "cache"),
+        tokenize_ids(ids_rows(50)),
+        pickle.loads(pickle.dumps(on_disk)),
+    ]
     assert {other.content_digest for other in others} == {on_disk.content_digest}
     assert pickle.loads(pickle.dumps(others[1])).content_digest == on_disk.content_digest
     values = ids_rows(50)
@@ -571,11 +625,19 @@ def test_control_characters_of_names_columns_and_rows_are_shown_as_escapes(tmp_p
     path = write_lines(tmp_path / f"{ESCAPE}.jsonl", [*({"text": ESCAPE} for _ in range(150)), {ESCAPE: 1}])
     options = FormatOptions(max_tokens=64)
     dataset = tokenize_sources(
-        path, tokenizer=plain_tokenizer, options=options, cache_dir=tmp_path / "cache", rejected_path=tmp_path / "rejected.jsonl"
+        path,
+        tokenizer=plain_tokenizer,
+        options=options,
+        cache_dir=tmp_path / "cache",
+        rejected_path=tmp_path / "rejected.jsonl",
     )
     write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
     several = tokenize_sources(tmp_path, tokenizer=plain_tokenizer, options=options)
-    shown = [several.report.render(), (tmp_path / "rejected.jsonl").read_text(), render_example(dataset[0], plain_tokenizer)]
+    shown = [
+        several.report.render(),
+        (tmp_path / "rejected.jsonl").read_text(),
+        render_example(dataset[0], plain_tokenizer),
+    ]
     for run in ({"max_reject_share": 0.0}, {"vocab_size": 3}):
         with pytest.raises(DataError) as caught:
             tokenize_sources(path, tokenizer=plain_tokenizer, options=options, **run)

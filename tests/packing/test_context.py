@@ -27,7 +27,12 @@ def plain_mask(lengths, window=None):
 
 @pytest.mark.parametrize(
     ("lengths", "message"),
-    [([3, 0, 2], "at least one token"), ([], "at least one document"), ([2, 2], "last offset"), ([-1, 6], "at least one token")],
+    [
+        ([3, 0, 2], "at least one token"),
+        ([], "at least one document"),
+        ([2, 2], "last offset"),
+        ([-1, 6], "at least one token"),
+    ],
 )
 def test_context_refuses_impossible_lengths(lengths, message):
     with pytest.raises(ShapeError, match=message):

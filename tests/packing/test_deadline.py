@@ -11,7 +11,10 @@ from lightning_fastft.packing.deadline import template_deadline
 from lightning_fastft.packing.formats import FormatOptions
 from tests.packing.conftest import UNMARKED, build_tokenizer
 
-LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = (
+    "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}{% endfor %}{% endfor %}{% "
+    "endfor %}"
+)
 ROWS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 
 
@@ -19,7 +22,11 @@ ROWS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
 def test_a_template_without_end_stops_the_run_with_its_reason(template, monkeypatch):
     monkeypatch.setattr(deadline, "TEMPLATE_SECONDS", 0.2)
     with pytest.raises(DataError, match="chat template"):
-        tokenize_sources(ROWS, tokenizer=build_tokenizer(chat_template=UNMARKED), options=FormatOptions(max_tokens=64, chat_template=template))
+        tokenize_sources(
+            ROWS,
+            tokenizer=build_tokenizer(chat_template=UNMARKED),
+            options=FormatOptions(max_tokens=64, chat_template=template),
+        )
 
 
 def test_handler_and_timer_of_the_user_are_put_back():

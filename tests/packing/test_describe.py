@@ -5,7 +5,12 @@ import pytest
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError
 from lightning_fastft.packing.context import Document
-from lightning_fastft.packing.describe import describe_data, render_example, render_length_histogram, save_length_histogram
+from lightning_fastft.packing.describe import (
+    describe_data,
+    render_example,
+    render_length_histogram,
+    save_length_histogram,
+)
 from lightning_fastft.training.datamodule import PackedDataModule
 
 
@@ -17,7 +22,9 @@ class LetterTokenizer:
 
 
 def make_data(**options) -> PackedDataModule:
-    rows = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}] + [{"input_ids": list(range(length))} for length in (3, 9, 9)]
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}] + [
+        {"input_ids": list(range(length))} for length in (3, 9, 9)
+    ]
     options = {"num_workers": 0, "max_tokens": 16, "cache_dir": None, "num_proc": 1, "show_progress": False, **options}
     data = PackedDataModule(options.pop("rows", rows), **options)
     data.setup("fit")
@@ -26,14 +33,18 @@ def make_data(**options) -> PackedDataModule:
 
 def test_description_counts_rows_lengths_packs_and_marks_an_example():
     data = make_data(
-        max_reject_share=0.5, rows=[{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}, {"input_ids": [1]}, {"input_ids": [5] * 9}]
+        max_reject_share=0.5,
+        rows=[{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}, {"input_ids": [1]}, {"input_ids": [5] * 9}],
     )
     text = describe_data(data, world_size=2)
     assert "3 rows, 2 examples, 13 tokens" in text
     assert "input_ids 3" in text
     assert "rejected: 1 (33.33 %): fewer than 2 tokens 1" in text
     assert "1 pack of 16 tokens (1 would hold the tokens), fill 81.25 %\n" in text
-    assert "an epoch trains 2 packs (1 packed, 1 more by splitting) in 1 optimizer step of 2 packs (2 ranks x accumulate_grad_batches=1)" in text
+    assert (
+        "an epoch trains 2 packs (1 packed, 1 more by splitting) in 1 optimizer step of 2 packs (2 ranks x "
+        "accumulate_grad_batches=1)" in text
+    )
     assert "first example: 4 tokens, 2 trained" in text
     assert "1 2 ⟦3 4⟧" in text
 
@@ -45,9 +56,14 @@ def test_description_has_each_split():
 
 
 def test_description_tells_optimizer_steps_of_training_and_equal_ranks_of_evaluation():
-    text = describe_data(make_data(val_paths=[{"input_ids": [7] * 5}, {"input_ids": [8] * 5}]), world_size=2, accumulate=2)
+    text = describe_data(
+        make_data(val_paths=[{"input_ids": [7] * 5}, {"input_ids": [8] * 5}]), world_size=2, accumulate=2
+    )
     train, _, val = text.partition("val:")
-    assert "an epoch trains 4 packs (2 packed, 2 more by splitting) in 1 optimizer step of 4 packs (2 ranks x accumulate_grad_batches=2)" in train
+    assert (
+        "an epoch trains 4 packs (2 packed, 2 more by splitting) in 1 optimizer step of 4 packs (2 ranks x "
+        "accumulate_grad_batches=2)" in train
+    )
     assert "2 packs (1 more by splitting), so that 2 ranks get equal numbers" in val
     assert "optimizer step" not in val
     assert "by splitting" not in describe_data(make_data())

@@ -5,7 +5,14 @@ import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing import rows
-from lightning_fastft.packing.formats import Encoded, FormatOptions, Formatter, TokenIdError, detect_format, find_wrong_mapping
+from lightning_fastft.packing.formats import (
+    Encoded,
+    FormatOptions,
+    Formatter,
+    TokenIdError,
+    detect_format,
+    find_wrong_mapping,
+)
 from lightning_fastft.packing.rows import RowRejectedError
 from tests.packing.conftest import build_tokenizer
 
@@ -30,7 +37,11 @@ def shown(tokenizer, example):
     ("row", "format", "text"),
     [
         ({"text": "two plus two"}, "text", "[two plus two<|endoftext|>]"),
-        ({"prompt": "two plus two", "completion": " is four"}, "prompt_completion", "two plus two[ is four<|endoftext|>]"),
+        (
+            {"prompt": "two plus two", "completion": " is four"},
+            "prompt_completion",
+            "two plus two[ is four<|endoftext|>]",
+        ),
         ({"prompt": "two:", "completion": "four<|endoftext|>"}, "prompt_completion", "two:[four<|endoftext|>]"),
         (
             {"instruction": "add", "output": "four"},
@@ -52,12 +63,17 @@ def test_plain_formats_train_the_answer_and_the_end(plain_tokenizer, row, format
 
 def test_separator_stands_between_prompt_and_completion_and_is_context(plain_tokenizer):
     row = {"prompt": "two", "completion": "four"}
-    assert shown(plain_tokenizer, encode(plain_tokenizer, row, format="prompt_completion", separator="\n")) == "two\n[four<|endoftext|>]"
+    assert (
+        shown(plain_tokenizer, encode(plain_tokenizer, row, format="prompt_completion", separator="\n"))
+        == "two\n[four<|endoftext|>]"
+    )
 
 
 def test_eos_can_be_left_out_and_missing_eos_is_no_error(plain_tokenizer):
     row = {"prompt": "two", "completion": " four"}
-    assert shown(plain_tokenizer, encode(plain_tokenizer, row, format="prompt_completion", add_eos=False)) == "two[ four]"
+    assert (
+        shown(plain_tokenizer, encode(plain_tokenizer, row, format="prompt_completion", add_eos=False)) == "two[ four]"
+    )
     without = build_tokenizer(eos_token=None)
     assert shown(without, encode(without, row, format="prompt_completion")) == "two[ four]"
 
@@ -70,7 +86,9 @@ def test_first_token_of_the_tokenizer_is_put_in_front_once(plain_tokenizer):
     assert shown(tokenizer, encode(tokenizer, row, format="prompt_completion")) == "<s>two[ four<|endoftext|>]"
 
 
-@pytest.mark.parametrize(("prompt", "completion"), [("two plus t", "wo"), ("two plus ", "two"), ("two plus  ", "  two")])
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("two plus t", "wo"), ("two plus ", "two"), ("two plus  ", "  two")]
+)
 def test_token_across_the_border_is_tokenised_as_a_prompt_would_be(plain_tokenizer, prompt, completion):
     formatter = Formatter(plain_tokenizer, options=FormatOptions(max_tokens=64))
     example = formatter.encode([{"prompt": prompt, "completion": completion}], format="prompt_completion")[0]
@@ -91,7 +109,8 @@ def test_parts_that_do_not_add_up_leave_the_crossing_token_untrained():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # Puts a mark in front of every text, as many SentencePiece tokenizers do, so that parts have one more than the whole.
+    # Puts a mark in front of every text, as many SentencePiece tokenizers do, so that parts have one more than the
+    # whole.
     vocab = {"▁": 0, "t": 1, "w": 2, "o": 3, "▁t": 4, "▁tw": 5, "▁two": 6, "<unk>": 7}
     built = Tokenizer(models.BPE(vocab, [("▁", "t"), ("▁t", "w"), ("▁tw", "o")], unk_token="<unk>"))
     built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -127,7 +146,10 @@ def test_slow_tokenizer_finds_the_border_by_tokenising_the_prompt(plain_tokenize
 
 def test_characters_of_several_bytes_stay_whole(plain_tokenizer):
     row = {"prompt": "€", "completion": "€\U0001f600é"}
-    assert shown(plain_tokenizer, encode(plain_tokenizer, row, format="prompt_completion")) == "€[€\U0001f600é<|endoftext|>]"
+    assert (
+        shown(plain_tokenizer, encode(plain_tokenizer, row, format="prompt_completion"))
+        == "€[€\U0001f600é<|endoftext|>]"
+    )
 
 
 def test_ids_are_taken_as_they_are():
@@ -158,7 +180,12 @@ def test_wrong_ids_are_rejected(row, reason):
 
 @pytest.mark.parametrize(
     "row",
-    [{"input_ids": [3, -1]}, {"input_ids": [3, 10]}, {"input_ids": [3, 4], "labels": [-1, 4]}, {"input_ids": [3, 4], "labels": [10, 4]}],
+    [
+        {"input_ids": [3, -1]},
+        {"input_ids": [3, 10]},
+        {"input_ids": [3, 4], "labels": [-1, 4]},
+        {"input_ids": [3, 4], "labels": [10, 4]},
+    ],
 )
 def test_impossible_ids_are_told_apart_from_bad_rows(row):
     assert isinstance(encode(None, row, format="input_ids", vocab_size=10), TokenIdError)
@@ -219,9 +246,16 @@ def test_format_that_cannot_be_served_is_named(plain_tokenizer):
 
 
 def test_conversational_prompt_and_completion_train_the_completion(marked_tokenizer, unmarked_tokenizer):
-    prompt = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "plus"}]
+    prompt = [
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "plus"},
+    ]
     row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "four"}]}
-    texts = {shown(tokenizer, encode(tokenizer, row, format="prompt_completion")) for tokenizer in (marked_tokenizer, unmarked_tokenizer)}
+    texts = {
+        shown(tokenizer, encode(tokenizer, row, format="prompt_completion"))
+        for tokenizer in (marked_tokenizer, unmarked_tokenizer)
+    }
     assert texts == {
         "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nplus<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n"
     }
@@ -235,16 +269,33 @@ def test_conversational_prompt_and_completion_train_the_completion(marked_tokeni
             "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
         ),
         (
-            {"conversations": [{"from": "user", "value": "two", "weight": None}, {"from": "chatgpt", "value": "four"}], "system": "be brief"},
-            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
+            {
+                "conversations": [
+                    {"from": "user", "value": "two", "weight": None},
+                    {"from": "chatgpt", "value": "four"},
+                ],
+                "system": "be brief",
+            },
+            "<|im_start|>system\nbe "
+            "brief<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
         ),
         (
-            {"conversations": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}], "system": ""},
+            {
+                "conversations": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}],
+                "system": "",
+            },
             "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
         ),
         (
-            {"conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "two"}, {"from": "gpt", "value": "four"}]},
-            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
+            {
+                "conversations": [
+                    {"from": "system", "value": "be brief"},
+                    {"from": "human", "value": "two"},
+                    {"from": "gpt", "value": "four"},
+                ]
+            },
+            "<|im_start|>system\nbe "
+            "brief<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n",
         ),
     ],
 )
@@ -292,14 +343,24 @@ def test_conversations_that_cannot_be_read_are_rejected_with_the_place(marked_to
             {},
             "columns maps completion to 'answr', which the rows do not have; did",
         ),
-        (["question", "answer"], {"prompt": "zzz", "completion": "answer"}, {}, "columns maps prompt to 'zzz', which the rows do not have. Their"),
+        (
+            ["question", "answer"],
+            {"prompt": "zzz", "completion": "answer"},
+            {},
+            "columns maps prompt to 'zzz', which the rows do not have. Their",
+        ),
         # Alone in its format, and no other is there.
         (["body"], {"text": "bodi"}, {}, "did you mean 'body'?"),
         # The rows are of a known format, but that is not what was asked for.
         (["question", "answer", "text"], {"prompt": "question", "completion": "answr"}, {}, "did you mean 'answer'?"),
         (["ids", "labls"], {"input_ids": "ids", "labels": "lables"}, {}, "columns maps labels to 'lables'"),
         (["ids"], {"input_ids": "ids", "labels": "lables"}, {"extra_columns": "ignore"}, ""),
-        (["question"], {"prompt": "question", "completion": "answr"}, {"format": "prompt_completion"}, "columns maps completion to 'answr'"),
+        (
+            ["question"],
+            {"prompt": "question", "completion": "answr"},
+            {"format": "prompt_completion"},
+            "columns maps completion to 'answr'",
+        ),
         # One mapping for sources of two formats.
         (["messages"], {"prompt": "question", "completion": "answer"}, {}, ""),
         (["body"], {"prompt": "question", "completion": "answer", "text": "body"}, {}, ""),

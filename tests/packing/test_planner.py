@@ -24,7 +24,15 @@ def lengths_of(kind: str, num_documents: int, seed: int = 0) -> np.ndarray:
 def plan_of(length_N, *, max_tokens=4096, labelled_N=None, seed=0, world_size=1, accumulate=1, **options) -> StepPlan:
     packs = pack_best_fit_decreasing(length_N, max_tokens=max_tokens)
     labelled_N = length_N - 1 if labelled_N is None else labelled_N
-    return StepPlan(packs, length_N=length_N, num_labelled_N=labelled_N, seed=seed, world_size=world_size, accumulate=accumulate, **options)
+    return StepPlan(
+        packs,
+        length_N=length_N,
+        num_labelled_N=labelled_N,
+        seed=seed,
+        world_size=world_size,
+        accumulate=accumulate,
+        **options,
+    )
 
 
 def documents_of(plan: StepPlan, epoch: int = 0) -> list[int]:
@@ -72,10 +80,16 @@ def gsm8k_lengths():
     if not GSM8K.exists():
         pytest.skip("needs ../shared/data")
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.ByteLevelBPETokenizer(str(GSM8K / "gpt2_bpe" / "vocab.json"), str(GSM8K / "gpt2_bpe" / "merges.txt"))
+    tokenizer = tokenizers.ByteLevelBPETokenizer(
+        str(GSM8K / "gpt2_bpe" / "vocab.json"), str(GSM8K / "gpt2_bpe" / "merges.txt")
+    )
     rows = {split: (GSM8K / "gsm8k" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test")}
-    texts = {split: [row["question"] + row["answer"] for row in map(json.loads, lines)] for split, lines in rows.items()}
-    return {split: np.array([len(entry.ids) for entry in tokenizer.encode_batch(text)]) for split, text in texts.items()}
+    texts = {
+        split: [row["question"] + row["answer"] for row in map(json.loads, lines)] for split, lines in rows.items()
+    }
+    return {
+        split: np.array([len(entry.ids) for entry in tokenizer.encode_batch(text)]) for split, text in texts.items()
+    }
 
 
 @pytest.mark.slow
@@ -138,7 +152,11 @@ def test_plan_trains_every_document_once_per_epoch_in_500_random_plans():
         length_N = generator.integers(1, 60, num_documents)
         world_size, accumulate = int(generator.integers(1, 6)), int(generator.integers(1, 5))
         plan = plan_of(
-            length_N, max_tokens=int(generator.integers(60, 400)), seed=int(generator.integers(0, 99)), world_size=world_size, accumulate=accumulate
+            length_N,
+            max_tokens=int(generator.integers(60, 400)),
+            seed=int(generator.integers(0, 99)),
+            world_size=world_size,
+            accumulate=accumulate,
         )
         assert plan.num_micro_batches % accumulate == 0
         for epoch in (0, 1):
@@ -156,13 +174,16 @@ def test_plan_is_the_same_in_every_process_and_differs_by_epoch_and_seed(world_s
 
 
 def test_shuffle_stays_the_same_across_versions():
-    # Stored when the rule was made: a change here breaks the resume of every run under way, so raise PLAN_VERSION with it.
+    # Stored when the rule was made: a change here breaks the resume of every run under way, so raise PLAN_VERSION with
+    # it.
     assert mix_bits(np.arange(3, dtype=np.uint64), seed=1, stream=2).tolist() == STORED_BITS
     assert plan_of(np.full(40, 50), max_tokens=100, seed=7).epoch(1).pack_MR[:, 0].tolist() == STORED_ORDER
 
 
 # Measured 1.032, 1.019, 1.058, 1.040; without levelling inside the window 1.028 and 1.061 for accumulate 3.
-@pytest.mark.parametrize(("world_size", "accumulate", "most"), [(2, 1, 1.04), (2, 3, 1.023), (8, 1, 1.07), (8, 3, 1.05)])
+@pytest.mark.parametrize(
+    ("world_size", "accumulate", "most"), [(2, 1, 1.04), (2, 3, 1.023), (8, 1, 1.07), (8, 3, 1.05)]
+)
 def test_ranks_carry_like_attention_cost(world_size, accumulate, most):
     length_N = lengths_of("log-normal", 20_000)
     plan = plan_of(length_N, world_size=world_size, accumulate=accumulate)
@@ -170,7 +191,9 @@ def test_ranks_carry_like_attention_cost(world_size, accumulate, most):
     window_WAR = plan.cost_P[pack_MR].reshape(-1, accumulate, world_size)
     load_WR = window_WAR.sum(axis=1)
     waiting = load_WR.max(axis=1).sum() / load_WR.mean(axis=1).sum()
-    random_PR = plan.cost_P[np.random.default_rng(0).permutation(len(plan.packs)).reshape(-1, accumulate, world_size)].sum(axis=1)
+    random_PR = plan.cost_P[
+        np.random.default_rng(0).permutation(len(plan.packs)).reshape(-1, accumulate, world_size)
+    ].sum(axis=1)
     waiting_random = random_PR.max(axis=1).sum() / random_PR.mean(axis=1).sum()
     assert waiting < most
     assert waiting - 1 < (waiting_random - 1) / 3
@@ -196,9 +219,12 @@ def test_num_items_gives_the_token_mean_of_each_window(limit):
     assert len(epoch_plan) == {None: plan.num_micro_batches, 5: 5, 7: 7, 0.5: len(plan.packs) // 2 // 2}[limit]
     for begin in range(0, len(epoch_plan), 3):
         window = range(begin, min(begin + 3, len(epoch_plan)))
-        tokens = sum(int(labelled_N[epoch_plan.documents(rank=rank, micro_batch=m)].sum()) for m in window for rank in (0, 1))
+        tokens = sum(
+            int(labelled_N[epoch_plan.documents(rank=rank, micro_batch=m)].sum()) for m in window for rank in (0, 1)
+        )
         for micro_batch in window:
-            # Lightning divides by accumulate_grad_batches, also in a window that limit_train_batches cuts short, and ranks are averaged.
+            # Lightning divides by accumulate_grad_batches, also in a window that limit_train_batches cuts short, and
+            # ranks are averaged.
             assert epoch_plan.num_items_M[micro_batch] * 3 * 2 == pytest.approx(tokens, rel=1e-12)
 
 

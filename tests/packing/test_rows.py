@@ -63,9 +63,16 @@ def test_take_columns_maps_and_refuses():
     take = {"required": ("prompt", "completion"), "optional": ("input",), "mapping": {"prompt": "question"}}
     row = {"question": "q", "completion": "c", "input": None}
     assert rows.take_columns(row, **take, expected=None) == {"prompt": "q", "completion": "c"}
-    assert reason_of(rows.take_columns, {"question": None, "completion": "c"}, **take, expected=None) == rows.MISSING_COLUMN
-    assert reason_of(rows.take_columns, {"prompt": "q", "completion": "c"}, **take, expected=None) == rows.MISSING_COLUMN
-    assert reason_of(rows.take_columns, row, **take, expected=frozenset({"question", "completion"})) == rows.EXTRA_COLUMN
+    assert (
+        reason_of(rows.take_columns, {"question": None, "completion": "c"}, **take, expected=None)
+        == rows.MISSING_COLUMN
+    )
+    assert (
+        reason_of(rows.take_columns, {"prompt": "q", "completion": "c"}, **take, expected=None) == rows.MISSING_COLUMN
+    )
+    assert (
+        reason_of(rows.take_columns, row, **take, expected=frozenset({"question", "completion"})) == rows.EXTRA_COLUMN
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,11 +109,19 @@ def test_check_messages_takes_tool_calls_parts_and_nulls():
 
 @pytest.mark.parametrize(
     ("counts", "reason"),
-    [((0, 0, False), rows.ZERO_TOKENS), ((1, 0, False), rows.ONE_TOKEN), ((9, 0, False), rows.ALL_MASKED), ((9, 0, True), rows.ALL_MASKED_TRUNCATED)],
+    [
+        ((0, 0, False), rows.ZERO_TOKENS),
+        ((1, 0, False), rows.ONE_TOKEN),
+        ((9, 0, False), rows.ALL_MASKED),
+        ((9, 0, True), rows.ALL_MASKED_TRUNCATED),
+    ],
 )
 def test_check_token_counts_refuses_what_cannot_train(counts, reason):
     num_tokens, num_labelled, is_truncated = counts
-    assert reason_of(rows.check_token_counts, num_tokens=num_tokens, num_labelled=num_labelled, is_truncated=is_truncated) == reason
+    assert (
+        reason_of(rows.check_token_counts, num_tokens=num_tokens, num_labelled=num_labelled, is_truncated=is_truncated)
+        == reason
+    )
     rows.check_token_counts(num_tokens=2, num_labelled=1)
 
 
@@ -115,5 +130,7 @@ def test_reject_shows_the_first_80_bytes_of_anything():
     record = rows.make_reject(error, file="a.jsonl", line=3, raw=b"\xff" + b"x" * 200)
     assert record.first_bytes == "\\xff" + "x" * 79
     assert json.loads(record.to_json())["line"] == 3
-    assert rows.make_reject(error, file="list", line=1, raw={"text": "y" * 10**6}).first_bytes == '{"text": "' + "y" * 70
+    assert (
+        rows.make_reject(error, file="list", line=1, raw={"text": "y" * 10**6}).first_bytes == '{"text": "' + "y" * 70
+    )
     assert rows.make_reject(error, file="list", line=1, raw=7).first_bytes == "7"

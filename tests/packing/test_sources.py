@@ -12,7 +12,11 @@ from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.rows import RowRejectedError, UnreadableRow, parse_row
 from lightning_fastft.packing.sources import open_sources
 
-VALUES = [{"prompt": "two", "completion": "four"}, {"prompt": "t\nw,o", "completion": 'fi"ve'}, {"prompt": "€", "completion": "six"}]
+VALUES = [
+    {"prompt": "two", "completion": "four"},
+    {"prompt": "t\nw,o", "completion": 'fi"ve'},
+    {"prompt": "€", "completion": "six"},
+]
 
 
 def read(source, wanted=None):
@@ -70,7 +74,11 @@ def test_kinds_that_know_their_columns_read_only_those_wanted(tmp_path):
     for source in (write_parquet(tmp_path / "e.parquet"), datasets.Dataset.from_list(VALUES).with_format("numpy")):
         (opened,) = open_sources(source)
         assert opened.columns == ("prompt", "completion")
-        assert read(opened, frozenset({"prompt", "text"})) == [(1, {"prompt": "two"}), (2, {"prompt": "t\nw,o"}), (3, {"prompt": "€"})]
+        assert read(opened, frozenset({"prompt", "text"})) == [
+            (1, {"prompt": "two"}),
+            (2, {"prompt": "t\nw,o"}),
+            (3, {"prompt": "€"}),
+        ]
 
 
 def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
@@ -99,7 +107,9 @@ def test_bad_elements_of_a_json_list_leave_their_neighbours(tmp_path):
     assert reasons == ["", rows.DUPLICATE_KEY, rows.NOT_FINITE, rows.NOT_AN_OBJECT, rows.NOT_UTF8, rows.SURROGATE, ""]
 
 
-@pytest.mark.parametrize("content", ['[{"a": 1}\n{"a": 2}]', '[{"a": 1},\n{"a": ]', '[{"a": 1},\n', '[{"a": 1}]\n{}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ['[{"a": 1}\n{"a": 2}]', '[{"a": 1},\n{"a": ]', '[{"a": 1},\n', '[{"a": 1}]\n{}', "[" * 100_000]
+)
 def test_broken_json_list_names_file_and_line(tmp_path, content):
     (source,) = open_sources(write(tmp_path / "a.json", content))
     with pytest.raises(DataError, match=r"a\.json, line [12]:"):
@@ -109,7 +119,13 @@ def test_broken_json_list_names_file_and_line(tmp_path, content):
 def test_bad_records_of_a_csv_leave_their_neighbours(tmp_path):
     (source,) = open_sources(write(tmp_path / "a.csv", b'a,b\n1,2\n1,2,3\n"1"x,2\n\xff,2\n3,4\n'))
     raws = [row.raw for row in source.read(None)]
-    assert [raw.reason if isinstance(raw, UnreadableRow) else raw["a"] for raw in raws] == ["1", rows.FIELD_COUNT, rows.MALFORMED, rows.NOT_UTF8, "3"]
+    assert [raw.reason if isinstance(raw, UnreadableRow) else raw["a"] for raw in raws] == [
+        "1",
+        rows.FIELD_COUNT,
+        rows.MALFORMED,
+        rows.NOT_UTF8,
+        "3",
+    ]
     (source,) = open_sources(write(tmp_path / "b.csv", "a\n1\n2\n" + "x" * 200_000 + '\n"3\n4\n5\n'))
     with pytest.raises(DataError, match=r"b\.csv, line 5: a quote"):
         read(source)
@@ -122,7 +138,11 @@ def test_folder_is_read_in_order_without_hidden_files(tmp_path):
     (tmp_path / ".cache").mkdir()
     for name in ("b.jsonl", "a.csv", "sub/c.JSONL", ".hidden.jsonl", ".cache/d.jsonl", "_success.json", "notes.txt"):
         (write_csv if name.endswith("csv") else write_jsonl)(tmp_path / name)
-    assert [os.path.relpath(source.name, tmp_path) for source in open_sources(tmp_path)] == ["a.csv", "b.jsonl", "sub/c.JSONL"]
+    assert [os.path.relpath(source.name, tmp_path) for source in open_sources(tmp_path)] == [
+        "a.csv",
+        "b.jsonl",
+        "sub/c.JSONL",
+    ]
 
 
 def test_missing_empty_and_unknown_sources_are_named(tmp_path, monkeypatch):
@@ -150,7 +170,9 @@ def test_truncated_parquet_is_named(tmp_path):
     import pyarrow.parquet
 
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {number} " * 20 for number in range(5000)]}), path, compression="none")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": [f"row {number} " * 20 for number in range(5000)]}), path, compression="none"
+    )
     content = bytearray(path.read_bytes())
     content[2000:60000] = b"\xff" * 58000
     path.write_bytes(content)
@@ -173,8 +195,11 @@ def test_hub_data_set_is_asked_for_by_name_config_and_split(monkeypatch):
         assert source.name == given
         assert [row for _, row in read(source)] == VALUES
     assert asked == [
-        ("owner/name", None, "train"), ("owner/name", "main", "train"), ("owner/name", "main", "test"), ("owner/name", None, "test")
-    ]  # fmt: skip
+        ("owner/name", None, "train"),
+        ("owner/name", "main", "train"),
+        ("owner/name", "main", "test"),
+        ("owner/name", None, "test"),
+    ]
 
 
 def test_hub_data_set_that_cannot_be_had_names_both_readings(monkeypatch):
@@ -184,7 +209,10 @@ def test_hub_data_set_that_cannot_be_had_names_both_readings(monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(DataError, match="owner/name is neither a file or folder here nor a data set of the hub that can be had: offline"):
+    with pytest.raises(
+        DataError,
+        match="owner/name is neither a file or folder here nor a data set of the hub that can be had: offline",
+    ):
         open_sources("owner/name")
 
 
@@ -204,7 +232,11 @@ def test_every_row_of_an_array_on_one_line_is_trained(tmp_path, plain_tokenizer)
     rows_on_one_line = [{"text": f"row {number}"} for number in range(50)] + [{"text": ""}, {"text": "last"}]
     path = write(tmp_path / "a.json", json.dumps(rows_on_one_line))
     dataset = tokenize_sources(
-        path, tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64), max_reject_share=0.1, rejected_path=tmp_path / "r"
+        path,
+        tokenizer=plain_tokenizer,
+        options=FormatOptions(max_tokens=64),
+        max_reject_share=0.1,
+        rejected_path=tmp_path / "r",
     )
     assert (dataset.report.num_rows, dataset.report.num_documents, dataset.report.num_blank_lines) == (52, 51, 0)
     assert plain_tokenizer.decode(dataset[50].input_ids[:-1]) == "last"
@@ -220,7 +252,11 @@ def test_compressed_text_is_read_and_damage_in_it_is_named(tmp_path, suffix):
     compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
     packed = [
         write(tmp_path / f"{plain.name}{suffix}", compress(plain.read_bytes()))
-        for plain in (write_jsonl(tmp_path / "a.jsonl"), write(tmp_path / "b.json", json.dumps(VALUES)), write_csv(tmp_path / "c.csv"))
+        for plain in (
+            write_jsonl(tmp_path / "a.jsonl"),
+            write(tmp_path / "b.json", json.dumps(VALUES)),
+            write_csv(tmp_path / "c.csv"),
+        )
     ]
     for path in packed:
         (source,) = open_sources(path)
@@ -318,7 +354,9 @@ def test_folder_may_hold_several_formats(tmp_path, plain_tokenizer):
 
 def test_unknown_columns_are_named_with_the_way_out(tmp_path, plain_tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "two", "answer": "four"}] * 5)
-    with pytest.raises(DataError, match=r"a\.jsonl has the columns answer, question, which make no known format .*columns="):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl has the columns answer, question, which make no known format .*columns="
+    ):
         tokenize_sources(path, tokenizer=plain_tokenizer, options=FormatOptions(max_tokens=64))
     mapped = FormatOptions(max_tokens=64, columns={"prompt": "question", "completion": "answer"})
     assert len(tokenize_sources(path, tokenizer=plain_tokenizer, options=mapped)) == 5

@@ -12,7 +12,14 @@ import torch
 
 from lightning_fastft.packing.context import Document
 from lightning_fastft.packing.planner import StepPlan, pack_best_fit_decreasing
-from lightning_fastft.packing.stream import NUM_AHEAD, THREAD_NAME, DocumentSubset, PackedLoader, PlannedStream, prefetch
+from lightning_fastft.packing.stream import (
+    NUM_AHEAD,
+    THREAD_NAME,
+    DocumentSubset,
+    PackedLoader,
+    PlannedStream,
+    prefetch,
+)
 
 
 class Documents:
@@ -72,9 +79,11 @@ def test_500_random_stops_lose_and_repeat_no_document():
     for _ in range(500):
         length_N = generator.integers(1, 30, int(generator.integers(1, 80)))
         options = {
-            "max_tokens": int(generator.integers(30, 120)), "world_size": int(generator.integers(1, 5)), "accumulate": int(generator.integers(1, 4)),
+            "max_tokens": int(generator.integers(30, 120)),
+            "world_size": int(generator.integers(1, 5)),
+            "accumulate": int(generator.integers(1, 4)),
             "seed": int(generator.integers(0, 9)),
-        }  # fmt: skip
+        }
         seen = []
         for rank in range(options["world_size"]):
             plan = stream_of(length_N, rank=rank, **options).plan
@@ -166,7 +175,10 @@ def test_thread_ends_with_the_iterator(how):
 
 
 def test_interpreter_ends_with_an_iterator_open():
-    program = "from lightning_fastft.packing.stream import prefetch; import itertools; items = prefetch(itertools.count()); print(next(items))"
+    program = (
+        "from lightning_fastft.packing.stream import prefetch; import itertools; items = "
+        "prefetch(itertools.count()); print(next(items))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
@@ -174,9 +186,12 @@ def test_interpreter_ends_with_an_iterator_open():
 def test_calls_around_a_batch_are_made_by_the_thread_that_takes_it():
     called = []
     loader = PackedLoader(
-        lambda: stream_of([30] * 3), num_batches=3, num_workers=1, before_batch=lambda: called.append(("before", threading.get_ident())),
+        lambda: stream_of([30] * 3),
+        num_batches=3,
+        num_workers=1,
+        before_batch=lambda: called.append(("before", threading.get_ident())),
         after_batch=lambda: called.append(("after", threading.get_ident())),
-    )  # fmt: skip
+    )
     for _ in loader:
         assert called[-1] == ("before", threading.get_ident())
     assert called == [("before", threading.get_ident()), ("after", threading.get_ident())] * 3
@@ -214,7 +229,10 @@ def test_subset_numbers_its_documents_from_0():
 
 
 def test_pad_to_max_gives_static_shapes():
-    shapes = {batch["input_ids"].shape for batch in stream_of([5, 6, 7, 30], max_tokens=32, world_size=3, pad_to=32, pad_token_id=9)}
+    shapes = {
+        batch["input_ids"].shape
+        for batch in stream_of([5, 6, 7, 30], max_tokens=32, world_size=3, pad_to=32, pad_token_id=9)
+    }
     assert shapes == {(1, 32)}
 
 
@@ -223,7 +241,11 @@ def test_empty_pack_is_padding_with_a_loss_of_zero():
     empty = min(batches, key=lambda batch: batch.context.num_labelled)
     assert numbers_in(empty) == []
     assert empty.context.num_labelled == 0
-    assert empty["num_items_in_batch"] == max(batches, key=lambda batch: batch.context.num_labelled)["num_items_in_batch"] == 2.0
+    assert (
+        empty["num_items_in_batch"]
+        == max(batches, key=lambda batch: batch.context.num_labelled)["num_items_in_batch"]
+        == 2.0
+    )
 
 
 def test_repeat_first_epoch_gives_the_same_order_under_new_indices():
@@ -232,7 +254,9 @@ def test_repeat_first_epoch_gives_the_same_order_under_new_indices():
     second = list(stream_of(length_N, repeat_first_epoch=True, start=len(first)))
     assert [numbers_in(batch) for batch in first] == [numbers_in(batch) for batch in second]
     assert second[0].index == len(first)
-    assert [numbers_in(batch) for batch in stream_of(length_N, start=len(first))] != [numbers_in(batch) for batch in first]
+    assert [numbers_in(batch) for batch in stream_of(length_N, start=len(first))] != [
+        numbers_in(batch) for batch in first
+    ]
 
 
 @pytest.mark.gpu

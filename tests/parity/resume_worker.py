@@ -1,6 +1,8 @@
-"""Train a tiny model once with a save at every optimizer step, resume from some of them, and compare with how the first run went on.
+"""Train a tiny model once with a save at every optimizer step, resume from some of them, and compare with how the first
+run went on.
 
-In this process, or on two ranks: ``torchrun --nproc_per_node 2 -m tests.parity.resume_worker <ddp|fsdp> <kind> <folder>``.
+In this process, or on two ranks: ``torchrun --nproc_per_node 2 -m tests.parity.resume_worker <ddp|fsdp> <kind>
+<folder>``.
 """
 
 import random
@@ -29,7 +31,9 @@ STRATEGIES = {"one": FastFTStrategy, "ddp": FastFTDDPStrategy, "fsdp": FastFTFSD
 
 
 class Draws(Callback):
-    """Dropout on the embedding, and a number per micro-batch from each of the other generators; keeps them and the losses."""
+    """Dropout on the embedding, and a number per micro-batch from each of the other generators; keeps them and
+    the losses.
+    """
 
     def __init__(self):
         self.losses, self.drawn, self.batches = [], [], []
@@ -39,7 +43,9 @@ class Draws(Callback):
 
     def _add_dropout(self, model):
         embedding = model.get_input_embeddings()
-        embedding.register_forward_hook(lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1, module.training))
+        embedding.register_forward_hook(
+            lambda module, inputs, output: torch.nn.functional.dropout(output, 0.1, module.training)
+        )
 
     def on_train_start(self, trainer, pl_module):
         # Ranks draw differently, and a resumed run that restored nothing would draw what no run drew.
@@ -76,22 +82,50 @@ class Look(Callback):
 def train(kind, strategy, folder, *, ckpt_path=None, keep=False, save_last=None, callbacks=(), seed=3, **options):
     """One run, as a user writes it; validation in the middle of its epochs."""
     seed_everything(seed, verbose=False)
-    module = FineTuner({**CONFIG, "vocab_size": VOCABULARY}, init="random", dtype="float32", learning_rate=1e-2, warmup_steps=2, **KINDS[kind])
+    module = FineTuner(
+        {**CONFIG, "vocab_size": VOCABULARY},
+        init="random",
+        dtype="float32",
+        learning_rate=1e-2,
+        warmup_steps=2,
+        **KINDS[kind],
+    )
     rows = make_rows(90)
     data = PackedDataModule(
         rows, val_paths=rows[:8], max_tokens=64, num_workers=0, cache_dir=None, num_proc=1, show_progress=False, seed=5
     )  # fmt: skip
     draws, look = Draws(), Look()
-    saved = [ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=save_last)] if keep else []
+    saved = (
+        [ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=save_last)]
+        if keep
+        else []
+    )
     world_size = 1 if strategy == "one" else 2
     options = {"max_steps": NUM_STEPS, "val_check_interval": 6, **options}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=STRATEGIES[strategy](), accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0,
-        default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=keep,
-        callbacks=[draws, look, *callbacks, *saved], use_distributed_sampler=False, num_sanity_val_steps=1, **options,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=world_size,
+        strategy=STRATEGIES[strategy](),
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=1.0,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=keep,
+        callbacks=[draws, look, *callbacks, *saved],
+        use_distributed_sampler=False,
+        num_sanity_val_steps=1,
+        **options,
+    )
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    return {"losses": draws.losses, "drawn": draws.drawn, "batches": draws.batches, "state": look.state, "step": trainer.global_step}
+    return {
+        "losses": draws.losses,
+        "drawn": draws.drawn,
+        "batches": draws.batches,
+        "state": look.state,
+        "step": trainer.global_step,
+    }
 
 
 def differences(whole, resumed, *, after):
@@ -107,7 +141,12 @@ def resume_from(stops, kind, strategy, folder):
     whole = train(kind, strategy, folder, keep=True)
     assert whole["step"] == NUM_STEPS
     assert len(set(whole["losses"])) > NUM_STEPS
-    return {stop: differences(whole, train(kind, strategy, folder, ckpt_path=Path(folder) / f"step={stop}.ckpt"), after=stop) for stop in stops}
+    return {
+        stop: differences(
+            whole, train(kind, strategy, folder, ckpt_path=Path(folder) / f"step={stop}.ckpt"), after=stop
+        )
+        for stop in stops
+    }
 
 
 if __name__ == "__main__":

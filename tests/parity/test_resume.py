@@ -1,4 +1,6 @@
-"""R4: a resumed run equals the continuation of the run that was saved, to the bit: losses, draws, batches, weights, moments, learning rate."""
+"""R4: a resumed run equals the continuation of the run that was saved, to the bit: losses, draws, batches,
+weights, moments, learning rate.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ def test_three_stops_and_two_saves_inside_windows_are_exact(tmp_path):
     whole = train("lora", "one", tmp_path, keep=True, callbacks=inside, val_check_interval=9)
     options = {"val_check_interval": 9}
     found = {
-        stop: differences(whole, train("lora", "one", tmp_path, ckpt_path=tmp_path / f"step={stop}.ckpt", **options), after=stop)
+        stop: differences(
+            whole, train("lora", "one", tmp_path, ckpt_path=tmp_path / f"step={stop}.ckpt", **options), after=stop
+        )
         for stop in (3, 8, 12)
     }
     for name in ("window", "validation"):

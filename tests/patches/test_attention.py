@@ -7,11 +7,20 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import BackendError, ShapeError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import FAMILIES
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import DeferredMask, attend, defer_mask, install_attention, register
-from tests.support.packs import LENGTHS, assert_close, make_batch, make_documents, relative_error, run_one_by_one, run_packed, take_gradients
+from tests.support.packs import (
+    LENGTHS,
+    assert_close,
+    make_batch,
+    make_documents,
+    relative_error,
+    run_one_by_one,
+    run_packed,
+    take_gradients,
+)
 from tests.support.tiny_models import DENSE, MOE, TINY, VOCABULARY, WINDOW, build_tiny
 
 CPU_BACKENDS = ("sdpa", "reference")
@@ -22,9 +31,9 @@ def claims(name, backend):
 
 
 def install(model):
-    ledger = SwapLedger()
-    install_attention(model, ledger)
-    return ledger
+    patcher = ModelPatcher()
+    install_attention(model, patcher)
+    return patcher
 
 
 @functools.cache
@@ -36,7 +45,9 @@ def eager_truth(name):
     return loss, logits, take_gradients(model)
 
 
-@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name in TINY for backend in CPU_BACKENDS if claims(name, backend)])
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, backend) for name in TINY for backend in CPU_BACKENDS if claims(name, backend)]
+)
 def test_packed_documents_equal_one_by_one(name, backend):
     model = build_tiny(name)
     install(model)
@@ -87,7 +98,10 @@ def test_adapters_leave_packed_attention_exact(name):
 
     def adapted():
         torch.manual_seed(1)
-        return get_peft_model(build_tiny(name), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0))
+        return get_peft_model(
+            build_tiny(name),
+            LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0),
+        )
 
     reference = adapted()
     true_loss, true_logits = run_one_by_one(reference, make_documents(), num_items=make_batch().context.num_items)
@@ -159,12 +173,16 @@ def embedding_gradients(model, batch, embeddings):
 
 
 def top_indices(routed):
-    """Indices of the chosen experts; a router returns them beside its scores, or scores from which the model takes the largest."""
+    """Indices of the chosen experts; a router returns them beside its scores, or scores from which the model
+    takes the largest.
+    """
     tensors = [t for output in routed for t in (output if isinstance(output, tuple) else (output,))]
     return [t if not t.is_floating_point() else t.topk(2, dim=-1).indices for t in tensors]
 
 
-@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name in DENSE for backend in CPU_BACKENDS if claims(name, backend)])
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, backend) for name in DENSE for backend in CPU_BACKENDS if claims(name, backend)]
+)
 def test_a_perturbed_document_changes_no_gradient_of_the_others(name, backend):
     model = build_tiny(name)
     install(model)
@@ -185,7 +203,9 @@ def test_a_perturbed_document_changes_no_gradient_of_the_others(name, backend):
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("keeps_routing", [True, False])
 def test_a_perturbed_document_in_a_mixture_of_experts(name, experts, keeps_routing):
-    """Exactly 0 while every token keeps its experts; else other documents' rows sit in matrices of other sizes, and only rounding may differ."""
+    """Exactly 0 while every token keeps its experts; else other documents' rows sit in matrices of other sizes,
+    and only rounding may differ.
+    """
     model = build_tiny(name, experts=experts)
     install(model)
     rows = slice(LENGTHS[0] + LENGTHS[1], sum(LENGTHS[:3]))
@@ -257,7 +277,14 @@ def test_generates_with_a_static_cache(name):
     model = build_tiny(name).eval()
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
     install(model)
-    given = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, cache_implementation="static", disable_compile=True)
+    given = model.generate(
+        **inputs,
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        cache_implementation="static",
+        disable_compile=True,
+    )
     assert given.tolist() == expected.tolist()
 
 
@@ -269,17 +296,26 @@ def test_takes_ready_masks_and_none(name):
     seen = torch.ones(9, 9).tril().bool() & (torch.rand(9, 9) > 0.3) | torch.eye(9).bool()
     additive = torch.zeros(9, 9).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     layer, other = eager.model.layers[0].self_attn, ours.model.layers[0].self_attn
-    hidden, rotary = torch.randn(3, 9, 32), eager.model.rotary_emb(torch.randn(1), torch.arange(9)[None], **rotary_keywords(eager))
+    hidden, rotary = (
+        torch.randn(3, 9, 32),
+        eager.model.rotary_emb(torch.randn(1), torch.arange(9)[None], **rotary_keywords(eager)),
+    )
     del ids
     for mask in (additive, None):
         torch.testing.assert_close(other(hidden, rotary, mask)[0], layer(hidden, rotary, mask)[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(other(hidden, rotary, seen[None, None])[0], layer(hidden, rotary, additive)[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        other(hidden, rotary, seen[None, None])[0], layer(hidden, rotary, additive)[0], atol=1e-5, rtol=1e-5
+    )
 
 
 def rotary_keywords(model):
     import inspect
 
-    return {"layer_type": "sliding_attention"} if "layer_type" in inspect.signature(model.model.rotary_emb.forward).parameters else {}
+    return (
+        {"layer_type": "sliding_attention"}
+        if "layer_type" in inspect.signature(model.model.rotary_emb.forward).parameters
+        else {}
+    )
 
 
 def test_returns_weights_when_asked_without_context():
@@ -327,7 +363,12 @@ def call(*, length=None, **overrides):
     length = context.num_tokens if length is None else length
     query = torch.randn(1, 4, length, 8)
     return attend(
-        overrides.pop("module", nn.Module()), query, query, query, overrides.pop("attention_mask", None), **{"context": context, **overrides}
+        overrides.pop("module", nn.Module()),
+        query,
+        query,
+        query,
+        overrides.pop("attention_mask", None),
+        **{"context": context, **overrides},
     )
 
 
@@ -340,10 +381,18 @@ def call(*, length=None, **overrides):
         ({"is_causal": False}, BackendError, "not causal"),
         ({"output_attentions": True}, BackendError, "weights do not exist"),
         ({"position_bias": torch.zeros(1)}, BackendError, "position_bias"),
-        ({"attention_mask": DeferredMask({"local_size": 4})}, BackendError, "window or chunk of 4 where the layer passes sliding_window=None"),
+        (
+            {"attention_mask": DeferredMask({"local_size": 4})},
+            BackendError,
+            "window or chunk of 4 where the layer passes sliding_window=None",
+        ),
         ({"attention_mask": DeferredMask({}), "sliding_window": 4}, BackendError, "sliding_window=4"),
         ({"attention_mask": DeferredMask({"use_vmap": True})}, BackendError, "not causal everywhere"),
-        ({"attention_mask": DeferredMask({"allow_is_bidirectional_skip": True})}, BackendError, "not causal everywhere"),
+        (
+            {"attention_mask": DeferredMask({"allow_is_bidirectional_skip": True})},
+            BackendError,
+            "not causal everywhere",
+        ),
     ],
 )
 def test_a_context_refuses_what_packed_attention_cannot_do(arguments, error, message):
@@ -356,7 +405,9 @@ def test_dropout_outside_training_is_no_dropout():
     call(module=nn.Module().eval(), dropout=0.1)
 
 
-@pytest.mark.parametrize(("name", "backend"), [("qwen3", "sdpa"), ("gemma3_text", "reference"), ("gpt_oss", "reference")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("qwen3", "sdpa"), ("gemma3_text", "reference"), ("gpt_oss", "reference")]
+)
 def test_autocast_is_followed(name, backend):
     """Weights in float32, compute in bf16: query and key norms hand out float32 there, values come in bf16."""
     model, truth = build_tiny(name), build_tiny(name)
@@ -410,11 +461,11 @@ def test_a_family_whose_layers_do_not_pass_their_window_on_is_refused():
 
 def test_install_sets_the_implementation_and_undo_restores_it():
     model = build_tiny("qwen3", attention="sdpa")
-    ledger = SwapLedger()
-    status = install_attention(model, ledger)
+    patcher = ModelPatcher()
+    status = install_attention(model, patcher)
     assert (status.name, status.state, status.reason) == ("packed attention", "active", "qwen3, 2 layers")
     assert model.config._attn_implementation == "fastft"
-    ledger.undo()
+    patcher.undo()
     assert model.config._attn_implementation == "sdpa"
     assert "fastft" not in model.config.to_json_string()
 
@@ -435,7 +486,7 @@ def test_install_says_so_when_a_family_is_not_tested():
     )
     truth = copy.deepcopy(model)
     truth.set_attn_implementation("eager")
-    status = install_attention(model, SwapLedger())
+    status = install_attention(model, ModelPatcher())
     assert status.state == "active"
     assert "not in the list of tested families" in status.reason
     assert_close(run_packed(model, make_batch())[1], run_one_by_one(truth, make_documents(), num_items=1)[1])
@@ -444,32 +495,48 @@ def test_install_says_so_when_a_family_is_not_tested():
 def test_install_refuses_a_family_off_the_interface():
     from transformers import FalconConfig, FalconForCausalLM
 
-    model = FalconForCausalLM(FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    model = FalconForCausalLM(
+        FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    )
     with pytest.raises(UnsupportedModelError, match=r"FalconForCausalLM \(falcon\).*attention interface"):
-        install_attention(model, SwapLedger())
+        install_attention(model, ModelPatcher())
 
 
 def build_composite():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = build_tiny("gemma3_text").config.to_dict()
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     torch.manual_seed(0)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=95, boi_token_index=94, eoi_token_index=93)
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=95,
+        boi_token_index=94,
+        eoi_token_index=93,
+    )
     return Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
 def test_only_the_text_part_of_a_composite_model_is_changed():
     model, truth = build_composite(), build_composite()
     truth.load_state_dict(model.state_dict())
-    ledger = SwapLedger()
-    assert install_attention(model, ledger).reason.startswith("gemma3_text, 2 layers")
+    patcher = ModelPatcher()
+    assert install_attention(model, patcher).reason.startswith("gemma3_text, 2 layers")
     assert model.config.text_config._attn_implementation == "fastft"
     assert model.config.vision_config._attn_implementation == "eager"
     _, logits = run_packed(model.train(), make_batch())
     _, expected = run_one_by_one(truth.eval(), make_documents(), num_items=1)
     assert_close(logits, expected)
-    ledger.undo()
+    patcher.undo()
     assert model.config._attn_implementation == "eager"
     assert model.config.text_config._attn_implementation == "eager"
 

@@ -13,13 +13,33 @@ from tests.support.packs import make_batch
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
 TEXT = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-VISION = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 COMPOSITES = {
-    "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "vision_config": {"model_type": "pixtral", **VISION}, "image_token_index": 90},
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **TEXT},
+        "vision_config": {"model_type": "pixtral", **VISION},
+        "image_token_index": 90,
+    },
     "llava": {
         "text_config": {"model_type": "llama", **TEXT},
         "vision_config": {"model_type": "clip_vision_model", **VISION},
@@ -37,7 +57,12 @@ COMPOSITES = {
         },
         "image_token_id": 90,
     },
-    "gemma3": {"text_config": {**TEXT, "query_pre_attn_scalar": 8}, "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 90},
+    "gemma3": {
+        "text_config": {**TEXT, "query_pre_attn_scalar": 8},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 90,
+    },
 }
 
 
@@ -53,9 +78,15 @@ def folder(request, tmp_path_factory):
 def test_a_folder_with_an_image_tower_trains_its_text_part(folder, tmp_path):
     tuner = FineTuner(str(folder), lora={"r": 2}, learning_rate=1e-2)
     trainer = pl.Trainer(
-        strategy="fastft", accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+        strategy="fastft",
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(tuner, torch.utils.data.DataLoader([make_batch(seed=seed) for seed in range(2)], batch_size=None))
     trained = {name: parameter for name, parameter in tuner.model.named_parameters() if parameter.requires_grad}
     assert trained

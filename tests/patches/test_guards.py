@@ -4,10 +4,16 @@ import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf import families
 from lightning_fastft.patches.attention import register
 from lightning_fastft.patches.packed import install_packed_training
@@ -15,9 +21,14 @@ from tests.support.packs import make_batch
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 
 
 def tiny_config(**more):
@@ -29,20 +40,29 @@ def test_a_classifier_refuses_a_packed_batch_and_takes_its_own(is_adapted):
     model = AutoModelForSequenceClassification.from_config(tiny_config())
     if is_adapted:
         model = get_peft_model(model, LoraConfig(r=2, task_type=TaskType.SEQ_CLS, target_modules=["q_proj"]))
-    install_packed_training(nn.ModuleDict({"model": model}), ledger := SwapLedger())
+    install_packed_training(nn.ModuleDict({"model": model}), patcher := ModelPatcher())
     with pytest.raises(UnsupportedModelError, match="ForSequenceClassification"):
         model(**make_batch())
     rows = torch.randint(3, VOCABULARY, (2, 6))
     assert model(input_ids=rows, labels=torch.tensor([0, 1])).loss.isfinite()
-    ledger.undo()
+    patcher.undo()
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_an_encoder_decoder_refuses_a_packed_batch():
     model = AutoModelForSeq2SeqLM.from_config(
-        AutoConfig.for_model("t5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        AutoConfig.for_model(
+            "t5",
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=16,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
     )
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration"):
         model(**make_batch())
 
@@ -50,7 +70,7 @@ def test_an_encoder_decoder_refuses_a_packed_batch():
 def test_a_decoder_without_a_head_that_reads_the_context_is_left_alone():
     register()
     model = AutoModel.from_config(tiny_config(), attn_implementation="fastft")
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     batch = make_batch()
     model(**batch)
     assert batch.context.num_reads == 2
@@ -63,23 +83,29 @@ def test_a_layer_that_does_not_read_the_context_is_refused():
 
     model = build_tiny("llama")
     model.model.layers[1].self_attn = Plain()
-    install_packed_training(model, ledger := SwapLedger())
+    install_packed_training(model, patcher := ModelPatcher())
     with pytest.raises(UnsupportedModelError, match="1 of 2 decoder layers"):
         model(**make_batch())
-    ledger.undo()
+    patcher.undo()
     assert not model.model._forward_hooks
 
 
 def test_a_hybrid_is_refused_by_its_reads_even_without_the_gate_by_name(monkeypatch):
     config = AutoConfig.for_model(
-        "qwen3_5_text", **SIZES, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8,
-    )  # fmt: skip
+        "qwen3_5_text",
+        **SIZES,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(families, "_find_obstacle", lambda model: "")
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     with pytest.raises(UnsupportedModelError, match="1 of 2 decoder layers"):
         model(**make_batch())
 
@@ -87,7 +113,14 @@ def test_a_hybrid_is_refused_by_its_reads_even_without_the_gate_by_name(monkeypa
 def tiny_qwen2_vl():
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
     text = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
-    config = AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision, image_token_id=90, video_token_id=91, vision_start_token_id=92)
+    config = AutoConfig.for_model(
+        "qwen2_vl",
+        text_config=text,
+        vision_config=vision,
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+    )
     torch.manual_seed(0)
     return AutoModelForImageTextToText.from_config(config)
 
@@ -97,7 +130,7 @@ def test_images_under_mrope_are_refused_and_text_alone_is_served(is_adapted):
     model = tiny_qwen2_vl()
     if is_adapted:
         model = get_peft_model(model, LoraConfig(r=2, task_type=TaskType.CAUSAL_LM, target_modules=["q_proj"]))
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     batch = make_batch()
     model(**batch).loss.backward()
     assert batch.context.num_reads == 2

@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.context import Document
 from lightning_fastft.patches.head import LazyHead, LazyLogits, install_head
@@ -22,9 +22,17 @@ def build(name="llama", **overrides):
     if name != "cohere":
         return build_tiny(name, **overrides)
     config = AutoConfig.for_model(
-        "cohere", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        logit_scale=0.3, pad_token_id=0, **overrides,
-    )  # fmt: skip
+        "cohere",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logit_scale=0.3,
+        pad_token_id=0,
+        **overrides,
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
@@ -41,7 +49,9 @@ def run(model, batch, **kwargs):
     model.zero_grad(set_to_none=True)
     output = model(**{**dict(zip(batch.keys(), map(batch.__getitem__, batch.keys()))), **kwargs})
     output.loss.backward()
-    return output, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return output, {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def assert_same(expected, ours, *, tolerance=1e-6):
@@ -59,7 +69,7 @@ def test_loss_and_gradients_equal_transformers_own(name, tie):
     model = build(name, tie_word_embeddings=tie).train()
     batch = make_batch(num_items=7.5)
     expected = run(model, batch)
-    status = install_head(model, SwapLedger())
+    status = install_head(model, ModelPatcher())
     assert status.state == "active"
     ours = run(model, batch)
     assert isinstance(ours[0].logits, LazyLogits)
@@ -73,7 +83,7 @@ def test_lazy_logits_become_the_models_own_logits(name):
     batch = make_batch()
     with torch.no_grad():
         expected = model(**batch).logits
-        install_head(model, SwapLedger())
+        install_head(model, ModelPatcher())
         lazy = model(**batch).logits
     assert isinstance(lazy, LazyLogits)
     assert lazy.shape == expected.shape
@@ -87,7 +97,7 @@ def test_evaluation_reports_statistics_without_logits(name, mode):
     batch = make_batch()
     with mode():
         expected = model(**batch)
-        install_head(model, SwapLedger())
+        install_head(model, ModelPatcher())
         output = model(**batch)
     targets = batch["labels"][0, 1:]
     logits_TV = expected.logits[0, :-1].float()
@@ -95,7 +105,9 @@ def test_evaluation_reports_statistics_without_logits(name, mode):
     nll_sum, num_correct, num_labelled = output.logits.statistics
     assert output.logits._tensor is None
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(nll_sum, torch.nn.functional.cross_entropy(logits_TV, targets, reduction="sum"), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        nll_sum, torch.nn.functional.cross_entropy(logits_TV, targets, reduction="sum"), rtol=1e-6, atol=0
+    )
     assert num_correct.item() == (logits_TV.argmax(-1)[is_labelled_T] == targets[is_labelled_T]).sum().item()
     assert num_labelled == is_labelled_T.sum().item() == batch.context.num_labelled
 
@@ -106,7 +118,7 @@ def test_accumulated_micro_batches_equal_one_loss_over_all():
     gradients = []
     for is_ours in (False, True):
         if is_ours:
-            install_head(model, SwapLedger())
+            install_head(model, ModelPatcher())
         model.zero_grad(set_to_none=True)
         for batch in batches:
             model(**batch).loss.backward()
@@ -117,7 +129,7 @@ def test_accumulated_micro_batches_equal_one_loss_over_all():
 
 def test_a_batch_without_labels_trains_nothing_and_breaks_nothing():
     model = build().train()
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     output, gradients = run(model, make_batch(share_labelled=0.0))
     assert output.loss.item() == 0.0
     assert all((gradient == 0).all() for gradient in gradients.values())
@@ -127,7 +139,7 @@ def test_a_batch_without_labels_trains_nothing_and_breaks_nothing():
 def test_every_form_of_num_items_means_what_transformers_means(num_items):
     model, batch = build().train(), make_batch()
     expected = run(model, batch, num_items_in_batch=num_items)
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     assert_same(expected, run(model, batch, num_items_in_batch=num_items))
 
 
@@ -137,7 +149,7 @@ def test_full_logits_never_exist_and_the_host_never_waits():
     rows = {}
     for is_ours in (False, True):
         if is_ours:
-            install_head(model, SwapLedger())
+            install_head(model, ModelPatcher())
         with Watch() as watch:
             model(**batch).loss.backward()
         rows[is_ours] = max(shape[:-1].numel() for shape in watch.shapes if shape and shape[-1] == VOCABULARY)
@@ -147,27 +159,32 @@ def test_full_logits_never_exist_and_the_host_never_waits():
 
 
 def test_a_peft_model_is_served():
-    model = get_peft_model(build(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).train()
+    model = get_peft_model(
+        build(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).train()
     batch = make_batch(num_items=3.0)
     expected = run(model, batch)
-    assert install_head(model.get_base_model(), SwapLedger()).state == "active"
+    assert install_head(model.get_base_model(), ModelPatcher()).state == "active"
     ours = run(model, batch)
     assert isinstance(ours[0].logits, LazyLogits)
     assert_same(expected, ours)
     assert all("lora" in name for name in ours[1])
 
 
-@pytest.mark.parametrize("config", [{"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "lm_head"]}])
+@pytest.mark.parametrize(
+    "config",
+    [{"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "lm_head"]}],
+)
 def test_an_adapted_output_layer_keeps_its_own_path(config):
     model = get_peft_model(build(), LoraConfig(r=4, init_lora_weights=False, **config)).train()
     batch = make_batch(num_items=3.0)
     expected = run(model, batch)
-    ledger = SwapLedger()
-    status = install_head(model.get_base_model(), ledger)
+    patcher = ModelPatcher()
+    status = install_head(model.get_base_model(), patcher)
     assert status.state == "inactive"
     assert "output layer" in status.reason
     assert status.remedy
-    assert len(ledger) == 0
+    assert len(patcher) == 0
     ours = run(model, batch)
     assert isinstance(ours[0].logits, torch.Tensor)
     assert_same(expected, ours, tolerance=0)
@@ -177,9 +194,12 @@ def test_an_adapted_output_layer_keeps_its_own_path(config):
 def test_checkpointing_changes_nothing(name):
     model, batch = build(name).train(), make_batch(num_items=9.0)
     expected = run(model, batch)
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     model._set_gradient_checkpointing(
-        enable=True, gradient_checkpointing_func=lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+        enable=True,
+        gradient_checkpointing_func=lambda function, *args: torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False
+        ),
     )
     assert_same(expected, run(model, batch))
 
@@ -188,7 +208,7 @@ def test_checkpointing_changes_nothing(name):
 def test_the_auxiliary_loss_of_routers_stays_in_the_loss(name):
     model, batch = build(name, router_aux_loss_coef=0.5).train(), make_batch(num_items=9.0)
     expected = run(model, batch, output_router_logits=True)
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     ours = run(model, batch, output_router_logits=True)
     assert_same(expected, ours)
     torch.testing.assert_close(ours[0].aux_loss, expected[0].aux_loss)
@@ -200,9 +220,17 @@ def test_labels_of_the_callers_own_are_used():
     other = batch["labels"].clone()
     other[0, 2:9] = 7
     shifted = torch.randint(0, VOCABULARY, other.shape)
-    expected = [run(model, batch, labels=other), run(model, batch, shift_labels=shifted), run(model, batch, labels=batch["labels"].clone())]
-    install_head(model, SwapLedger())
-    ours = [run(model, batch, labels=other), run(model, batch, shift_labels=shifted), run(model, batch, labels=batch["labels"].clone())]
+    expected = [
+        run(model, batch, labels=other),
+        run(model, batch, shift_labels=shifted),
+        run(model, batch, labels=batch["labels"].clone()),
+    ]
+    install_head(model, ModelPatcher())
+    ours = [
+        run(model, batch, labels=other),
+        run(model, batch, shift_labels=shifted),
+        run(model, batch, labels=batch["labels"].clone()),
+    ]
     for one, two in zip(expected, ours):
         assert isinstance(two[0].logits, LazyLogits)
         assert_same(one, two)
@@ -212,16 +240,19 @@ def test_labels_changed_in_place_are_used():
     model, batch = build().train(), make_batch(num_items=9.0)
     batch["labels"][0, 2:9] = 7
     expected = run(model, batch)
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     assert_same(expected, run(model, batch))
 
 
 def test_sliced_states_give_tensor_logits():
     model, batch = build().train(), make_batch(num_items=9.0)
     keep = batch.context.labelled_row_R[: batch.context.num_labelled]
-    arguments = {"logits_to_keep": keep, "shift_labels": batch.context.labelled_target_R[None, : batch.context.num_labelled]}
+    arguments = {
+        "logits_to_keep": keep,
+        "shift_labels": batch.context.labelled_target_R[None, : batch.context.num_labelled],
+    }
     expected = run(model, batch, **arguments)
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     ours = run(model, batch, **arguments)
     assert isinstance(ours[0].logits, torch.Tensor)
     assert_same(expected, ours)
@@ -231,7 +262,7 @@ def test_sliced_states_give_tensor_logits():
 def test_logits_can_be_asked_for(how):
     model, batch = build().train(), make_batch(num_items=9.0)
     expected = run(model, batch)
-    install_head(model, SwapLedger(), output_logits=how == "installation")
+    install_head(model, ModelPatcher(), output_logits=how == "installation")
     batch.context.output_logits = how == "context"
     ours = run(model, batch, **({"output_logits": True} if how == "keyword" else {}))
     assert isinstance(ours[0].logits, torch.Tensor)
@@ -247,7 +278,7 @@ def test_without_a_context_nothing_changes():
     generation = {"max_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
         expected, generated = model(**arguments), model.generate(ids, attention_mask=mask, **generation)
-        install_head(model, SwapLedger())
+        install_head(model, ModelPatcher())
         model(**batch)
         output = model(**arguments)
         assert torch.equal(model.generate(ids, attention_mask=mask, **generation), generated)
@@ -258,7 +289,7 @@ def test_without_a_context_nothing_changes():
 
 def test_a_forward_that_failed_leaves_no_armed_head():
     model, batch = build().train(), make_batch()
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch)
@@ -268,7 +299,7 @@ def test_a_forward_that_failed_leaves_no_armed_head():
 
 def test_the_head_is_armed_for_one_call():
     model, batch = build().train(), make_batch()
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     states = model.model(input_ids=batch["input_ids"], context=batch.context).last_hidden_state
     assert isinstance(model.lm_head(states), LazyLogits)
     assert isinstance(model.lm_head(states), torch.Tensor)
@@ -279,12 +310,12 @@ def test_undo_restores_everything():
     before_head, before_loss, before_keys = model.lm_head, model.loss_function, list(model.state_dict())
     before_attributes, before_vars = set(vars(model)), set(vars(model.lm_head))
     expected = run(model, batch)
-    ledger = SwapLedger()
-    install_head(model, ledger)
+    patcher = ModelPatcher()
+    install_head(model, patcher)
     assert list(model.state_dict()) == before_keys
     assert type(model.lm_head) is LazyHead
     assert model.lm_head.weight is before_head.weight
-    ledger.undo()
+    patcher.undo()
     assert model.lm_head is before_head
     assert model.loss_function is before_loss
     assert (set(vars(model)), set(vars(model.lm_head))) == (before_attributes, before_vars)
@@ -293,16 +324,16 @@ def test_undo_restores_everything():
 
 
 def test_installing_twice_changes_nothing_more():
-    model, ledger = build(), SwapLedger()
-    install_head(model, SwapLedger())
-    assert install_head(model, ledger).state == "active"
-    assert len(ledger) == 0
+    model, patcher = build(), ModelPatcher()
+    install_head(model, ModelPatcher())
+    assert install_head(model, patcher).state == "active"
+    assert len(patcher) == 0
 
 
 def test_saved_files_and_copies_are_the_models_own(tmp_path):
     model, batch = build().train(), make_batch(num_items=9.0)
     expected = run(model, batch)
-    install_head(model, SwapLedger())
+    install_head(model, ModelPatcher())
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
     assert_same(expected, run(reloaded, batch), tolerance=0)
@@ -317,18 +348,18 @@ def test_saved_files_and_copies_are_the_models_own(tmp_path):
 def test_a_loss_or_a_head_of_the_models_own_is_left_alone():
     model = build()
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
-    assert install_head(model, SwapLedger()).state == "inactive"
-    assert install_head(build().model, SwapLedger()).state == "inactive"
+    assert install_head(model, ModelPatcher()).state == "inactive"
+    assert install_head(build().model, ModelPatcher()).state == "inactive"
     model = build()
     model.lm_head.forward = model.lm_head.forward
-    assert "forward" in install_head(model, SwapLedger()).reason
+    assert "forward" in install_head(model, ModelPatcher()).reason
 
 
 class TestLazyLogits:
     @pytest.fixture
     def lazy(self):
         model, batch = build(), make_batch()
-        install_head(model, SwapLedger())
+        install_head(model, ModelPatcher())
         return model(**batch).logits
 
     @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import functools
 import pytest
 import torch
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.attention import install_attention
 from tests.support.host_waits import count_host_waits
 from tests.support.packs import make_batch
@@ -70,7 +70,7 @@ def test_counter_sees_no_wait_where_there_is_none():
 def test_a_packed_step_never_waits(name, recomputes):
     """Forward, backward and recomputation; of experts the grouped form, whose eager loop waits by design."""
     model = build_tiny(name, experts="grouped_mm" if name in MOE else None).train()
-    install_attention(model, SwapLedger())
+    install_attention(model, ModelPatcher())
     if recomputes:
         checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)

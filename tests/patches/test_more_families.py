@@ -1,4 +1,6 @@
-"""Families outside the tested list that once ended in a raw error or a false claim: packed against each document alone."""
+"""Families outside the tested list that once ended in a raw error or a false claim: packed against each document
+alone.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from benchmarks.model_types import BOUND, build_model, compare, draw_batch
 from lightning_fastft.core.errors import BackendError, FastFTError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.patches.head import LazyLogits
 from lightning_fastft.patches.packed import install_packed_training
@@ -26,7 +28,7 @@ def test_a_lazy_head_that_is_claimed_gives_lazy_logits(model_type):
     if model_type not in CONFIG_MAPPING:
         model_type = "opt"
     model = build_model(model_type)
-    statuses = {status.name: status.state for status in install_packed_training(model, SwapLedger()).statuses}
+    statuses = {status.name: status.state for status in install_packed_training(model, ModelPatcher()).statuses}
     assert statuses["loss head"] == "active"
     assert isinstance(vars(model(**draw_batch()[0]))["logits"], LazyLogits)
 
@@ -36,7 +38,7 @@ def test_a_lazy_head_that_is_claimed_gives_lazy_logits(model_type):
 def test_models_may_take_views_of_the_result_of_every_backend(model_type, backend):
     assert backend in BACKENDS
     model, (batch, _) = build_model(model_type), draw_batch()
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     batch.context.attention_backend = backend
     assert model(**batch).loss.isfinite()
 
@@ -45,7 +47,7 @@ def test_models_may_take_views_of_the_result_of_every_backend(model_type, backen
 def test_a_window_that_no_document_exceeds_is_none(window, is_served):
     """phimoe builds a windowed mask and passes no window to its layers."""
     model, batch = build_tiny("phimoe", sliding_window=window), make_batch()
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     if is_served:
         assert model(**batch).loss.isfinite()
     else:
@@ -60,6 +62,6 @@ def test_a_model_that_reads_the_mask_itself_is_refused_in_words():
 
     model = build_tiny("llama")
     model.model.layers[0].self_attn = Reader()
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     with pytest.raises(FastFTError, match="mask itself"):
         model(**make_batch())

@@ -10,15 +10,15 @@ from torch import nn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import describe_models, install_packed_training
 from tests.support.training_parts import VOCAB_SIZE, packed_batches, tiny_llama
 
 
 def test_peft_model_inside_a_module_is_served_and_restored():
     root = nn.ModuleDict({"policy": get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules="all-linear"))})
-    keys, ledger = list(root.state_dict()), SwapLedger()
-    installation = install_packed_training(root, ledger, checkpointing=OffloadCheckpointing("recompute"))
+    keys, patcher = list(root.state_dict()), ModelPatcher()
+    installation = install_packed_training(root, patcher, checkpointing=OffloadCheckpointing("recompute"))
     assert [status.state for status in installation.statuses] == ["active"] * 3
     assert installation.model_names == ["policy.base_model.model (LlamaForCausalLM)"]
     assert len(installation.layers) == 2
@@ -26,25 +26,32 @@ def test_peft_model_inside_a_module_is_served_and_restored():
     batch = packed_batches(1)[0]
     root["policy"](**batch).loss.backward()
     assert batch.context.num_reads == 4
-    ledger.undo()
+    patcher.undo()
     assert "eager" in describe_models(root)[0] or "sdpa" in describe_models(root)[0]
     assert not root["policy"].get_base_model().is_gradient_checkpointing
 
 
 def test_two_models_in_one_module_are_both_served_and_told_apart():
     root = nn.ModuleDict({"student": tiny_llama(), "teacher": tiny_llama()})
-    statuses = install_packed_training(root, SwapLedger()).statuses
-    assert [status.name for status in statuses if status.name.startswith("packed")] == ["packed attention (student)", "packed attention (teacher)"]
+    statuses = install_packed_training(root, ModelPatcher()).statuses
+    assert [status.name for status in statuses if status.name.startswith("packed")] == [
+        "packed attention (student)",
+        "packed attention (teacher)",
+    ]
 
 
 def test_packed_loss_equals_the_plain_model_on_each_document():
     model = tiny_llama()
     plain = copy.deepcopy(model)
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     batch = packed_batches(1)[0]
     offsets = batch.context.start_host_S1.tolist()
     expected = sum(
-        plain(input_ids=batch["input_ids"][:, a:b], labels=batch["labels"][:, a:b], num_items_in_batch=batch.context.num_items).loss
+        plain(
+            input_ids=batch["input_ids"][:, a:b],
+            labels=batch["labels"][:, a:b],
+            num_items_in_batch=batch.context.num_items,
+        ).loss
         for a, b in pairwise(offsets)
     )
     assert torch.allclose(model(**batch).loss, expected, rtol=1e-6)
@@ -52,10 +59,10 @@ def test_packed_loss_equals_the_plain_model_on_each_document():
 
 def test_module_without_a_model_is_left_alone_and_says_so():
     root = nn.Linear(2, 2)
-    installation = install_packed_training(root, ledger := SwapLedger(), checkpointing=OffloadCheckpointing())
+    installation = install_packed_training(root, patcher := ModelPatcher(), checkpointing=OffloadCheckpointing())
     assert {status.state for status in installation.statuses} == {"inactive"}
     assert "Linear holds no transformers model" in installation.statuses[0].reason
-    assert len(ledger) == 0
+    assert len(patcher) == 0
 
 
 def test_nothing_is_changed_when_one_model_cannot_be_served():
@@ -64,12 +71,12 @@ def test_nothing_is_changed_when_one_model_cannot_be_served():
     mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1, state_size=4))
     root = nn.ModuleDict({"good": tiny_llama(), "bad": mamba})
     with pytest.raises(UnsupportedModelError):
-        install_packed_training(root, ledger := SwapLedger())
-    assert len(ledger) == 0
+        install_packed_training(root, patcher := ModelPatcher())
+    assert len(patcher) == 0
 
 
 def test_without_a_plugin_the_models_own_checkpointing_stays():
     model = tiny_llama()
     model.gradient_checkpointing_enable()
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     assert model.is_gradient_checkpointing

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.patches.rotary import install_document_rotary
 from tests.support.host_waits import count_host_waits
@@ -22,24 +22,51 @@ MIXED = {"both": LENGTHS, "short": (5, 8, 1), "long": (20, 9, 13)}
 
 
 def longrope(half_width, **more):
-    factors = {"short_factor": [1.0 + 0.1 * i for i in range(half_width)], "long_factor": [2.0 + i for i in range(half_width)]}
-    return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT, **factors, **more}
+    factors = {
+        "short_factor": [1.0 + 0.1 * i for i in range(half_width)],
+        "long_factor": [2.0 + i for i in range(half_width)],
+    }
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": LIMIT,
+        **factors,
+        **more,
+    }
 
 
 def build_minicpm3():
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "minicpm3", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0,
-        rope_parameters=longrope(4, factor=4.0), dim_model_base=32, scale_emb=2,
-    )  # fmt: skip
+        "minicpm3",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        rope_parameters=longrope(4, factor=4.0),
+        dim_model_base=32,
+        scale_emb=2,
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 BUILDERS = {
-    "phi3": lambda: build_tiny("phi3", head_dim=8, sliding_window=None, rope_parameters=longrope(4), original_max_position_embeddings=LIMIT),
+    "phi3": lambda: build_tiny(
+        "phi3", head_dim=8, sliding_window=None, rope_parameters=longrope(4), original_max_position_embeddings=LIMIT
+    ),
     "llama_dynamic": lambda: build_tiny(
-        "llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, max_position_embeddings=LIMIT
+        "llama",
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        max_position_embeddings=LIMIT,
     ),
     "qwen3_longrope": lambda: build_tiny("qwen3", rope_parameters=longrope(8, factor=4.0)),
     "phimoe": lambda: build_tiny("phimoe", head_dim=8, rope_parameters=longrope(4, short_mscale=1.1, long_mscale=1.3)),
@@ -52,15 +79,15 @@ BUILDERS = {
 def test_each_document_gets_the_angles_it_gets_alone(name, lengths):
     # In training, phimoe draws its experts at random.
     model, documents = BUILDERS[name]().train(name != "phimoe"), make_documents(lengths)
-    batch, ledger = make_batch(lengths), SwapLedger()
+    batch, patcher = make_batch(lengths), ModelPatcher()
     # The step after a longer pack: nothing of it may stay.
-    install_packed_training(model, ledger, checkpointing=OffloadCheckpointing("recompute"))
+    install_packed_training(model, patcher, checkpointing=OffloadCheckpointing("recompute"))
     run_packed(model, make_batch((40, 3)))
     take_gradients(model)
     batch.context.output_logits = True
     loss, logits = run_packed(model, batch)
     gradients = take_gradients(model)
-    ledger.undo()
+    patcher.undo()
     loss_alone, logits_alone = run_alone(BUILDERS[name], model, documents, num_items=batch.context.num_items)
     assert_close(loss, loss_alone)
     assert_close(logits, logits_alone)
@@ -68,7 +95,9 @@ def test_each_document_gets_the_angles_it_gets_alone(name, lengths):
 
 
 def run_alone(build, model, documents, *, num_items):
-    """One document at a time, with rotary embeddings that saw no document before (transformers' "dynamic" remembers the longest one)."""
+    """One document at a time, with rotary embeddings that saw no document before (transformers' "dynamic"
+    remembers the longest one).
+    """
     total, logits = 0.0, []
     for document in documents:
         model.model.rotary_emb = build().model.rotary_emb
@@ -82,13 +111,13 @@ def run_alone(build, model, documents, *, num_items):
 def test_forward_without_a_context_and_undo_are_the_models_own(name):
     model, plain = BUILDERS[name]().eval(), BUILDERS[name]().eval()
     ids = torch.randint(3, VOCABULARY, (2, 12))
-    ledger = SwapLedger()
-    statuses = install_packed_training(model, ledger).statuses
+    patcher = ModelPatcher()
+    statuses = install_packed_training(model, patcher).statuses
     assert [status.state for status in statuses if status.name == "rotary scaling"] == ["active"]
     model(**make_batch(LENGTHS))
     with torch.no_grad():
         assert torch.allclose(model(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5)
-    ledger.undo()
+    patcher.undo()
     assert "forward" not in vars(model.model.rotary_emb)
     assert not model.model._forward_hooks
     assert not model.model._forward_pre_hooks
@@ -96,7 +125,7 @@ def test_forward_without_a_context_and_undo_are_the_models_own(name):
 
 def test_plain_positions_are_left_alone():
     model = build_tiny("llama")
-    names = [status.name for status in install_packed_training(model, SwapLedger()).statuses]
+    names = [status.name for status in install_packed_training(model, ModelPatcher()).statuses]
     assert "rotary scaling" not in names
     assert "forward" not in vars(model.model.rotary_emb)
 
@@ -104,7 +133,7 @@ def test_plain_positions_are_left_alone():
 @pytest.mark.parametrize("name", ["phi3", "llama_dynamic", "minicpm3"])
 def test_angles_of_documents_take_no_host_sync(name):
     model = BUILDERS[name]()
-    install_packed_training(model, SwapLedger())
+    install_packed_training(model, ModelPatcher())
     # Frequencies of longrope are made once in a run.
     model(**make_batch(LENGTHS))
     batch = make_batch(LENGTHS)
@@ -115,7 +144,7 @@ def test_angles_of_documents_take_no_host_sync(name):
 
 def test_an_installed_model_can_be_copied_and_pickled():
     model = BUILDERS["phi3"]()
-    install_document_rotary(model, SwapLedger())
+    install_document_rotary(model, ModelPatcher())
     batch = make_batch(LENGTHS)
     truth = model(**batch).loss
     assert torch.equal(copy.deepcopy(model)(**batch).loss, truth)
@@ -126,5 +155,5 @@ def test_a_replaced_rotary_forward_is_refused():
     model = BUILDERS["phi3"]()
     model.model.rotary_emb.forward = lambda x, position_ids: None
     with pytest.raises(UnsupportedModelError, match="replaced"):
-        install_packed_training(model, ledger := SwapLedger())
-    ledger.undo()
+        install_packed_training(model, patcher := ModelPatcher())
+    patcher.undo()

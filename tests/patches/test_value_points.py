@@ -9,19 +9,27 @@ from torch import nn
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.segments import RECOMPUTE, Segment
-from lightning_fastft.core.patcher import SwapLedger
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.hf.loading import ModelSource, build_model
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.patches.value_points import HeldLinear, install_value_points
 from tests.planner.plan_trials import PlannedModel, assert_equal, kept_gradients, random_plan, read_gradients
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 
 LENGTHS = (40, 1, 25, 30)
 BIG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
-LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 
 
 def adapted(*, quantization=None, dtype=torch.float32, has_shadows=True):
@@ -29,10 +37,18 @@ def adapted(*, quantization=None, dtype=torch.float32, has_shadows=True):
         model = build_tiny("llama", **BIG).to(dtype)
     else:
         config = build_tiny("llama", **BIG).config.to_dict()
-        model = build_model(ModelSource(config, init="random"), device=torch.device("cpu"), dtype=dtype, quantization=quantization, seed=0)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), autocast_adapter_dtype=True)
+        model = build_model(
+            ModelSource(config, init="random"),
+            device=torch.device("cpu"),
+            dtype=dtype,
+            quantization=quantization,
+            seed=0,
+        )
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), autocast_adapter_dtype=True
+    )
     if has_shadows:
-        install_adapter_shadows(model, SwapLedger(), compute_dtype=dtype)
+        install_low_precision_adapters(model, ModelPatcher(), compute_dtype=dtype)
     return model.train()
 
 
@@ -57,9 +73,13 @@ def test_points_are_the_dear_products_and_every_plan_is_exact(kind):
     if kind == "full":
         model = build_tiny("llama", **BIG).train()
     else:
-        model = adapted(quantization="nf4" if kind == "nf4" else None, dtype=torch.bfloat16, has_shadows=kind != "lora without shadows")
+        model = adapted(
+            quantization="nf4" if kind == "nf4" else None,
+            dtype=torch.bfloat16,
+            has_shadows=kind != "lora without shadows",
+        )
     expected = kept_gradients(model, batches, 2)
-    planned = PlannedModel(model, batches, make_lanes=lambda device: LateLanes(seed=1))
+    planned = PlannedModel(model, batches, make_copy_streams=lambda device: LateStreams(seed=1))
     # The last product is needed by nobody in a second run where what it saves ends that run.
     wanted = LINEARS[:-1] if kind != "lora without shadows" else LINEARS
     assert planned.value_names[0] == [name if kind == "full" else f"{name}.base_layer" for name in wanted]
@@ -69,7 +89,10 @@ def test_points_are_the_dear_products_and_every_plan_is_exact(kind):
 
 
 def test_what_is_held_is_not_computed_again(monkeypatch):
-    model, batch = build_tiny("llama", **{**BIG, "num_hidden_layers": 1, "intermediate_size": 96}).train(), make_batch(LENGTHS)
+    model, batch = (
+        build_tiny("llama", **{**BIG, "num_hidden_layers": 1, "intermediate_size": 96}).train(),
+        make_batch(LENGTHS),
+    )
     planned = PlannedModel(model, [batch])
     count = CountProducts(monkeypatch)
     shapes = {"gate and up": (96, 64), "down": (64, 96)}
@@ -94,7 +117,7 @@ def test_a_last_product_that_is_needed_after_all_is_computed(is_adapted, guess):
     batch = make_batch(LENGTHS)
     expected = kept_gradients(model, [batch], 1)
     checkpointing = OffloadCheckpointing("recompute")
-    install_packed_training(model, SwapLedger(), checkpointing=checkpointing)
+    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     for segment in checkpointing.segments_of():
         segment.last_point = guess
     model(**batch).loss.backward()
@@ -117,12 +140,12 @@ def test_a_layer_called_twice_takes_what_was_held_for_each_call(is_adapted):
     model = nn.ModuleList([Twice()])
     if is_adapted:
         model = get_peft_model(model.bfloat16(), LoraConfig(r=2, target_modules=["inner"], init_lora_weights=False))
-        install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+        install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     layer = next(module for module in model.modules() if isinstance(module, Twice))
     x = torch.randn(6, 8, dtype=torch.bfloat16 if is_adapted else torch.float32, requires_grad=True)
     expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
     segment = Segment(0)
-    install_value_points(model, [layer], [segment], SwapLedger())
+    install_value_points(model, [layer], [segment], ModelPatcher())
     held = "inner.base_layer" if is_adapted else "inner"
     segment.follow(RECOMPUTE._replace(values=((held, "device"),)), None)
     segment.last_point = "inner"
@@ -135,14 +158,14 @@ def test_names_state_and_classes_come_back():
     before = {name: type(module) for name, module in model.named_modules()}
     keys = list(model.state_dict())
     layers = list(model.base_model.model.model.layers)
-    ledger = SwapLedger()
-    count = install_value_points(model, layers, [Segment(index) for index in range(len(layers))], ledger)
+    patcher = ModelPatcher()
+    count = install_value_points(model, layers, [Segment(index) for index in range(len(layers))], patcher)
     # Seven linear layers and the attention of each decoder layer; the thin products of adapters stay PEFT's own.
     assert count == len(layers) * 8
     assert list(model.state_dict()) == keys
     assert {type(module) for name, module in model.named_modules() if name.endswith("base_layer")} == {HeldLinear}
     assert all(type(module) is nn.Linear for name, module in model.named_modules() if ".lora_A." in name)
-    ledger.undo()
+    patcher.undo()
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
@@ -159,7 +182,7 @@ def test_hooks_and_subclasses_of_a_linear_layer_keep_working():
     model[0][2].register_forward_hook(lambda *_: seen.append(True))
     plain = copy.deepcopy(model)
     plain[0][2]._forward_hooks.clear()
-    assert install_value_points(model, list(model), [Segment(0)], SwapLedger()) == 2
+    assert install_value_points(model, list(model), [Segment(0)], ModelPatcher()) == 2
     x = torch.randn(5, 4)
     assert torch.equal(model[0](x), plain[0](x))
     assert len(seen) == 1
@@ -174,7 +197,7 @@ def test_a_held_linear_layer_has_the_bits_of_torchs_own(has_bias, shape, trained
     layer = nn.Linear(6, 7, bias=has_bias).requires_grad_(trained)
     wrapped = nn.ModuleList([nn.Sequential(copy.deepcopy(layer))])
     segment = Segment(0)
-    install_value_points(wrapped, list(wrapped), [segment], SwapLedger())
+    install_value_points(wrapped, list(wrapped), [segment], ModelPatcher())
     x, d_out = torch.randn(shape), torch.randn(*shape[:-1], 7)
     found = []
     for run in (layer, lambda x: segment.run(wrapped[0], x)):

@@ -1,4 +1,6 @@
-"""Streamed weights and the embedding on the host: every loss and gradient bit-equal to the resident model, and everything given back."""
+"""Streamed weights and the embedding on the host: every loss and gradient bit-equal to the resident model, and
+everything given back.
+"""
 
 import functools
 import random
@@ -10,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fastft.activations.stack import _frozen_bytes
-from lightning_fastft.activations.streams import ImmediateLanes
+from lightning_fastft.activations.streams import ImmediateStreams
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
-from lightning_fastft.fused.low_precision_adapters import install_adapter_shadows
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading import ModelSource, build_model
@@ -21,14 +23,21 @@ from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.moe.install import install_bincount_router
 from lightning_fastft.patches.weight_streaming import HostEmbedding, install_host_embedding, install_weight_streaming
 from tests.support.host_waits import count_host_waits
-from tests.support.late_streams import LateLanes
+from tests.support.late_streams import LateStreams
 from tests.support.tiny_models import build_tiny
 
 CPU = torch.device("cpu")
 NF4_CONFIG = {
-    "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
 
 
 def base_model(name, num_layers):
@@ -36,7 +45,13 @@ def base_model(name, num_layers):
         source = ModelSource({**NF4_CONFIG, "num_hidden_layers": num_layers}, init="random")
         return build_model(source, device=CPU, dtype=torch.bfloat16, quantization="nf4")
     if name.startswith("nf4 experts"):
-        experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+        experts = {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+        }
         source = ModelSource({**NF4_CONFIG, **experts, "num_hidden_layers": num_layers}, init="random")
         return build_model(source, device=CPU, dtype=torch.bfloat16, quantization="nf4")
     options = {"layer_types": (["sliding_attention", "full_attention"] * 4)[:num_layers]} if "gemma" in name else {}
@@ -59,14 +74,14 @@ def lora_model(name="llama", num_layers=5, *, recomputes=False):
     return model.train()
 
 
-def install(model, *, seed=None, lanes=None, **options):
-    ledger = SwapLedger()
-    lanes = lanes or LateLanes(seed=seed)
-    status, streamer = install_weight_streaming(model.get_base_model(), ledger, lanes=lanes, **options)
+def install(model, *, seed=None, streams=None, **options):
+    patcher = ModelPatcher()
+    streams = streams or LateStreams(seed=seed)
+    status, streamer = install_weight_streaming(model.get_base_model(), patcher, streams=streams, **options)
     for target in streamer._targets:
         target.fill_(0xFF)
     assert status.state == "active"
-    return streamer, ledger
+    return streamer, patcher
 
 
 def make_ids(seed, length=9):
@@ -79,7 +94,9 @@ def forward(model, seed):
 
 
 def take(model):
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad and parameter.grad is not None]
+    gradients = [
+        parameter.grad for parameter in model.parameters() if parameter.requires_grad and parameter.grad is not None
+    ]
     assert len(gradients) > 4
     assert sum(float(gradient.abs().sum()) > 0 for gradient in gradients) > len(gradients) // 2
     model.zero_grad(set_to_none=True)
@@ -148,9 +165,9 @@ def assert_same(results, expected):
 def test_steps_are_bit_equal_for_any_number_of_layers(num_layers, recomputes):
     model = lora_model(num_layers=num_layers, recomputes=recomputes)
     expected = plain_steps(model)
-    _, ledger = install(model)
+    _, patcher = install(model)
     assert_same(plain_steps(model), expected)
-    ledger.undo()
+    patcher.undo()
     assert_same(plain_steps(model), expected)
 
 
@@ -160,24 +177,30 @@ def test_other_orders_are_bit_equal(script, recomputes):
     model = lora_model(num_layers=5, recomputes=recomputes)
     expected = script(model)
     for seed in (None, 1, 2):
-        _, ledger = install(model, seed=seed)
+        _, patcher = install(model, seed=seed)
         assert_same(script(model), expected)
         assert_same(script(model), expected)
-        ledger.undo()
+        patcher.undo()
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("name", ["nf4", "nf4 experts", "nf4 experts routed", "qwen3_moe", "qwen3_moe routed", "gemma3_text", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["nf4", "nf4 experts", "nf4 experts routed", "qwen3_moe", "qwen3_moe routed", "gemma3_text", "phi3"]
+)
 def test_families_and_nf4_are_bit_equal(name, recomputes):
     model = lora_model(name, num_layers=4, recomputes=recomputes)
     if name.endswith("routed"):
-        install_bincount_router(model, SwapLedger())
+        install_bincount_router(model, ModelPatcher())
     expected = plain_steps(model) + evaluation_between(model)
-    streamer, ledger = install(model)
+    streamer, patcher = install(model)
     assert_same(plain_steps(model) + evaluation_between(model), expected)
-    frozen = [parameter for parameter in nn.ModuleList(decoder_layers(model.get_base_model())).parameters() if not parameter.requires_grad]
+    frozen = [
+        parameter
+        for parameter in nn.ModuleList(decoder_layers(model.get_base_model())).parameters()
+        if not parameter.requires_grad
+    ]
     assert streamer.num_host_bytes >= sum(num_bytes_of(parameter) for parameter in frozen)
-    ledger.undo()
+    patcher.undo()
     assert_same(plain_steps(model) + evaluation_between(model), expected)
 
 
@@ -196,7 +219,7 @@ def num_bytes_of(parameter):
     return parameter.numel() // 2 + parameter.numel() // 64
 
 
-class RecordingLanes(LateLanes):
+class RecordingLanes(LateStreams):
     """Write down marks, copies and waits."""
 
     def __init__(self):
@@ -220,15 +243,15 @@ class RecordingLanes(LateLanes):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_every_layer_is_on_its_way_before_forward_and_backward_reach_it(recomputes, num_slots):
     model = lora_model(num_layers=7, recomputes=recomputes)
-    lanes = RecordingLanes()
-    install(model, lanes=lanes, num_slots=num_slots)
+    streams = RecordingLanes()
+    install(model, streams=streams, num_slots=num_slots)
     forward(model, 1).backward()
-    lanes.log = ""
+    streams.log = ""
     forward(model, 2).backward()
-    assert lanes.log.count("c") == 2 * (7 - num_slots)
-    assert lanes.log.count("w") == 2 * 6
+    assert streams.log.count("c") == 2 * (7 - num_slots)
+    assert streams.log.count("w") == 2 * 6
     # A copy between leaving a layer and waiting for the next one would be one that compute waits for.
-    assert "mcw" not in lanes.log
+    assert "mcw" not in streams.log
 
 
 def test_the_router_loss_reaches_its_layers():
@@ -249,7 +272,7 @@ def test_the_router_loss_reaches_its_layers():
 
 def test_shadows_of_adapters_and_streaming_together():
     model = lora_model("nf4", num_layers=4)
-    install_adapter_shadows(model, SwapLedger(), compute_dtype=torch.bfloat16)
+    install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     expected = plain_steps(model)
     install(model)
     assert_same(plain_steps(model), expected)
@@ -260,7 +283,7 @@ def test_shadows_of_adapters_and_streaming_together():
 def test_an_exception_in_the_middle_and_then_a_clean_step(where, recomputes):
     model = lora_model(num_layers=6, recomputes=recomputes)
     expected = plain_steps(model)
-    _, ledger = install(model)
+    _, patcher = install(model)
     mlp = decoder_layers(model.get_base_model())[3].mlp
 
     def fail(*args):
@@ -281,7 +304,7 @@ def test_an_exception_in_the_middle_and_then_a_clean_step(where, recomputes):
     with pytest.raises(RuntimeError, match="planted"):
         forward(model, 1)
     handle.remove()
-    ledger.undo()
+    patcher.undo()
     assert_same(plain_steps(model), expected)
 
 
@@ -290,19 +313,25 @@ def test_undo_gives_back_every_byte_object_and_hook(name):
     model = lora_model(name, num_layers=4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     parameters = dict(model.named_parameters())
-    hooks = [(len(module._forward_pre_hooks), len(module._forward_hooks), len(module._state_dict_hooks)) for module in model.modules()]
-    _, ledger = install(model)
+    hooks = [
+        (len(module._forward_pre_hooks), len(module._forward_hooks), len(module._state_dict_hooks))
+        for module in model.modules()
+    ]
+    _, patcher = install(model)
     assert any(not torch.equal(parameter, before[key]) for key, parameter in parameters.items() if "layers" in key)
     forward(model, 1)
-    ledger.undo()
-    ledger.undo()
+    patcher.undo()
+    patcher.undo()
     assert_same(list(model.state_dict().values()), list(before.values()))
     assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
-    assert hooks == [(len(module._forward_pre_hooks), len(module._forward_hooks), len(module._state_dict_hooks)) for module in model.modules()]
+    assert hooks == [
+        (len(module._forward_pre_hooks), len(module._forward_hooks), len(module._state_dict_hooks))
+        for module in model.modules()
+    ]
     assert not any(module._load_state_dict_pre_hooks for module in decoder_layers(model.get_base_model()))
-    _, ledger = install(model)
+    _, patcher = install(model)
     forward(model, 2).backward()
-    ledger.undo()
+    patcher.undo()
 
 
 @pytest.mark.parametrize("name", ["llama", "nf4"])
@@ -310,20 +339,23 @@ def test_state_dicts_and_adapter_files_have_the_real_weights(name, tmp_path):
     model = lora_model(name, num_layers=4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     install(model)
-    install_host_embedding(model.get_base_model(), SwapLedger(), lanes=LateLanes())
+    install_host_embedding(model.get_base_model(), ModelPatcher(), streams=LateStreams())
     forward(model, 1)
     found = model.state_dict()
     assert found.keys() == before.keys()
     assert_same(list(found.values()), list(before.values()))
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     again = PeftModel.from_pretrained(base_model(name, 4), tmp_path)
-    assert_same([value for key, value in again.state_dict().items() if "lora" in key], [value for key, value in before.items() if "lora" in key])
+    assert_same(
+        [value for key, value in again.state_dict().items() if "lora" in key],
+        [value for key, value in before.items() if "lora" in key],
+    )
 
 
 def test_a_full_save_while_streamed_can_be_read(tmp_path):
     model = lora_model("llama", num_layers=4).get_base_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    install_weight_streaming(model, SwapLedger(), lanes=LateLanes())
+    install_weight_streaming(model, ModelPatcher(), streams=LateStreams())
     forward(model, 1)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -334,11 +366,11 @@ def test_loading_adapters_works_and_loading_streamed_weights_is_refused():
     model = lora_model(num_layers=4)
     adapters = {key: value.clone() for key, value in model.state_dict().items() if "lora" in key}
     whole = {key: value.clone() for key, value in model.state_dict().items()}
-    _, ledger = install(model)
+    _, patcher = install(model)
     model.load_state_dict(adapters, strict=False)
     with pytest.raises(SwapError, match="load the model first"):
         model.load_state_dict(whole)
-    ledger.undo()
+    patcher.undo()
     model.load_state_dict(whole)
 
 
@@ -351,10 +383,17 @@ def test_what_is_streamed_and_what_stays():
     streamed = {name for name, parameter in layer.named_parameters() if parameter.untyped_storage().data_ptr() == slot}
     assert streamed == {name for name, parameter in layer.named_parameters() if "lora" not in name}
     # The second adapter is frozen now and may be trained later.
-    assert sum("lora_A.second" in name for name, parameter in layer.named_parameters() if not parameter.requires_grad) == 2
+    assert (
+        sum("lora_A.second" in name for name, parameter in layer.named_parameters() if not parameter.requires_grad) == 2
+    )
     state = layer.mlp.up_proj.base_layer.weight.quant_state
-    assert [tensor.untyped_storage().data_ptr() == slot for tensor in (state.absmax, state.state2.absmax)] == [True, True]
-    assert not any(tensor.untyped_storage().data_ptr() == slot for tensor in (state.code, state.state2.code, state.offset))
+    assert [tensor.untyped_storage().data_ptr() == slot for tensor in (state.absmax, state.state2.absmax)] == [
+        True,
+        True,
+    ]
+    assert not any(
+        tensor.untyped_storage().data_ptr() == slot for tensor in (state.code, state.state2.code, state.offset)
+    )
     assert streamer.num_slot_bytes < streamer.num_host_bytes
 
 
@@ -363,8 +402,8 @@ def test_a_step_waits_no_more_often_than_the_resident_model():
     totals = []
     for is_streamed in (False, True):
         if is_streamed:
-            install(model, lanes=ImmediateLanes())
-            install_host_embedding(model.get_base_model(), SwapLedger(), lanes=ImmediateLanes())
+            install(model, streams=ImmediateStreams())
+            install_host_embedding(model.get_base_model(), ModelPatcher(), streams=ImmediateStreams())
         with count_host_waits() as waits:
             forward(model, 1).backward()
         totals.append(waits.total)
@@ -372,7 +411,7 @@ def test_a_step_waits_no_more_often_than_the_resident_model():
     assert totals[0] == totals[1] <= 1
 
 
-class WithoutWait(LateLanes):
+class WithoutWait(LateStreams):
     def wait_compute(self, mark):
         pass
 
@@ -380,7 +419,7 @@ class WithoutWait(LateLanes):
 def test_a_wait_that_is_missing_is_seen():
     model = lora_model()
     expected = plain_steps(model)
-    install(model, lanes=WithoutWait())
+    install(model, streams=WithoutWait())
     with pytest.raises(AssertionError):
         assert_same(plain_steps(model), expected)
 
@@ -393,9 +432,15 @@ def test_a_slot_overwritten_early_or_never_filled_is_seen(fault, monkeypatch):
     fetch = streamer._fetch
     if fault == "wrong slot":
         # The prefetch lands in the slot of the layer in use.
-        monkeypatch.setattr(streamer, "_fetch", lambda index: fetch(index) if streamer._current is None else overwrite(streamer))
+        monkeypatch.setattr(
+            streamer, "_fetch", lambda index: fetch(index) if streamer._current is None else overwrite(streamer)
+        )
     elif fault == "no backward hook":
-        monkeypatch.setattr(streamer, "use", lambda index, direction: type(streamer).use(streamer, index, direction=1) if direction > 0 else None)
+        monkeypatch.setattr(
+            streamer,
+            "use",
+            lambda index, direction: type(streamer).use(streamer, index, direction=1) if direction > 0 else None,
+        )
     else:
         monkeypatch.setattr(streamer, "_fetch", lambda index: fetch(index) if index < 3 else None)
     with pytest.raises(AssertionError):
@@ -405,41 +450,45 @@ def test_a_slot_overwritten_early_or_never_filled_is_seen(fault, monkeypatch):
 def overwrite(streamer):
     other = (streamer._current + 1) % len(streamer._host)
     size = min(streamer._host[other].numel(), streamer._targets[streamer._current].numel())
-    streamer.lanes.wait_compute(streamer.lanes.copy_in(streamer._targets[streamer._current][:size], streamer._host[other][:size], after=[]))
+    streamer.streams.wait_compute(
+        streamer.streams.copy_in(streamer._targets[streamer._current][:size], streamer._host[other][:size], after=[])
+    )
 
 
 def test_models_that_cannot_be_streamed_are_refused():
     trained = build_tiny("llama")
     with pytest.raises(OptionError, match="every weight"):
-        install_weight_streaming(trained, SwapLedger(), lanes=ImmediateLanes())
+        install_weight_streaming(trained, ModelPatcher(), streams=ImmediateStreams())
 
     tied = build_tiny("llama").requires_grad_(False)
     tied.model.layers[1].mlp.up_proj.weight = tied.model.layers[0].mlp.up_proj.weight
     with pytest.raises(OptionError, match="shares memory"):
-        install_weight_streaming(tied, SwapLedger(), lanes=ImmediateLanes())
+        install_weight_streaming(tied, ModelPatcher(), streams=ImmediateStreams())
 
     outside = build_tiny("llama").requires_grad_(False)
     outside.model.extra = nn.Linear(2, 2)
     outside.model.extra.weight = outside.model.layers[1].mlp.up_proj.weight
     with pytest.raises(OptionError, match=r"mlp.up_proj.weight of decoder layer 1 is also model.extra.weight"):
-        install_weight_streaming(outside, SwapLedger(), lanes=ImmediateLanes())
+        install_weight_streaming(outside, ModelPatcher(), streams=ImmediateStreams())
 
     eight_bits = build_tiny("llama").requires_grad_(False)
     eight_bits.model.layers[0].mlp.up_proj.weight.SCB = None
     with pytest.raises(UnsupportedModelError, match="8-bit"):
-        install_weight_streaming(eight_bits, SwapLedger(), lanes=ImmediateLanes())
+        install_weight_streaming(eight_bits, ModelPatcher(), streams=ImmediateStreams())
 
 
 def test_sharded_weights_are_refused_by_name(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     model = build_tiny("llama").requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     for install_one in (install_weight_streaming, install_host_embedding):
         with pytest.raises(UnsupportedModelError, match="DTensor"):
-            install_one(model, SwapLedger(), lanes=ImmediateLanes())
+            install_one(model, ModelPatcher(), streams=ImmediateStreams())
 
 
 def test_a_model_that_is_moved_meanwhile_is_refused():
@@ -462,8 +511,8 @@ def test_embedding_on_the_host_changes_no_bit(name):
     old, weight = base.get_input_embeddings(), base.get_input_embeddings().weight
     before = weight.clone()
     expected = plain_steps(model) + evaluation_between(model)
-    ledger = SwapLedger()
-    status = install_host_embedding(base, ledger, lanes=LateLanes())
+    patcher = ModelPatcher()
+    status = install_host_embedding(base, patcher, streams=LateStreams())
     assert status.state == "active", status.reason
     new = base.get_input_embeddings()
     assert isinstance(new, HostEmbedding)
@@ -473,7 +522,7 @@ def test_embedding_on_the_host_changes_no_bit(name):
     assert weight.untyped_storage().nbytes() == weight.element_size()
     assert weight.isnan().all()
     assert_same(plain_steps(model) + evaluation_between(model), expected)
-    ledger.undo()
+    patcher.undo()
     assert base.get_input_embeddings() is old
     assert torch.equal(weight, before)
     assert_same(plain_steps(model) + evaluation_between(model), expected)
@@ -485,7 +534,7 @@ def test_embedding_generates_and_keeps_its_padding_row():
     assert base.get_input_embeddings().padding_idx == 0
     expected = base.get_input_embeddings()(torch.tensor([[0, 5]]))
     written = generation_between(model)
-    install_host_embedding(base, SwapLedger(), lanes=LateLanes())
+    install_host_embedding(base, ModelPatcher(), streams=LateStreams())
     assert torch.equal(base.get_input_embeddings()(torch.tensor([[0, 5]])), expected)
     assert_same(generation_between(model), written)
 
@@ -493,10 +542,10 @@ def test_embedding_generates_and_keeps_its_padding_row():
 def test_embedding_and_weights_together():
     model = lora_model(num_layers=5, recomputes=True)
     expected = plain_steps(model)
-    streamer, ledger = install(model)
-    install_host_embedding(model.get_base_model(), ledger, lanes=streamer.lanes)
+    streamer, patcher = install(model)
+    install_host_embedding(model.get_base_model(), patcher, streams=streamer.streams)
     assert_same(plain_steps(model), expected)
-    ledger.undo()
+    patcher.undo()
     assert_same(plain_steps(model), expected)
 
 
@@ -509,15 +558,15 @@ def test_embeddings_that_have_to_stay_say_why():
     def status_of(model):
         before = model.get_input_embeddings().weight.clone()
         embedding = model.get_input_embeddings()
-        status = install_host_embedding(model, ledger, lanes=LateLanes())
+        status = install_host_embedding(model, patcher, streams=LateStreams())
         assert status.state == "inactive"
-        assert len(ledger) == 0
+        assert len(patcher) == 0
         assert model.get_input_embeddings() is embedding
         assert torch.equal(embedding.weight, before)
         assert not embedding._state_dict_hooks
         return status.reason
 
-    ledger = SwapLedger()
+    patcher = ModelPatcher()
     assert status_of(build_tiny("llama")) == "it is trained"
     assert "tied" in status_of(build_tiny("llama", tie_word_embeddings=True).requires_grad_(False))
     capped = build_tiny("llama").requires_grad_(False)
@@ -530,8 +579,8 @@ def test_embeddings_that_have_to_stay_say_why():
     other.model.embed_tokens = nn.Linear(32, 97)
     assert "not a plain embedding" in status_of(other)
     active = build_tiny("llama").requires_grad_(False)
-    assert install_host_embedding(active, ledger, lanes=LateLanes()).state == "active"
-    assert "not a plain embedding" in install_host_embedding(active, ledger, lanes=LateLanes()).reason
+    assert install_host_embedding(active, patcher, streams=LateStreams()).state == "active"
+    assert "not a plain embedding" in install_host_embedding(active, patcher, streams=LateStreams()).reason
 
 
 def test_embedding_state_dict_and_memory_that_does_not_do():
@@ -541,20 +590,23 @@ def test_embedding_state_dict_and_memory_that_does_not_do():
     for allocate in (lambda n: torch.empty(n - 1, dtype=torch.uint8), None):
         with pytest.raises(HostMemoryError, match="input embedding"):
             install_host_embedding(
-                model, SwapLedger(), lanes=LateLanes() if allocate else ImmediateLanes(torch.device("cuda")), allocate_host=allocate
+                model,
+                ModelPatcher(),
+                streams=LateStreams() if allocate else ImmediateStreams(torch.device("cuda")),
+                allocate_host=allocate,
             )
-    assert install_host_embedding(model, SwapLedger(), lanes=LateLanes()).state == "active"
+    assert install_host_embedding(model, ModelPatcher(), streams=LateStreams()).state == "active"
     assert_same([model.state_dict()[key] for key in before], list(before.values()))
     with pytest.raises(SwapError, match="load the model first"):
         model.load_state_dict(before)
 
 
 def test_random_orders_of_many_models_on_one_pair_of_lanes():
-    lanes = LateLanes(seed=3)
+    streams = LateStreams(seed=3)
     models = [lora_model(num_layers=3), lora_model(num_layers=4, recomputes=True)]
     expected = [plain_steps(model) for model in models]
     for model in models:
-        install(model, lanes=lanes)
+        install(model, streams=streams)
     rng = random.Random(0)
     for _ in range(4):
         index = rng.randrange(2)

@@ -1,4 +1,6 @@
-"""Random plans on small models, against the kept model and torch's own checkpoint: the body of the CPU tests and of the GPU lane."""
+"""Random plans on small models, against the kept model and torch's own checkpoint: the body of the CPU tests and
+of the GPU stream.
+"""
 
 import copy
 import random
@@ -7,7 +9,7 @@ import torch
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.engine import describe_use
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.step import SegmentPlan
 
@@ -15,15 +17,15 @@ from lightning_fastft.planner.step import SegmentPlan
 class PlannedModel:
     """A model under OffloadCheckpointing("auto") that was measured once and then follows any plan it is given."""
 
-    def __init__(self, model, batches, *, make_lanes=None, vram_budget=1000.0, buffers=2):
+    def __init__(self, model, batches, *, make_copy_streams=None, vram_budget=1000.0, buffers=2):
         self.model, self.batches = model, batches
-        self.ledger = SwapLedger()
+        self.patcher = ModelPatcher()
         self.checkpointing = OffloadCheckpointing("auto", vram_budget=vram_budget, host_budget=1.0, buffers=buffers)
-        install_packed_training(model, self.ledger, checkpointing=self.checkpointing)
+        install_packed_training(model, self.patcher, checkpointing=self.checkpointing)
         (self.stack,) = self.checkpointing.stacks
         self.stack.options = self.stack.options._replace(is_poisoned=True)
-        if make_lanes is not None:
-            self.stack.make_lanes = make_lanes
+        if make_copy_streams is not None:
+            self.stack.make_copy_streams = make_copy_streams
         while self.stack.plan is None:
             self.gradients(1)
         self.device = next(model.parameters()).device
@@ -51,7 +53,9 @@ def read_gradients(model):
 
 def kept_gradients(model, batches, num_accumulated, *, policy="keep"):
     model = copy.deepcopy(model)
-    install_packed_training(model, SwapLedger(), checkpointing=OffloadCheckpointing("keep") if policy == "keep" else None)
+    install_packed_training(
+        model, ModelPatcher(), checkpointing=OffloadCheckpointing("keep") if policy == "keep" else None
+    )
     if policy == "torch":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for batch in batches[:num_accumulated]:

@@ -35,14 +35,30 @@ def qwen3_14b(*, num_layers=40, weight_bytes=170 * MB):
     return StepCost((segment,) * num_layers, base_bytes=13 * GB, head_peak_bytes=GB, head_ms=40.0, other_ms=10.0)
 
 
-def plain_step(num_segments, *, input_bytes=100, saved_bytes=1000, forward_ms=10.0, backward_ms=20.0, values=(), weight_bytes=0, **around):
+def plain_step(
+    num_segments,
+    *,
+    input_bytes=100,
+    saved_bytes=1000,
+    forward_ms=10.0,
+    backward_ms=20.0,
+    values=(),
+    weight_bytes=0,
+    **around,
+):
     """Equal segments with round numbers; recompute takes what the forward takes, and there are no transients."""
-    segment = SegmentCost(input_bytes, saved_bytes, forward_ms, backward_ms, forward_ms, tuple(values), 0, 0, weight_bytes)
-    return StepCost((segment,) * num_segments, **{"base_bytes": 0, "head_peak_bytes": 0, "head_ms": 0.0, "other_ms": 0.0, **around})
+    segment = SegmentCost(
+        input_bytes, saved_bytes, forward_ms, backward_ms, forward_ms, tuple(values), 0, 0, weight_bytes
+    )
+    return StepCost(
+        (segment,) * num_segments, **{"base_bytes": 0, "head_peak_bytes": 0, "head_ms": 0.0, "other_ms": 0.0, **around}
+    )
 
 
 def random_step(rng, *, num_segments, num_values, is_uniform=False):
-    """A step whose numbers agree with each other: values are part of what is saved, their times part of the recompute."""
+    """A step whose numbers agree with each other: values are part of what is saved, their times part of the
+    recompute.
+    """
     segments = [_random_segment(rng, num_values) for _ in range(num_segments)]
     if is_uniform:
         segments = segments[:1] * num_segments
@@ -58,7 +74,9 @@ def all_segment_plans(segment):
     yield SegmentPlan(True, "device", ())
     for place in ("device", "host"):
         for places in itertools.product((None, "device", "host"), repeat=len(segment.values)):
-            yield SegmentPlan(False, place, tuple((value.name, found) for value, found in zip(segment.values, places) if found))
+            yield SegmentPlan(
+                False, place, tuple((value.name, found) for value, found in zip(segment.values, places) if found)
+            )
 
 
 def all_plans(cost):
@@ -66,11 +84,22 @@ def all_plans(cost):
 
 
 def _random_segment(rng, num_values):
-    values = tuple(ValueCost(f"value {number}", rng.randint(20, 400), rng.uniform(0.1, 3)) for number in range(num_values))
+    values = tuple(
+        ValueCost(f"value {number}", rng.randint(20, 400), rng.uniform(0.1, 3)) for number in range(num_values)
+    )
     forward_ms = sum(value.rebuild_ms for value in values) + rng.uniform(0.1, 3)
     saved = sum(value.num_bytes for value in values) + rng.randint(0, 500)
     peaks = rng.randint(0, 300), rng.randint(0, 300)
-    return SegmentCost(rng.randint(20, 100), saved, forward_ms, forward_ms * rng.uniform(1.5, 2.2), forward_ms, values, *peaks, rng.randint(50, 200))
+    return SegmentCost(
+        rng.randint(20, 100),
+        saved,
+        forward_ms,
+        forward_ms * rng.uniform(1.5, 2.2),
+        forward_ms,
+        values,
+        *peaks,
+        rng.randint(50, 200),
+    )
 
 
 def make_rng(seed):

@@ -1,4 +1,6 @@
-"""The planner: against every plan of tiny steps, along the front of a real one, and what it says when something does not fit."""
+"""The planner: against every plan of tiny steps, along the front of a real one, and what it says when something
+does not fit.
+"""
 
 import time
 
@@ -19,7 +21,9 @@ def ends(cost, machine):
 
 def budgets_between(cost, machine, count):
     recompute, keep = ends(cost, machine)
-    return [recompute.peak_bytes + (keep.peak_bytes - recompute.peak_bytes) * step // count for step in range(count + 1)]
+    return [
+        recompute.peak_bytes + (keep.peak_bytes - recompute.peak_bytes) * step // count for step in range(count + 1)
+    ]
 
 
 def plan_for(cost, vram, *, host=MUCH, machine=H200, **options):
@@ -27,13 +31,17 @@ def plan_for(cost, vram, *, host=MUCH, machine=H200, **options):
 
 
 def gaps_to_the_best(seed):
-    """Plan a tiny step within several budgets; yield by how much each plan is slower than the best of all plans, and the dearest value's time."""
+    """Plan a tiny step within several budgets; yield by how much each plan is slower than the best of all plans,
+    and the dearest value's time.
+    """
     rng = make_rng(seed)
     cost = random_step(rng, num_segments=rng.choice([1, 2, 3]), num_values=rng.choice([1, 2]))
     rate = rng.choice([5e3, 3e4, 1e5, 1e6])
     machine = Machine("any", rate, rate)
     model = StepModel(cost, machine=machine)
-    outcomes = [(max(num_bytes for _, num_bytes in outcome.memory), outcome) for outcome in map(model.run, all_plans(cost))]
+    outcomes = [
+        (max(num_bytes for _, num_bytes in outcome.memory), outcome) for outcome in map(model.run, all_plans(cost))
+    ]
     low, high = min(peak for peak, _ in outcomes), max(peak for peak, _ in outcomes)
     dearest_ms = max(value.rebuild_ms for segment in cost.segments for value in segment.values)
     for share in (0.1, 0.3, 0.5, 0.8):
@@ -87,7 +95,9 @@ def test_more_budget_is_never_slower(case):
         cost, machine = qwen3_14b(), H200
     else:
         rng = make_rng(case)
-        cost = random_step(rng, num_segments=rng.choice([6, 12, 24]), num_values=rng.choice([2, 5]), is_uniform=case % 2 == 0)
+        cost = random_step(
+            rng, num_segments=rng.choice([6, 12, 24]), num_values=rng.choice([2, 5]), is_uniform=case % 2 == 0
+        )
         machine = Machine("any", rate := rng.choice([3e4, 1e5, 1e6]), rate)
     times = [plan_for(cost, vram, machine=machine).prediction.step_ms for vram in budgets_between(cost, machine, 6)]
     fastest = float("inf")
@@ -133,7 +143,9 @@ def test_at_the_least_peak_there_is_a_plan():
 def test_where_all_inputs_fit_the_host_there_is_a_plan(seed):
     cost = random_step(make_rng(seed), num_segments=3, num_values=2)
     machine = Machine("any", 1e5, 1e5)
-    vram = predict(cost, [plan._replace(input_place="host") for plan in uniform_plan(3, "recompute")], machine=machine).peak_bytes
+    vram = predict(
+        cost, [plan._replace(input_place="host") for plan in uniform_plan(3, "recompute")], machine=machine
+    ).peak_bytes
     assert plan_for(cost, vram, machine=machine, weights="resident").prediction.peak_bytes <= vram
 
 
@@ -149,7 +161,9 @@ def test_no_host_budget_means_no_host():
 def test_a_small_host_budget_is_used_and_said_to_be_small():
     cost = qwen3_14b()
     recompute, _ = ends(cost, H200)
-    none, small, large = (plan_for(cost, recompute.peak_bytes, host=host, weights="resident") for host in (0, 6 * GB, MUCH))
+    none, small, large = (
+        plan_for(cost, recompute.peak_bytes, host=host, weights="resident") for host in (0, 6 * GB, MUCH)
+    )
     assert 5 * GB < small.prediction.host_bytes <= 6 * GB
     assert large.prediction.step_ms < small.prediction.step_ms < none.prediction.step_ms
     assert large.notes == ()
@@ -191,7 +205,10 @@ def test_weights_are_streamed_where_nothing_else_fits_or_where_it_makes_the_step
 @pytest.mark.slow
 def test_what_cannot_fit_names_the_budget_the_least_peak_and_the_ways_out():
     cost = qwen3_14b()
-    with pytest.raises(OptionError, match=r"VRAM budget of 3\.73 GiB: the least peak .* is 8\.\d+ GiB with streamed weights.*smaller max_tokens"):
+    with pytest.raises(
+        OptionError,
+        match=r"VRAM budget of 3\.73 GiB: the least peak .* is 8\.\d+ GiB with streamed weights.*smaller max_tokens",
+    ):
         plan_for(cost, 4 * GB)
     with pytest.raises(OptionError, match="a host budget of"):
         plan_for(cost, 16 * GB, host=GB)

@@ -15,7 +15,9 @@ VALUES = (ValueCost("a", 40, 2.0), ValueCost("b", 60, 3.0))
 
 def test_keep_recompute_and_offload_take_the_time_and_memory_worked_out_by_hand():
     cost = plain_step(3, input_bytes=100, saved_bytes=1000, base_bytes=5000, head_ms=4.0, other_ms=1.0)
-    keep, recompute, offload = (predict(cost, uniform_plan(3, kind), machine=H200) for kind in ("keep", "recompute", "offload"))
+    keep, recompute, offload = (
+        predict(cost, uniform_plan(3, kind), machine=H200) for kind in ("keep", "recompute", "offload")
+    )
     assert keep.step_ms == pytest.approx(3 * 30 + 5)
     assert keep.peak_bytes == 5000 + 3 * 1100
     assert recompute.step_ms == pytest.approx(3 * 40 + 5)
@@ -24,13 +26,19 @@ def test_keep_recompute_and_offload_take_the_time_and_memory_worked_out_by_hand(
     # Two slots, the input of the last segment, and what its backward rebuilds.
     assert offload.peak_bytes == 5000 + 2 * 100 + 100 + 1000
     assert (offload.host_bytes, offload.staging_bytes) == (200, 100)
-    assert [label for label, _ in offload.memory] == [*(f"forward {i}" for i in range(3)), "head", *(f"backward {i}" for i in (2, 1, 0))]
+    assert [label for label, _ in offload.memory] == [
+        *(f"forward {i}" for i in range(3)),
+        "head",
+        *(f"backward {i}" for i in (2, 1, 0)),
+    ]
 
 
 def test_a_held_value_saves_its_time_and_costs_its_bytes():
     cost = plain_step(2, values=VALUES)
     recompute = predict(cost, uniform_plan(2, "recompute"), machine=H200)
-    held = predict(cost, (SegmentPlan(False, "device", (("a", "device"),)), SegmentPlan(False, "device", ())), machine=H200)
+    held = predict(
+        cost, (SegmentPlan(False, "device", (("a", "device"),)), SegmentPlan(False, "device", ())), machine=H200
+    )
     assert held.step_ms == pytest.approx(recompute.step_ms - 2.0)
     assert held.peak_bytes == recompute.peak_bytes + 40
 
@@ -38,7 +46,11 @@ def test_a_held_value_saves_its_time_and_costs_its_bytes():
 def test_of_the_peak_the_segment_in_its_own_backward_counts_what_it_holds_once():
     cost = plain_step(2, values=VALUES)
     recompute = predict(cost, uniform_plan(2, "recompute"), machine=H200)
-    held = predict(cost, (SegmentPlan(False, "device", ()), SegmentPlan(False, "device", (("a", "device"), ("b", "device")))), machine=H200)
+    held = predict(
+        cost,
+        (SegmentPlan(False, "device", ()), SegmentPlan(False, "device", (("a", "device"), ("b", "device")))),
+        machine=H200,
+    )
     assert held.peak_bytes == recompute.peak_bytes
     assert held.step_ms == pytest.approx(recompute.step_ms - 5.0)
 
@@ -46,7 +58,9 @@ def test_of_the_peak_the_segment_in_its_own_backward_counts_what_it_holds_once()
 def test_copies_that_hide_under_compute_expose_nothing():
     prediction = predict(qwen3_14b(), uniform_plan(40, "offload"), machine=H200)
     assert prediction.exposed_ms == 0
-    assert prediction.step_ms == pytest.approx(predict(qwen3_14b(), uniform_plan(40, "recompute"), machine=H200).step_ms)
+    assert prediction.step_ms == pytest.approx(
+        predict(qwen3_14b(), uniform_plan(40, "recompute"), machine=H200).step_ms
+    )
 
 
 @pytest.mark.parametrize("input_bytes", [50, 150, 295])
@@ -67,12 +81,15 @@ def test_where_copies_take_longer_than_compute_two_buffers_still_hide_all_the_co
 def test_a_forward_that_outruns_its_copies_waits_for_the_oldest():
     cost = plain_step(4, input_bytes=200, forward_ms=5.0, backward_ms=100.0)
     prediction = predict(cost, uniform_plan(4, "offload"), machine=SLOW)
-    # Three copies of 20 ms follow each other; three forwards pass under them, and the rest is waited for in the forward or at its end.
+    # Three copies of 20 ms follow each other; three forwards pass under them, and the rest is waited for in the forward
+    # or at its end.
     assert prediction.exposed_ms == pytest.approx(3 * 20 - 4 * 5)
 
 
 def test_no_more_than_one_segment_is_on_its_way_out():
-    """All copies would hide under the kept segments that follow; but the second input may leave only when the first has arrived."""
+    """All copies would hide under the kept segments that follow; but the second input may leave only when the
+    first has arrived.
+    """
     cost = plain_step(15, input_bytes=200, forward_ms=5.0)
     plan = (*[SegmentPlan(False, "host", ())] * 3, *[SegmentPlan(True, "device", ())] * 12)
     assert predict(cost, plan, machine=SLOW).exposed_ms == pytest.approx(2 * (20 - 5))
@@ -101,9 +118,14 @@ def test_streamed_weights_take_three_slots_and_stay_there_at_both_turns():
     streamed = predict(cost, [plan._replace(is_streamed=True) for plan in resident], machine=SLOW)
     assert predict(cost, resident, machine=SLOW).peak_bytes - streamed.peak_bytes == 300
     assert streamed.host_bytes == 600
-    below = predict(cost._replace(embedding_bytes=70), [plan._replace(is_streamed=True) for plan in resident], machine=SLOW)
+    below = predict(
+        cost._replace(embedding_bytes=70), [plan._replace(is_streamed=True) for plan in resident], machine=SLOW
+    )
     assert (streamed.peak_bytes - below.peak_bytes, below.host_bytes - streamed.host_bytes) == (70, 70)
-    assert predict(cost._replace(embedding_bytes=70), resident, machine=SLOW).peak_bytes == predict(cost, resident, machine=SLOW).peak_bytes
+    assert (
+        predict(cost._replace(embedding_bytes=70), resident, machine=SLOW).peak_bytes
+        == predict(cost, resident, machine=SLOW).peak_bytes
+    )
     copies = [interval.label for interval in streamed.lanes if interval.lane == "h2d"]
     assert copies == ["weights 3", "weights 4", "weights 5", "weights 2", "weights 1", "weights 0"]
     assert streamed.exposed_ms == pytest.approx(0.0)

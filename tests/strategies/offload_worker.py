@@ -1,6 +1,8 @@
-"""Train tiny models under activation policies on two ranks; run by torchrun: ``-m tests.strategies.offload_worker <file>``.
+"""Train tiny models under activation policies on two ranks; run by torchrun: ``-m tests.strategies.offload_worker
+<file>``.
 
-Every rank has packs of its own lengths, so that nothing may depend on what only one rank sees. Each rank writes what it found to ``<file>.<rank>``.
+Every rank has packs of its own lengths, so that nothing may depend on what only one rank sees. Each rank writes what it
+found to ``<file>.<rank>``.
 """
 
 import os
@@ -22,7 +24,8 @@ from tests.support.training_parts import quiet_trainer
 from tests.support.two_ranks import run_two_ranks
 
 ACCUMULATE, NUM_WINDOWS = 3, 4
-# GiB: room for everything; "held in part" lies between what recompute needs (1.2e-3 to 1.4e-3) and what keeping everything takes (2.2e-3).
+# GiB: room for everything; "held in part" lies between what recompute needs (1.2e-3 to 1.4e-3) and what keeping
+# everything takes (2.2e-3).
 LARGE_BUDGET = 1.0
 POLICIES = {
     "keep": ("keep", {}),
@@ -34,11 +37,24 @@ POLICIES = {
 }
 CASES = {
     "ddp": [
-        ("lora", "offload"), ("lora", "auto"), ("lora", "auto, held in part"), ("full", "offload"), ("full", "auto"), ("nf4", "offload"),
-        ("nf4", "auto"), ("lora", "auto without a budget"),
+        ("lora", "offload"),
+        ("lora", "auto"),
+        ("lora", "auto, held in part"),
+        ("full", "offload"),
+        ("full", "auto"),
+        ("nf4", "offload"),
+        ("nf4", "auto"),
+        ("lora", "auto without a budget"),
     ],
-    "fsdp": [("full", "offload"), ("full", "recompute"), ("full", "auto"), ("full", "auto, held in part"), ("lora", "offload"), ("lora", "auto")],
-}  # fmt: skip
+    "fsdp": [
+        ("full", "offload"),
+        ("full", "recompute"),
+        ("full", "auto"),
+        ("full", "auto, held in part"),
+        ("lora", "offload"),
+        ("lora", "auto"),
+    ],
+}
 
 
 class WatchPlan(Callback):
@@ -61,21 +77,28 @@ class WatchPlan(Callback):
         stacks = trainer.strategy.checkpointing.stacks
         if stacks:
             (stack,) = stacks
-            self.plans.append([(plan.is_kept, plan.input_place, plan.values) for plan in (segment.plan for segment in stack.segments)])
+            self.plans.append(
+                [(plan.is_kept, plan.input_place, plan.values) for plan in (segment.plan for segment in stack.segments)]
+            )
             self.on_host = max(self.on_host, 0 if stack.engine is None else stack.engine.slab.num_bytes)
 
 
 def batches_of(rank, *, world_size, is_grown):
-    """Windows of ACCUMULATE packs per rank; each pack has another length, and where it is grown, one rank's later packs are longer than its first."""
+    """Windows of ACCUMULATE packs per rank; each pack has another length, and where it is grown, one rank's later
+    packs are longer than its first.
+    """
     documents = sorted(ragged_examples(), key=lambda document: len(document.input_ids))
-    # The longest pack first: every rank plans once. Or one rank meets its longest at the second and at the seventh forward.
+    # The longest pack first: every rank plans once. Or one rank meets its longest at the second and at the seventh
+    # forward.
     found = []
     for window in range(NUM_WINDOWS):
         sizes = [[9, 5, 3], [8, 4, 6]]
         if is_grown:
             sizes = [[3, 5, 3], [4, 4, 3]] if window == 0 else [[3, 4, 3], [4 + 2 * window, 4, 3]]
         packs = [[documents[len(documents) - size : len(documents)] for size in row] for row in sizes]
-        num_items = sum(int((document.labels[1:] != -100).sum()) for row in packs for pack in row for document in pack) / (ACCUMULATE * NUM_RANKS)
+        num_items = sum(
+            int((document.labels[1:] != -100).sum()) for row in packs for pack in row for document in pack
+        ) / (ACCUMULATE * NUM_RANKS)
         rows = [[collate(pack, num_items=num_items) for pack in row] for row in packs]
         found += rows[rank] if world_size == NUM_RANKS else [batch for pair in zip(*rows) for batch in pair]
     return found
@@ -89,9 +112,15 @@ def train(kind, policy, strategy_name, *, rank=0, is_grown=False, folder=None):
     strategy = STRATEGIES[strategy_name](activations=OffloadCheckpointing(name, **options))
     watch = WatchPlan()
     trainer = quiet_trainer(
-        folder, strategy=strategy, devices=world_size, max_steps=NUM_WINDOWS, gradient_clip_val=CLIP_NORM, use_distributed_sampler=False,
-        accumulate_grad_batches=ACCUMULATE * NUM_RANKS // world_size, callbacks=[watch],
-    )  # fmt: skip
+        folder,
+        strategy=strategy,
+        devices=world_size,
+        max_steps=NUM_WINDOWS,
+        gradient_clip_val=CLIP_NORM,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=ACCUMULATE * NUM_RANKS // world_size,
+        callbacks=[watch],
+    )
     module = make_tuner(kind)
     trainer.fit(module, DataLoader(batches_of(rank, world_size=world_size, is_grown=is_grown), batch_size=None))
     assert trainer.global_step == NUM_WINDOWS
@@ -113,7 +142,9 @@ def main(path):
     for strategy_name, cases in CASES.items():
         for kind, policy in cases:
             found[strategy_name, kind, policy] = train(kind, policy, strategy_name, rank=rank, folder=Path(path).parent)
-        found[strategy_name, "grown"] = train("full", "auto", strategy_name, rank=rank, is_grown=True, folder=Path(path).parent)
+        found[strategy_name, "grown"] = train(
+            "full", "auto", strategy_name, rank=rank, is_grown=True, folder=Path(path).parent
+        )
     torch.save(found, f"{path}.{rank}")
 
 

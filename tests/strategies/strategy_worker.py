@@ -1,6 +1,8 @@
-"""Train tiny models under the strategies of several devices; run by torchrun on two ranks: ``-m tests.strategies.strategy_worker <part> <folder>``.
+"""Train tiny models under the strategies of several devices; run by torchrun on two ranks: ``-m
+tests.strategies.strategy_worker <part> <folder>``.
 
-Each part is a list of cases that run one after the other in the same two processes; rank 0 writes what they found to ``<folder>/<part>.pt``.
+Each part is a list of cases that run one after the other in the same two processes; rank 0 writes what they found to
+``<folder>/<part>.pt``.
 """
 
 import os
@@ -46,9 +48,19 @@ KINDS = {
     "lora, trained copies": {"lora": {**LORA, "modules_to_save": ["lm_head"]}, "tie_word_embeddings": False},
     "nf4": {"lora": LORA, "quantization": "nf4"},
     "nf4 experts": {
-        "lora": {**LORA, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "lora": {
+            **LORA,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
         "quantization": "nf4",
-        "config": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+        "config": {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "decoder_sparse_step": 1,
+        },
     },
 }
 STRATEGIES = {"ddp": FastFTDDPStrategy, "fsdp": FastFTFSDPStrategy, "one": FastFTStrategy}
@@ -79,7 +91,11 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._counter = CollectiveCounter().__enter__()
-        self.head = type(pl_module.model.get_output_embeddings()).__name__ if hasattr(pl_module.model, "get_output_embeddings") else None
+        self.head = (
+            type(pl_module.model.get_output_embeddings()).__name__
+            if hasattr(pl_module.model, "get_output_embeddings")
+            else None
+        )
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self._counter.__exit__(None, None, None)
@@ -123,7 +139,15 @@ def make_tuner(kind, *, dtype="float32", optimizer=None, **options):
     tie = {"tie_word_embeddings": settings.pop("tie_word_embeddings", CONFIG["tie_word_embeddings"])}
     # Plain SGD: a step is linear in the gradient, so that a bound on sums is a bound on weights.
     optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.5))
-    return FineTuner({**config, **tie}, init="random", dtype=dtype, optimizer=optimizer, scheduler="constant", warmup_share=0.0, **settings)
+    return FineTuner(
+        {**config, **tie},
+        init="random",
+        dtype=dtype,
+        optimizer=optimizer,
+        scheduler="constant",
+        warmup_share=0.0,
+        **settings,
+    )
 
 
 def batches_of(rank, *, world_size, num_windows=NUM_WINDOWS):
@@ -144,9 +168,17 @@ def fit(module, *, strategy, rank=0, folder=None, max_steps=NUM_WINDOWS, ckpt_pa
         **options,
     }
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=max_steps, default_root_dir=folder, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **settings,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        max_steps=max_steps,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **settings,
+    )
     batches = batches_of(rank, world_size=world_size, num_windows=max_steps)
     trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
     return trainer
@@ -157,7 +189,11 @@ def trained_state(module):
     model = module.model
     if is_sharded(model):
         return gather_state(model, is_trained_only=True)
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
 
 
 def train(kind, policy, strategy_name, *, rank=0, folder=None):
@@ -198,7 +234,9 @@ def options_of_ddp(rank, folder):
 
 
 def how_often_lightning_asks(rank, folder, *, is_exact):
-    """Questions of rank 0 whether it was told to stop, each a wait for the device; and whether the loop is left as it was."""
+    """Questions of rank 0 whether it was told to stop, each a wait for the device; and whether the loop is left
+    as it was.
+    """
     real, asked = _TrainingEpochLoop._broadcast_sigterm_tensor, []
 
     def counted(loop):
@@ -236,7 +274,13 @@ def loop_where_one_rank_leaves_signals_alone(rank, folder):
     """Whether the loop was changed where the signals come here on one rank only."""
     fail = Fail()
     try:
-        fit(make_tuner("lora"), strategy=FastFTDDPStrategy(), rank=rank, folder=folder, callbacks=[fail, ExactResume(stop_signals=rank == 0)])
+        fit(
+            make_tuner("lora"),
+            strategy=FastFTDDPStrategy(),
+            rank=rank,
+            folder=folder,
+            callbacks=[fail, ExactResume(stop_signals=rank == 0)],
+        )
     except ValueError:
         return fail.was_changed
     raise AssertionError("nothing failed")
@@ -308,7 +352,9 @@ def checkpointed(kind, form, rank, folder, *, strategy):
 
 
 def narrow_adapters(*, strategy, rank=0, folder=None):
-    """The loss of each micro-batch of rank 0 in bf16 with fp32 adapters, and how often an adapter computed beside its base."""
+    """The loss of each micro-batch of rank 0 in bf16 with fp32 adapters, and how often an adapter computed beside
+    its base.
+    """
     losses, num_calls = [], 0
     real = adapters.lora_addmm
 
@@ -332,14 +378,21 @@ def masters(rank, folder):
     """Dtypes of full fine-tuning in bf16, and what the state of the optimizer is."""
     found = {}
     for name in ("auto", "bfloat16"):
-        module = make_tuner("full", dtype="bfloat16", master_dtype=name, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+        module = make_tuner(
+            "full",
+            dtype="bfloat16",
+            master_dtype=name,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        )
         seen = {}
         layer_dtypes = seen.setdefault("layer", set())
 
         class Look(Callback):
             def on_train_start(self, trainer, pl_module, seen=layer_dtypes):
                 norm = pl_module.model.model.layers[0].input_layernorm
-                norm.register_forward_hook(lambda part, inputs, output: seen.add((str(part.weight.dtype), str(output.dtype))))
+                norm.register_forward_hook(
+                    lambda part, inputs, output: seen.add((str(part.weight.dtype), str(output.dtype)))
+                )
 
             def on_before_optimizer_step(self, trainer, pl_module, optimizer, seen=seen):
                 seen["gradient"] = {str(parameter.grad.dtype) for parameter in pl_module.parameters()}
@@ -386,7 +439,10 @@ def foreign(rank, folder):
     for kind in (Lazy, ShardsItself):
         module = kind()
         trainer = fit(module, strategy=FastFTFSDPStrategy(), rank=rank, folder=folder)
-        found[kind.__name__] = {"state": trained_state(module), "sharding": [status.name for status in trainer.strategy.statuses()]}
+        found[kind.__name__] = {
+            "state": trained_state(module),
+            "sharding": [status.name for status in trainer.strategy.statuses()],
+        }
     return found
 
 
@@ -396,10 +452,21 @@ def validation(rank, folder):
     module = make_tuner("full")
     batches = batches_of(rank, world_size=NUM_RANKS)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=FastFTFSDPStrategy(save_distributed_checkpoint=False), max_steps=2, default_root_dir=folder,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=1,
-        accumulate_grad_batches=ACCUMULATE, val_check_interval=2, gradient_clip_val=CLIP_NORM, enable_checkpointing=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        strategy=FastFTFSDPStrategy(save_distributed_checkpoint=False),
+        max_steps=2,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=1,
+        accumulate_grad_batches=ACCUMULATE,
+        val_check_interval=2,
+        gradient_clip_val=CLIP_NORM,
+        enable_checkpointing=False,
+    )
     before = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)[0]["val_loss"]
     trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))
     keys = sorted(trainer.strategy.lightning_module_state_dict())
@@ -410,10 +477,18 @@ def validation(rank, folder):
 def refused(rank, folder):
     """The messages of what cannot be served."""
     cases = {
-        "sizes": lambda: fit(make_tuner("lora"), strategy=FastFTFSDPStrategy(data_parallel_size=3), rank=rank, folder=folder),
-        "tensor parallel FineTuner": lambda: fit(make_tuner("lora"), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder),
-        "tensor parallel foreign": lambda: fit(Lazy(), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder),
-        "precision by name": lambda: fit(make_tuner("lora"), strategy="fastft_fsdp", rank=rank, folder=folder, precision="64-true"),
+        "sizes": lambda: fit(
+            make_tuner("lora"), strategy=FastFTFSDPStrategy(data_parallel_size=3), rank=rank, folder=folder
+        ),
+        "tensor parallel FineTuner": lambda: fit(
+            make_tuner("lora"), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder
+        ),
+        "tensor parallel foreign": lambda: fit(
+            Lazy(), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder
+        ),
+        "precision by name": lambda: fit(
+            make_tuner("lora"), strategy="fastft_fsdp", rank=rank, folder=folder, precision="64-true"
+        ),
         "eager": lambda: fit(PlainModule(tiny_llama()), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder),
         "outside": lambda: fit(Lazy(has_extra_head=True), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder),
     }

@@ -1,4 +1,6 @@
-"""FastFTDDPStrategy: two ranks give the weights of one process with twice the accumulation, and send once per optimizer step."""
+"""FastFTDDPStrategy: two ranks give the weights of one process with twice the accumulation, and send once per
+optimizer step.
+"""
 
 import pickle
 from unittest import mock
@@ -11,7 +13,15 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.registry import register_strategies
-from tests.strategies.strategy_worker import ACCUMULATE, BOUND, DDP_EQUALITY, NUM_WINDOWS, difference, run_on_two_ranks, train
+from tests.strategies.strategy_worker import (
+    ACCUMULATE,
+    BOUND,
+    DDP_EQUALITY,
+    NUM_WINDOWS,
+    difference,
+    run_on_two_ranks,
+    train,
+)
 from tests.support.training_parts import quiet_trainer
 
 register_strategies()
@@ -77,7 +87,9 @@ def test_two_devices_for_the_single_device_strategy_are_refused_with_the_names_t
 
 
 def test_strategy_pickles_before_setup():
-    strategy = pickle.loads(pickle.dumps(FastFTDDPStrategy(activations=OffloadCheckpointing("recompute"), find_unused_parameters=True)))
+    strategy = pickle.loads(
+        pickle.dumps(FastFTDDPStrategy(activations=OffloadCheckpointing("recompute"), find_unused_parameters=True))
+    )
     assert strategy.checkpointing.policy == "recompute"
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     assert FastFTDDPStrategy(gradient_as_bucket_view=False)._ddp_kwargs == {"gradient_as_bucket_view": False}

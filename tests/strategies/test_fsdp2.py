@@ -1,4 +1,6 @@
-"""FastFTFSDPStrategy: two ranks with half a model each give the weights of one process; what cannot be served is refused by name."""
+"""FastFTFSDPStrategy: two ranks with half a model each give the weights of one process; what cannot be served is
+refused by name.
+"""
 
 import json
 import pickle
@@ -157,7 +159,9 @@ def test_bf16_is_trained_from_fp32_masters_unless_asked_otherwise(two_ranks):
 
 @pytest.mark.slow
 def test_narrow_adapters_compute_as_on_one_device(two_ranks):
-    """From fp32 masters that FSDP2 has gathered: the same forward to the bit, and gradients that are not rounded before they are reduced."""
+    """From fp32 masters that FSDP2 has gathered: the same forward to the bit, and gradients that are not rounded
+    before they are reduced.
+    """
     ours, one = two_ranks["bf16 adapters"], narrow_adapters(strategy=FastFTStrategy())
     assert ours["calls"] > 0
     # One process has the micro-batches of both ranks, in turns, and divides by twice as many.

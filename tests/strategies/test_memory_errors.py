@@ -1,4 +1,6 @@
-"""What is said of memory, and what the witness of a step sees; runs that fail in the step are in tests/faults/test_oom.py."""
+"""What is said of memory, and what the witness of a step sees; runs that fail in the step are in
+tests/faults/test_oom.py.
+"""
 
 import sys
 from pathlib import Path

@@ -50,7 +50,10 @@ def describe(model):
         hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("_hooks") and value is not None}
         found[name] = (type(module), attributes, hooks, type(vars(module).get("forward")))
         if hasattr(module, "config"):
-            found[f"{name}.config"] = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
+            found[f"{name}.config"] = (
+                module.config._attn_implementation,
+                getattr(module.config, "_experts_implementation", None),
+            )
     for name, parameter in model.named_parameters():
         attributes = sorted(vars(parameter))
         found[name] = (
@@ -69,9 +72,18 @@ def tiny_mixture():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )
     return Qwen3MoeForCausalLM(config).train()
 
 
@@ -79,7 +91,9 @@ def adapted(dtype):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(tiny_llama().to(dtype), LoraConfig(r=2, target_modules="all-linear"), autocast_adapter_dtype=False).train()
+    return get_peft_model(
+        tiny_llama().to(dtype), LoraConfig(r=2, target_modules="all-linear"), autocast_adapter_dtype=False
+    ).train()
 
 
 WAYS = {
@@ -87,16 +101,22 @@ WAYS = {
     "own module, experts": lambda: PlainModule(tiny_mixture()),
     "own module, PEFT": lambda: PlainModule(adapted(torch.float32)),
     "FineTuner of a model, bf16 and fp32 adapters": lambda: FineTuner(
-        tiny_llama().to(torch.bfloat16), lora={"r": 2, "target_modules": "all-linear"}, dtype="bfloat16", scheduler="constant"
+        tiny_llama().to(torch.bfloat16),
+        lora={"r": 2, "target_modules": "all-linear"},
+        dtype="bfloat16",
+        scheduler="constant",
     ),
 }
 SETUPS = {
     "strategy, all": lambda: {
-        "strategy": FastFTStrategy(activations=OffloadCheckpointing("recompute")), "callbacks": [FusedKernels(), BincountRouter()]
+        "strategy": FastFTStrategy(activations=OffloadCheckpointing("recompute")),
+        "callbacks": [FusedKernels(), BincountRouter()],
     },
     "strategy, plain": lambda: {"strategy": FastFTStrategy(activations=OffloadCheckpointing("keep")), "callbacks": []},
-    "PackedTraining": lambda: {"callbacks": [PackedTraining(activations=OffloadCheckpointing("recompute")), FusedKernels(), BincountRouter()]},
-}  # fmt: skip
+    "PackedTraining": lambda: {
+        "callbacks": [PackedTraining(activations=OffloadCheckpointing("recompute")), FusedKernels(), BincountRouter()]
+    },
+}
 
 
 def run(tmp_path, module, setup, *, end):
@@ -104,7 +124,9 @@ def run(tmp_path, module, setup, *, end):
     # An error in a validation leaves the model in evaluation mode, under any strategy.
     module.train()
     options = SETUPS[setup]()
-    trainer = quiet_trainer(tmp_path, **options | {"callbacks": [*options["callbacks"], *end]}, num_sanity_val_steps=1, max_epochs=1)
+    trainer = quiet_trainer(
+        tmp_path, **options | {"callbacks": [*options["callbacks"], *end]}, num_sanity_val_steps=1, max_epochs=1
+    )
     trainer.fit(module, packed_loader(4), packed_loader(2, seed=9))
 
 
@@ -115,7 +137,9 @@ def test_normal_end_and_error_at_every_hook(tmp_path, way, setup):
     if way.startswith("FineTuner"):
         # Builds its adapters in the first run: what that leaves is what later ones find.
         run(tmp_path, module, setup, end=[])
-        assert not [name for name, part in module.model.named_modules() if type(part).__module__.startswith("lightning_fastft")]
+        assert not [
+            name for name, part in module.model.named_modules() if type(part).__module__.startswith("lightning_fastft")
+        ]
         assert not [key for part in module.model.modules() for key in vars(part) if "fastft" in key]
     before = describe(module.model)
     run(tmp_path, module, setup, end=[])
@@ -159,7 +183,9 @@ def test_evaluation_that_fails(tmp_path, verb):
     run(tmp_path, module, "strategy, plain", end=[])
     before = describe(module.model)
     trainer = quiet_trainer(
-        tmp_path, strategy="fastft", callbacks=[FusedKernels(), RaiseAt(f"on_{'validation' if verb == 'validate' else verb}_batch_end")]
+        tmp_path,
+        strategy="fastft",
+        callbacks=[FusedKernels(), RaiseAt(f"on_{'validation' if verb == 'validate' else verb}_batch_end")],
     )
     with pytest.raises(PlantedError):
         getattr(trainer, verb)(module, packed_loader(2))

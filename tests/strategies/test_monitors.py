@@ -14,7 +14,13 @@ from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader,
 
 
 def fit(tmp_path, module, callback, **options):
-    options = {"strategy": "fastft", "enable_checkpointing": isinstance(callback, ModelCheckpoint), "max_steps": -1, "max_epochs": 1, **options}
+    options = {
+        "strategy": "fastft",
+        "enable_checkpointing": isinstance(callback, ModelCheckpoint),
+        "max_steps": -1,
+        "max_epochs": 1,
+        **options,
+    }
     trainer = quiet_trainer(tmp_path, callbacks=[callback], **options)
     trainer.fit(module, packed_loader(6), packed_loader(2, seed=9))
     return trainer
@@ -24,7 +30,9 @@ def tuner():
     return FineTuner({**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", dtype="float32", scheduler="constant")
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 4}, {"max_steps": 2, "accumulate_grad_batches": 2}], ids=["4 of 6", "2 windows of 2"])
+@pytest.mark.parametrize(
+    "options", [{"max_steps": 4}, {"max_steps": 2, "accumulate_grad_batches": 2}], ids=["4 of 6", "2 windows of 2"]
+)
 def test_early_stopping_that_would_end_in_an_error_is_refused_before_the_first_step(tmp_path, options):
     module = PlainModule(tiny_llama())
     with pytest.raises(OptionError, match="val_check_interval"):
@@ -51,7 +59,9 @@ def test_early_stopping_that_works_is_left_alone(tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    "make", [EarlyStopping, lambda monitor, **options: ModelCheckpoint(monitor=monitor)], ids=["EarlyStopping", "ModelCheckpoint"]
+    "make",
+    [EarlyStopping, lambda monitor, **options: ModelCheckpoint(monitor=monitor)],
+    ids=["EarlyStopping", "ModelCheckpoint"],
 )
 @pytest.mark.parametrize(("monitor", "is_named"), [("val_los", True), ("val_loss", False), ("train_loss", False)])
 def test_monitor_that_a_fine_tuner_does_not_log_is_named(tmp_path, make, monitor, is_named):

@@ -1,4 +1,6 @@
-"""Activation policies on two ranks: the weights of one process, one plan for all ranks, and nobody who waits for somebody that does not come."""
+"""Activation policies on two ranks: the weights of one process, one plan for all ranks, and nobody who waits for
+somebody that does not come.
+"""
 
 import pytest
 

@@ -12,9 +12,24 @@ from lightning_fastft import FineTuner, OffloadCheckpointing
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.support.token_weighting_worker import CONFIG
-from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, random_documents, tiny_llama
+from tests.support.training_parts import (
+    VOCAB_SIZE,
+    PlainModule,
+    packed_loader,
+    quiet_trainer,
+    random_documents,
+    tiny_llama,
+)
 
-CALLBACKS = ("Watchdog", "GradientHealth", "FusedKernels", "BincountRouter", "FiniteGuard", "TokenThroughput", "RunReport")
+CALLBACKS = (
+    "Watchdog",
+    "GradientHealth",
+    "FusedKernels",
+    "BincountRouter",
+    "FiniteGuard",
+    "TokenThroughput",
+    "RunReport",
+)
 
 
 class PickleTheTrainer(pl.Callback):
@@ -30,10 +45,16 @@ class PickleTheTrainer(pl.Callback):
 @pytest.mark.parametrize("kind", ["own module", "FineTuner"])
 def test_trainer_is_pickled_in_the_middle_of_fit(tmp_path, kind, policy):
     lora = {"r": 2, "target_modules": ["q_proj"]}
-    module = PlainModule(tiny_llama()) if kind == "own module" else FineTuner({**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", lora=lora)
+    module = (
+        PlainModule(tiny_llama())
+        if kind == "own module"
+        else FineTuner({**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", lora=lora)
+    )
     pickler = PickleTheTrainer()
     callbacks = [pickler, *(getattr(lightning_fastft, name)() for name in CALLBACKS)]
-    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(activations=OffloadCheckpointing(policy)), callbacks=callbacks)
+    trainer = quiet_trainer(
+        tmp_path, strategy=FastFTStrategy(activations=OffloadCheckpointing(policy)), callbacks=callbacks
+    )
     trainer.fit(module, packed_loader(4))
     assert len(pickler.sizes) == trainer.global_step == 3
     assert pickler.copy.global_step == 3
@@ -51,7 +72,13 @@ class BoundCollate(pl.LightningDataModule):
 
     def train_dataloader(self):
         context = multiprocessing.get_context(self.method)
-        return DataLoader(random_documents(6, seed=0), batch_size=2, collate_fn=self.collate, num_workers=1, multiprocessing_context=context)
+        return DataLoader(
+            random_documents(6, seed=0),
+            batch_size=2,
+            collate_fn=self.collate,
+            num_workers=1,
+            multiprocessing_context=context,
+        )
 
 
 @pytest.mark.slow

@@ -16,11 +16,18 @@ from torch import nn
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.errors import ContextError, OptionError, UnsupportedModelError
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
-from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
+from tests.support.training_parts import (
+    VOCAB_SIZE,
+    PlainModule,
+    packed_batches,
+    packed_loader,
+    quiet_trainer,
+    tiny_llama,
+)
 
 register_strategies()
 
@@ -47,7 +54,9 @@ def test_user_module_trains_and_validates_by_name(tmp_path):
     assert isinstance(trainer.strategy, FastFTStrategy)
     assert trainer.global_step == 4
     assert {"train_loss", "val_loss"} <= set(trainer.callback_metrics)
-    assert all(not torch.equal(before[name], value) for name, value in module.state_dict().items() if "inv_freq" not in name)
+    assert all(
+        not torch.equal(before[name], value) for name, value in module.state_dict().items() if "inv_freq" not in name
+    )
 
 
 def test_training_equals_plain_torch_on_each_document_alone(tmp_path):
@@ -166,7 +175,10 @@ def test_unservable_family_is_refused_by_name(tmp_path):
 
 def test_module_without_a_model_trains_on_its_own_batches(tmp_path):
     module = PlainModule(ForeignModel())
-    batches = [{"input_ids": torch.randint(0, VOCAB_SIZE, (1, 9)), "labels": torch.randint(0, VOCAB_SIZE, (1, 9))} for _ in range(3)]
+    batches = [
+        {"input_ids": torch.randint(0, VOCAB_SIZE, (1, 9)), "labels": torch.randint(0, VOCAB_SIZE, (1, 9))}
+        for _ in range(3)
+    ]
     trainer = quiet_trainer(tmp_path, strategy="fastft")
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     states = {status.name: status.state for status in trainer.strategy.statuses()}
@@ -202,7 +214,9 @@ def test_name_lands_on_the_gpu_and_refuses_two_devices(tmp_path):
         options = {"strategy": "fastft", "accelerator": "cuda"}
         assert quiet_trainer(tmp_path, devices=1, **options).strategy.root_device == torch.device("cuda", 0)
         assert quiet_trainer(tmp_path, devices=[1], **options).strategy.root_device == torch.device("cuda", 1)
-        assert quiet_trainer(tmp_path, devices=1, accelerator="auto", strategy=FastFTStrategy()).strategy.root_device == torch.device("cuda", 0)
+        assert quiet_trainer(
+            tmp_path, devices=1, accelerator="auto", strategy=FastFTStrategy()
+        ).strategy.root_device == torch.device("cuda", 0)
         with pytest.raises(OptionError, match="one device"):
             quiet_trainer(tmp_path, devices=2, **options)
 
@@ -239,7 +253,7 @@ def test_failed_set_up_leaves_the_model_as_it_was():
         strategy.packed_steps.install(module)
     assert module.model.lm_head is head
     assert module.model.config._attn_implementation == attention
-    assert len(SwapLedger()) == 0
+    assert len(ModelPatcher()) == 0
 
 
 class RunsOutOfMemory(PlainModule):
@@ -286,7 +300,9 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_under_a_smaller_plan(tmp_
 def test_a_backward_that_runs_out_of_memory_says_which_budget_to_take(tmp_path):
     strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
     with pytest.raises(torch.OutOfMemoryError, match=r"vram_budget=0\.0\)"):
-        quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(RunsOutOfMemory(tiny_llama(), where="backward"), packed_loader(8))
+        quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(
+            RunsOutOfMemory(tiny_llama(), where="backward"), packed_loader(8)
+        )
 
 
 def model_with_frozen_layers():
@@ -339,7 +355,9 @@ def test_student_learns_beside_a_frozen_teacher_in_evaluation_mode(tmp_path, pol
 
     module = Distil()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    quiet_trainer(tmp_path, strategy=FastFTStrategy(activations=OffloadCheckpointing(policy))).fit(module, packed_loader())
+    quiet_trainer(tmp_path, strategy=FastFTStrategy(activations=OffloadCheckpointing(policy))).fit(
+        module, packed_loader()
+    )
     moved = {name for name, value in module.state_dict().items() if not torch.equal(before[name], value)}
     assert moved
     assert all(name.startswith("model.") for name in moved)

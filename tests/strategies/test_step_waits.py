@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.callbacks.packed_training import PackedTraining
-from lightning_fastft.core.async_reader import LateCopies
+from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.monitor.progress_bar import FastFTProgressBar
 from lightning_fastft.monitor.token_throughput import TokenThroughput
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -22,7 +22,9 @@ from tests.support.training_parts import PlainModule, packed_loader, quiet_train
 class FusedModule(PlainModule):
     def configure_optimizers(self):
         # The plain loop of torch reads its step count, which lies on the CPU on a GPU run too.
-        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2, fused=True)
+        return torch.optim.AdamW(
+            [parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2, fused=True
+        )
 
 
 class CountSteps(pl.Callback):
@@ -42,7 +44,7 @@ class CountSteps(pl.Callback):
 def fit_counted(tmp_path, module, *, strategy, callbacks, **options):
     counter = CountSteps()
     # What a GPU run would find in pinned memory is not there yet: reading it is the next steps' business.
-    with mock.patch.object(LateCopies, "poll", return_value=[]):
+    with mock.patch.object(AsyncScalarReader, "poll", return_value=[]):
         trainer = quiet_trainer(tmp_path, strategy=strategy, callbacks=[*callbacks, counter], **options)
         trainer.fit(module, packed_loader(4))
     assert counter.waits
@@ -60,17 +62,25 @@ def test_step_of_the_strategy_waits_for_nothing(tmp_path, policy, is_adapted):
 
 
 def test_step_under_the_callback_waits_for_nothing(tmp_path):
-    for waits in fit_counted(tmp_path, FusedModule(tiny_llama()), strategy="auto", callbacks=[PackedTraining()], accumulate_grad_batches=2):
+    for waits in fit_counted(
+        tmp_path, FusedModule(tiny_llama()), strategy="auto", callbacks=[PackedTraining()], accumulate_grad_batches=2
+    ):
         assert waits.total == 0, waits.origin
 
 
 def test_progress_bar_waits_for_nothing(tmp_path):
     counter = CountSteps()
-    with mock.patch.object(LateCopies, "poll", return_value=[]):
+    with mock.patch.object(AsyncScalarReader, "poll", return_value=[]):
         trainer = pl.Trainer(
-            default_root_dir=tmp_path, accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False,
-            enable_model_summary=False, callbacks=[PackedTraining(), FastFTProgressBar(), counter],
-        )  # fmt: skip
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            devices=1,
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            callbacks=[PackedTraining(), FastFTProgressBar(), counter],
+        )
         trainer.fit(FusedModule(tiny_llama()), packed_loader(4))
     assert [waits.total for waits in counter.waits] == [0, 0, 0]
 
@@ -82,7 +92,12 @@ def test_the_counter_sees_a_wait(tmp_path):
             loss.item()
             return loss
 
-    assert all(waits.total > 0 for waits in fit_counted(tmp_path, Reads(tiny_llama()), strategy=FastFTStrategy(), callbacks=[], accelerator="auto"))
+    assert all(
+        waits.total > 0
+        for waits in fit_counted(
+            tmp_path, Reads(tiny_llama()), strategy=FastFTStrategy(), callbacks=[], accelerator="auto"
+        )
+    )
 
 
 @pytest.mark.gpu
@@ -100,9 +115,16 @@ def test_step_waits_for_nothing_on_a_gpu(tmp_path, policy):
     model = tiny_llama().to(torch.bfloat16)
     callbacks = [GradientHealth(num_steps=3), TokenThroughput(log_every_n_steps=2), FastFTProgressBar()]
     trainer = pl.Trainer(
-        default_root_dir=tmp_path, accelerator="cuda", devices=1, strategy=FastFTStrategy(activations=OffloadCheckpointing(policy)), max_steps=8,
-        logger=False, enable_checkpointing=False, enable_model_summary=False, callbacks=callbacks,
-    )  # fmt: skip
+        default_root_dir=tmp_path,
+        accelerator="cuda",
+        devices=1,
+        strategy=FastFTStrategy(activations=OffloadCheckpointing(policy)),
+        max_steps=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
     try:
         trainer.fit(Guarded(model), packed_loader(8))
     finally:

@@ -1,4 +1,6 @@
-"""Importing this lets the kernels be imported alone: the package's own start, which takes longer than torch, brings Lightning for the strategies."""
+"""Importing this lets the kernels be imported alone: the package's own start, which takes longer than torch,
+brings Lightning for the strategies.
+"""
 
 import sys
 from importlib.util import find_spec, module_from_spec

@@ -1,4 +1,6 @@
-"""What the tests of Triton kernels run in processes of their own: whether kernels are interpreted is read when triton is imported."""
+"""What the tests of Triton kernels run in processes of their own: whether kernels are interpreted is read when
+triton is imported.
+"""
 
 import itertools
 import os
@@ -9,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What the kernels promise belongs to every run; that planted faults are seen, and combinations of what every run shows one by one, to
-# `make test-faults` and whoever changes a kernel. On a device every case runs.
+# What the kernels promise belongs to every run; that planted faults are seen, and combinations of what every run shows
+# one by one, to `make test-faults` and whoever changes a kernel. On a device every case runs.
 LANES = {"promises": "not fault", "faults": "fault"}
 in_both_lanes = pytest.mark.parametrize("lane", ["promises", pytest.param("faults", marks=pytest.mark.fault)])
 
@@ -20,11 +22,17 @@ def run_in_interpreter(file, *, lane):
 
     Args:
         file: Its name in this folder.
-        lane: "promises", or "faults": the tests whose names end in ``is_seen``, and the cases that ``thinned`` leaves out.
+        lane: "promises", or "faults": the tests whose names end in ``is_seen``, and the cases that ``thinned`` leaves
+            out.
     """
     pytest.importorskip("triton")
     _run_tests(
-        file, "-p", "tests.support.interpreter", "-m", LANES[lane], environment={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        file,
+        "-p",
+        "tests.support.interpreter",
+        "-m",
+        LANES[lane],
+        environment={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -33,7 +41,8 @@ def thinned(*axes, keep):
 
     Args:
         axes: Values of one parameter each.
-        keep: Takes the place of each value in its axis; says whether the case belongs to the lane of promises. Every value must be in one that does.
+        keep: Takes the place of each value in its axis; says whether the case belongs to the lane of promises. Every
+            value must be in one that does.
     """
     places = list(itertools.product(*(range(len(axis)) for axis in axes)))
     kept = {place for place in places if keep(*place)}

@@ -1,6 +1,8 @@
-"""Train a tiny model on planned packs, save in the middle, resume, and write what was seen: in this process, or on each rank of torchrun.
+"""Train a tiny model on planned packs, save in the middle, resume, and write what was seen: in this process, or on each
+rank of torchrun.
 
-As a script: torchrun --nproc_per_node 2 tests/support/datamodule_worker.py <folder>; rank r writes <folder>/rank<r>.json.
+As a script: torchrun --nproc_per_node 2 tests/support/datamodule_worker.py <folder>; rank r writes
+<folder>/rank<r>.json.
 """
 
 import json
@@ -27,14 +29,26 @@ def make_rows(num_rows: int = 61, seed: int = 0) -> list[dict]:
     rows = []
     for number, length in enumerate(lengths):
         # The first two ids name the row, so that a batch tells which rows it holds.
-        ids = [number // 48, 48 + number % 48, *torch.randint(0, VOCABULARY, (length - 2,), generator=generator).tolist()]
+        ids = [
+            number // 48,
+            48 + number % 48,
+            *torch.randint(0, VOCABULARY, (length - 2,), generator=generator).tolist(),
+        ]
         labels = [-100, *ids[1:]] if number % 3 else [-100] * (length // 2) + ids[length // 2 :]
         rows.append({"input_ids": ids, "labels": labels})
     return rows
 
 
 def make_data(**options) -> PackedDataModule:
-    options = {"num_workers": 0, "max_tokens": 64, "cache_dir": None, "num_proc": 1, "show_progress": False, "seed": 5, **options}
+    options = {
+        "num_workers": 0,
+        "max_tokens": 64,
+        "cache_dir": None,
+        "num_proc": 1,
+        "show_progress": False,
+        "seed": 5,
+        **options,
+    }
     return PackedDataModule(options.pop("rows", make_rows()), **options)
 
 
@@ -42,7 +56,9 @@ def rows_in(batch) -> list[int]:
     """The rows of a batch, pad documents left out, in their order."""
     starts = batch.context.start_host_S1[:-1].tolist()
     ids = batch["input_ids"][0]
-    return [int(ids[start]) * 48 + int(ids[start + 1]) - 48 for start in starts if start < batch.context.num_real_tokens]
+    return [
+        int(ids[start]) * 48 + int(ids[start + 1]) - 48 for start in starts if start < batch.context.num_real_tokens
+    ]
 
 
 class TinyModel(LightningModule):
@@ -78,7 +94,9 @@ class TinyModel(LightningModule):
 class SaveAt(Callback):
     """Save once, at the end of the micro-batch, epoch or validation with this number."""
 
-    def __init__(self, path: Path, *, micro_batch: int | None = None, epoch: int | None = None, validation: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, micro_batch: int | None = None, epoch: int | None = None, validation: int | None = None
+    ) -> None:
         self.path, self.micro_batch, self.epoch, self.validation = path, micro_batch, epoch, validation
         self.num_micro_batches = 0
         self.num_validations = 0
@@ -101,9 +119,16 @@ class SaveAt(Callback):
 
 def make_trainer(folder: Path, **options) -> Trainer:
     defaults = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "default_root_dir": folder, "max_epochs": 3, "num_sanity_val_steps": 0,
-    }  # fmt: skip
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "max_epochs": 3,
+        "num_sanity_val_steps": 0,
+    }
     return Trainer(**{**defaults, **options})
 
 
@@ -121,7 +146,9 @@ def run(folder: Path, *, data: dict, trainer: dict, callbacks=(), ckpt_path=None
     return Run(model.seen, model.weight.detach().clone(), module)
 
 
-def run_and_resume(folder: Path, *, save: dict, data: dict, trainer: dict, asks_for_steps: bool = False) -> tuple[Run, Run]:
+def run_and_resume(
+    folder: Path, *, save: dict, data: dict, trainer: dict, asks_for_steps: bool = False
+) -> tuple[Run, Run]:
     """Return a run without a stop that saves on its way, and the run that goes on from the save."""
     path = folder / "saved.ckpt"
     whole = run(folder, data=data, trainer=trainer, callbacks=[SaveAt(path, **save)], asks_for_steps=asks_for_steps)
@@ -130,7 +157,12 @@ def run_and_resume(folder: Path, *, save: dict, data: dict, trainer: dict, asks_
 
 
 TWO_PROCESS_CASES = [
-    {"save": save, "data": {"num_workers": num_workers}, "trainer": {"accumulate_grad_batches": accumulate}, "asks_for_steps": accumulate == 3}
+    {
+        "save": save,
+        "data": {"num_workers": num_workers},
+        "trainer": {"accumulate_grad_batches": accumulate},
+        "asks_for_steps": accumulate == 3,
+    }
     for num_workers in (0, 2)
     for accumulate in (1, 3)
     for save in ({"micro_batch": 9}, {"epoch": 1})
@@ -138,8 +170,14 @@ TWO_PROCESS_CASES = [
 
 
 def warnings_of_a_bad_row(folder: Path) -> list[str]:
-    """Train on rows of which one is rejected, through a cache that one rank fills, with a logger that has a folder of its own."""
-    data = {"rows": str(folder / "rows.jsonl"), "cache_dir": str(folder.with_name("bad_cache")), "max_reject_share": 0.5}
+    """Train on rows of which one is rejected, through a cache that one rank fills, with a logger that has a
+    folder of its own.
+    """
+    data = {
+        "rows": str(folder / "rows.jsonl"),
+        "cache_dir": str(folder.with_name("bad_cache")),
+        "max_reject_share": 0.5,
+    }
     options = {"devices": 2, "strategy": "ddp", "max_epochs": 1, "logger": CSVLogger(folder / "logs")}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -160,7 +198,9 @@ def main(folder: Path) -> None:
             # From a file through the cache, which one rank fills for both.
             data.update(rows=str(folder / "rows.jsonl"), cache_dir=str(case_folder / "cache"))
         options = {**case["trainer"], "devices": 2, "strategy": "ddp"}
-        whole, resumed = run_and_resume(case_folder, save=case["save"], data=data, trainer=options, asks_for_steps=case["asks_for_steps"])
+        whole, resumed = run_and_resume(
+            case_folder, save=case["save"], data=data, trainer=options, asks_for_steps=case["asks_for_steps"]
+        )
         equal = torch.equal(whole.weight, resumed.weight)
         results.append({"whole": whole.seen, "resumed": resumed.seen, "equal": equal, "sum": float(whole.weight.sum())})
     rank = whole.data.trainer.global_rank

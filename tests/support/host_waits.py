@@ -42,7 +42,9 @@ class HostWaits:
 
 
 def count_host_waits():
-    """Return a HostWaits that counts in its block; covers the backward and recomputation on a CPU, which run in the calling thread."""
+    """Return a HostWaits that counts in its block; covers the backward and recomputation on a CPU, which run in
+    the calling thread.
+    """
     return HostWaits()
 
 

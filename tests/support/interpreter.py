@@ -1,4 +1,6 @@
-"""A pytest plugin of the processes in which kernels are interpreted: their lanes, and what Triton's interpreter repeats at every call, done once."""
+"""A pytest plugin of the processes in which kernels are interpreted: their lanes, and what Triton's interpreter
+repeats at every call, done once.
+"""
 
 import pytest
 from triton.runtime import interpreter
@@ -21,8 +23,8 @@ def pytest_collection_modifyitems(items):
 def exchange_language_once_per_launch():
     """Let a launch exchange the functions of triton.language once for each module that its functions are from.
 
-    The interpreter looks for what to exchange at every call of a function in a kernel, and finds nothing after the first one of a module: that took
-    half of its time (measured with cProfile on ``triton_qk_rope.py``, Triton 3.9).
+    The interpreter looks for what to exchange at every call of a function in a kernel, and finds nothing after the
+    first one of a module: that took half of its time (measured with cProfile on ``triton_qk_rope.py``, Triton 3.9).
     """
     exchange, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     exchanged_modules = set()

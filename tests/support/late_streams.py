@@ -1,4 +1,4 @@
-"""Copy lanes for tests on a CPU that put every copy off as long as its order allows."""
+"""Copy streams for tests on a CPU that put every copy off as long as its order allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class LateLanes:
+class LateStreams:
     """A copy runs as late as the order of marks allows, so a wait that is missing shows as wrong bytes.
 
     Args:
@@ -43,38 +43,42 @@ class LateLanes:
 
     def synchronize(self) -> None:
         """Run everything."""
-        for lane in (self._out, self._in):
-            while lane:
-                lane[-1].run()
+        for stream in (self._out, self._in):
+            while stream:
+                stream[-1].run()
 
-    def _queue(self, lane: deque[_LateCopy], target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> _LateCopy:
+    def _queue(
+        self, stream: deque[_LateCopy], target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]
+    ) -> _LateCopy:
         self.num_copies += 1
-        copy = _LateCopy(lane, target, source, [mark for mark in after if mark is not None])
-        lane.append(copy)
+        copy = _LateCopy(stream, target, source, [mark for mark in after if mark is not None])
+        stream.append(copy)
         self._run_some()
         return copy
 
     def _run_some(self) -> None:
-        for lane in (self._out, self._in):
-            while self._random is not None and lane and self._random.random() < 0.3:
-                lane[0].run()
+        for stream in (self._out, self._in):
+            while self._random is not None and stream and self._random.random() < 0.3:
+                stream[0].run()
 
 
 class _LateCopy:
-    """One queued copy; running it runs what lies before it in its lane and what it waits for."""
+    """One queued copy; running it runs what lies before it in its stream and what it waits for."""
 
-    def __init__(self, lane: deque[_LateCopy], target: torch.Tensor, source: torch.Tensor, after: list[_LateCopy]) -> None:
-        self._lane, self._after = lane, after
+    def __init__(
+        self, stream: deque[_LateCopy], target: torch.Tensor, source: torch.Tensor, after: list[_LateCopy]
+    ) -> None:
+        self._lane, self._after = stream, after
         # Let go of once copied, as a real copy would.
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
 
     def run(self) -> None:
-        """Run every earlier copy of the lane, what this one waits for, then itself; once."""
+        """Run every earlier copy of the stream, what this one waits for, then itself; once."""
         while self._tensors is not None:
             first = self._lane[0]
             for mark in first._after:
                 mark.run()
-            # Running a mark of the other lane may have run this one already.
+            # Running a mark of the other stream may have run this one already.
             if self._lane and self._lane[0] is first:
                 self._lane.popleft()
                 assert first._tensors is not None

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import install_fused_layers
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.patches.packed import install_packed_training
@@ -23,11 +23,15 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
-# name -> (tiny model, what differs): every class of LAYERS, and with them biases, windows, sinks, soft caps, partly rotated heads, scaled angles,
-# tied embeddings and mixed blocks. Gemma 3 has the attribute of a soft cap, which its layers do not hand to attention.
+# name -> (tiny model, what differs): every class of LAYERS, and with them biases, windows, sinks, soft caps, partly
+# rotated heads, scaled angles, tied embeddings and mixed blocks. Gemma 3 has the attribute of a soft cap, which its
+# layers do not hand to attention.
 FAMILIES = {
     "llama": ("llama", {}),
-    "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama biased": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+    ),
     "mistral": ("mistral_windowed", {}),
     "mixtral": ("mixtral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {}),
@@ -35,19 +39,28 @@ FAMILIES = {
     "qwen3": ("qwen3", {"rope_parameters": YARN}),
     "qwen3_moe": ("qwen3_moe", {}),
     "gpt_oss": ("gpt_oss", {"rope_parameters": YARN}),
-    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "phi3": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, "head_dim": 8}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
-    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "attention_bias": True, "rms_norm_eps": 1e-3}),
+    "gemma3": (
+        "gemma3_text",
+        {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "attention_bias": True, "rms_norm_eps": 1e-3},
+    ),
 }
 DENSE = ("llama", "llama biased", "mistral", "qwen2", "qwen3", "phi3", "phi3 longrope", "gemma2", "gemma3")
-# Families that norm what the feed-forward block gives: the output of its last product is needed by the backward, so it is a value.
+# Families that norm what the feed-forward block gives: the output of its last product is needed by the backward, so it
+# is a value.
 POST_NORMED = ("gemma2", "gemma3")
 TRAINED = ("lora", "full", "norms")
 
 
 def build(family, trained, *, dtype=torch.float32, **overrides):
-    """A model of a family in training mode: with LoRA on every linear layer, trained as a whole, or with nothing but its norms trained."""
+    """A model of a family in training mode: with LoRA on every linear layer, trained as a whole, or with nothing
+    but its norms trained.
+    """
     name, differences = FAMILIES[family]
     # The loop over experts: the one implementation that takes float64.
     model = build_tiny(name, experts=None if family in DENSE else "eager", **{**differences, **overrides}).to(dtype)
@@ -75,18 +88,20 @@ def layers_of(model):
 
 
 def fuse(model):
-    """Swap, and return the ledger; what is not swapped is an error."""
-    ledger = SwapLedger()
-    (status,) = install_fused_layers(model, ledger)
+    """Swap, and return the patcher; what is not swapped is an error."""
+    patcher = ModelPatcher()
+    (status,) = install_fused_layers(model, patcher)
     assert status.state == "active", status
-    return ledger
+    return patcher
 
 
 def make_pair(model):
-    """The model with fused layers, and its twin with transformers' own; both with packed attention and the lazy head."""
+    """The model with fused layers, and its twin with transformers' own; both with packed attention and the lazy
+    head.
+    """
     plain = copy.deepcopy(model)
     for each in (model, plain):
-        install_packed_training(each, SwapLedger())
+        install_packed_training(each, ModelPatcher())
     fuse(model)
     return model, plain
 
@@ -107,14 +122,27 @@ def padded_batch(*, lengths=(9, 4, 7), is_left=False, seed=3):
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     ids = torch.randint(3, VOCABULARY, (len(lengths), width), generator=generator)
-    mask = torch.stack([(torch.arange(width) >= width - length) if is_left else (torch.arange(width) < length) for length in lengths]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100), "use_cache": False}
+    mask = torch.stack(
+        [(torch.arange(width) >= width - length) if is_left else (torch.arange(width) < length) for length in lengths]
+    ).long()
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "labels": torch.where(mask.bool(), ids, -100),
+        "use_cache": False,
+    }
 
 
 def use_exact_norms(model, *, is_plain):
-    """Norms without transformers' fp32 in the middle, so that float64 is float64; of a fused model only the last one is computed by its module."""
+    """Norms without transformers' fp32 in the middle, so that float64 is float64; of a fused model only the last
+    one is computed by its module.
+    """
     ((_, causal),) = find_causal_models(model)
-    norms = [causal.model.norm] if not is_plain else [module for module in causal.modules() if type(module).__name__.endswith("RMSNorm")]
+    norms = (
+        [causal.model.norm]
+        if not is_plain
+        else [module for module in causal.modules() if type(module).__name__.endswith("RMSNorm")]
+    )
     for norm in norms:
         # Gemma's norms name their eps otherwise, and their weights count from 1.
         eps, offset = (norm.eps, 1.0) if hasattr(norm, "eps") else (norm.variance_epsilon, 0.0)
@@ -126,16 +154,21 @@ def use_exact_norms(model, *, is_plain):
 def assert_as_near(found, *, own, truth):
     """Errors of a step are at most twice those of the layers' own forward in the same dtype, tensor by tensor.
 
-    Where a few numbers are the whole error it scatters: the factors of an adapter count as one, and so do all sinks and biases of routers.
+    Where a few numbers are the whole error it scatters: the factors of an adapter count as one, and so do all sinks and
+    biases of routers.
     """
     assert found.keys() == own.keys() == truth.keys()
     assert all(found[name].dtype is value.dtype for name, value in own.items())
-    errors = {name: (relative_error(found[name], value), relative_error(own[name], value)) for name, value in truth.items()}
+    errors = {
+        name: (relative_error(found[name], value), relative_error(own[name], value)) for name, value in truth.items()
+    }
     loss_error, own_error = errors.pop("loss")
     assert loss_error <= max(2 * own_error, torch.finfo(torch.bfloat16).eps)
     places = {name: "few numbers" if truth[name].numel() < 32 else name.split(".lora_")[0] for name in errors}
     for place in set(places.values()):
-        ours, theirs = (sum(pair[number] ** 2 for name, pair in errors.items() if places[name] == place) ** 0.5 for number in (0, 1))
+        ours, theirs = (
+            sum(pair[number] ** 2 for name, pair in errors.items() if places[name] == place) ** 0.5 for number in (0, 1)
+        )
         assert ours <= 2 * theirs, (place, ours, theirs)
 
 

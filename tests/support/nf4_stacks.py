@@ -1,4 +1,6 @@
-"""Stacks in NF4 by bitsandbytes, one expert after the other: the truth of every test, and inputs inside larger buffers."""
+"""Stacks in NF4 by bitsandbytes, one expert after the other: the truth of every test, and inputs inside larger
+buffers.
+"""
 
 import bitsandbytes.functional as bnb
 import torch
@@ -10,15 +12,31 @@ GUARD = 16384
 
 
 def make_truth(num_experts, num_blocks, dtype, *, device="cpu", seed=0):
-    """The quantised stack and what bitsandbytes reads back from it, expert by expert; scales of every size, blocks of zeros among them."""
+    """The quantised stack and what bitsandbytes reads back from it, expert by expert; scales of every size,
+    blocks of zeros among them.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (num_experts, num_blocks, BLOCK_WEIGHTS)
     size_EQ1 = torch.rand((num_experts, num_blocks, 1), generator=generator) ** 4 * 3
-    weight_EX = (torch.randn(shape, generator=generator) * size_EQ1).masked_fill(size_EQ1 < 1e-4, 0.0).flatten(1).to(device, dtype)
+    weight_EX = (
+        (torch.randn(shape, generator=generator) * size_EQ1)
+        .masked_fill(size_EQ1 < 1e-4, 0.0)
+        .flatten(1)
+        .to(device, dtype)
+    )
     parts, truth = [], []
     for weight_X in weight_EX:
         packed, state = bnb.quantize_4bit(weight_X, blocksize=64, compress_statistics=True, quant_type="nf4")
-        parts.append((packed.flatten(), state.absmax, state.state2.absmax, state.offset.reshape(()), state.code, state.state2.code))
+        parts.append(
+            (
+                packed.flatten(),
+                state.absmax,
+                state.state2.absmax,
+                state.offset.reshape(()),
+                state.code,
+                state.state2.code,
+            )
+        )
         truth.append(bnb.dequantize_4bit(packed, state).flatten())
     columns = list(zip(*parts))
     stack = NF4Stack(*(torch.stack(column) for column in columns[:4]), columns[4][0].clone(), columns[5][0].clone())

@@ -16,7 +16,9 @@ def is_there(pid):
 
 
 def _stat(pid):
-    """State and parent of a process; None where there is none. Its name, which may hold anything, stands before them in brackets."""
+    """State and parent of a process; None where there is none. Its name, which may hold anything, stands before
+    them in brackets.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,6 +1,8 @@
-"""One rank of a test: ``-m tests.support.rank_exit <limit in seconds> <module> <arguments>`` runs the module, with an end in every case.
+"""One rank of a test: ``-m tests.support.rank_exit <limit in seconds> <module> <arguments>`` runs the module, with an
+end in every case.
 
-A rank that is still there at the limit writes the Python stacks of all its threads to stderr and exits with 1; no lock of the interpreter stops that.
+A rank that is still there at the limit writes the Python stacks of all its threads to stderr and exits with 1; no lock
+of the interpreter stops that.
 """
 
 import faulthandler
@@ -12,7 +14,9 @@ import torch
 
 
 def leave():
-    """Leave the process group before the interpreter is finalised: its threads drop tensors that Python made, and must not do so after that."""
+    """Leave the process group before the interpreter is finalised: its threads drop tensors that Python made, and
+    must not do so after that.
+    """
     if torch.distributed.is_initialized():
         # What holds the group in a circle, as DistributedDataParallel does.
         gc.collect()

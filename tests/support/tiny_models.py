@@ -31,15 +31,26 @@ TINY = {
     "qwen2": ("qwen2", dict(use_sliding_window=True, **_MIXED_WINDOWS)),
     "qwen3": ("qwen3", {}),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
-    "gemma2": ("gemma2", dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=16, **_MIXED_WINDOWS)),
+    "gemma2": (
+        "gemma2",
+        dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=16, **_MIXED_WINDOWS),
+    ),
     "gemma3_text": ("gemma3_text", dict(query_pre_attn_scalar=16, **_MIXED_WINDOWS)),
     "gpt_oss": (
         "gpt_oss",
-        dict(num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **_MIXED_WINDOWS),
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            **_MIXED_WINDOWS,
+        ),
     ),
     "qwen3_moe": ("qwen3_moe", dict(decoder_sparse_step=1, mlp_only_layers=[], **_EXPERTS)),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "olmoe": (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         {
@@ -70,14 +81,23 @@ TINY = {
             "moe_intermediate_size": 24,
         },
     ),
-    "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
 }
 # More mixture models, for the experts alone: their attention is not in the list of tested families.
 MORE_MOE = {
     "qwen2_moe": (
         "qwen2_moe",
-        dict(decoder_sparse_step=1, mlp_only_layers=[], shared_expert_intermediate_size=24, use_sliding_window=False, **_EXPERTS),
+        dict(
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            shared_expert_intermediate_size=24,
+            use_sliding_window=False,
+            **_EXPERTS,
+        ),
     ),
     "deepseek_v2": ("deepseek_v2", {**TINY["deepseek_v3"][1], "topk_method": "greedy", "n_shared_experts": 1}),
     "phimoe": ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -104,7 +124,10 @@ MORE_MOE = {
             "layer_types": ["full_attention", "full_attention"],
         },
     ),
-    "minimax_m3_vl_text": ("minimax_m3_vl_text", {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}),
+    "minimax_m3_vl_text": (
+        "minimax_m3_vl_text",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+    ),
     "gemma4_text": (
         "gemma4_text",
         {
@@ -140,7 +163,9 @@ def build_tiny(name, *, attention="eager", experts=None, **overrides):
     model_type, differences = {**TINY, **MORE_MOE}[name]
     config = AutoConfig.for_model(model_type, **{**_SHARED, **differences, **overrides})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **({"experts_implementation": experts} if experts else {}))
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, **({"experts_implementation": experts} if experts else {})
+    )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" not in parameter_name or parameter.ndim > 1:

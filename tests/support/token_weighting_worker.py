@@ -1,4 +1,5 @@
-"""Gradients of one optimizer step over the same 64 ragged examples, however they are packed, accumulated and spread over ranks.
+"""Gradients of one optimizer step over the same 64 ragged examples, however they are packed, accumulated and spread
+over ranks.
 
 Imported by test_token_weighting.py, and run by torchrun for two ranks:
 ``torchrun --nproc_per_node=2 -m tests.support.token_weighting_worker <file>``.
@@ -26,9 +27,17 @@ from tests.support.rank_exit import leave
 VOCAB_SIZE = 61
 NUM_EXAMPLES = 64
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
 # How the examples become micro-batches on every rank, and the accumulation that makes one step of them.
 ONE_RANK = {"accumulate 1": 1, "accumulate 2": 2, "accumulate 4": 4, "accumulate 8": 8, "unpacked": NUM_EXAMPLES}
 TWO_RANKS = {"accumulate 1": 1, "accumulate 4": 4}
@@ -52,7 +61,10 @@ def micro_batches(*, accumulate, world_size=1, rank=0, num_items=None):
     window_tokens = sum(int((document.labels[1:] != -100).sum()) for document in documents)
     parts = np.array_split(np.arange(NUM_EXAMPLES), accumulate * world_size)[rank::world_size]
     divisor = window_tokens / (accumulate * world_size)
-    return [collate([documents[index] for index in part], num_items=divisor if num_items is None else num_items) for part in parts]
+    return [
+        collate([documents[index] for index in part], num_items=divisor if num_items is None else num_items)
+        for part in parts
+    ]
 
 
 class OwnModule(pl.LightningModule):
@@ -82,7 +94,8 @@ def gradient(kind, batches, *, num_ranks=1):
     """Gradient of one optimizer step of ``Trainer.fit`` over the batches of this rank.
 
     Args:
-        kind: "ours" (FineTuner, our head), "ours_lora" (adapters only), or "stock" (a user's module, transformers' own loss).
+        kind: "ours" (FineTuner, our head), "ours_lora" (adapters only), or "stock" (a user's module, transformers' own
+            loss).
         batches: The micro-batches of this rank; all of them make one step.
         num_ranks: 1 or 2 (gloo).
     """
@@ -96,9 +109,18 @@ def gradient(kind, batches, *, num_ranks=1):
     else:
         strategy = "auto" if kind == "stock" else FastFTStrategy()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=num_ranks, strategy=strategy, max_steps=1, accumulate_grad_batches=len(batches), callbacks=callbacks, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=1,
+        accumulate_grad_batches=len(batches),
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
     trainer.fit(module, DataLoader(batches, batch_size=None))
     assert keep.head == ("Linear" if kind == "stock" else "LazyHead"), keep.head
     return keep.gradient
@@ -124,7 +146,9 @@ def main():
     found = {}
     for kind in ("ours", "ours_lora", "stock"):
         for name, accumulate in TWO_RANKS.items():
-            found[kind, name] = gradient(kind, micro_batches(accumulate=accumulate, world_size=2, rank=rank), num_ranks=2)
+            found[kind, name] = gradient(
+                kind, micro_batches(accumulate=accumulate, world_size=2, rank=rank), num_ranks=2
+            )
     torch.save(found, f"{sys.argv[1]}.{rank}")
 
 

@@ -13,9 +13,16 @@ VOCAB_SIZE = 97
 
 def tiny_llama(**options):
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, tie_word_embeddings=False, **options,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        **options,
+    )
     return LlamaForCausalLM(config).train()
 
 
@@ -29,7 +36,10 @@ def random_documents(num_documents, *, seed, has_labels=True):
 
 
 def packed_batches(num_batches, *, seed=0, has_labels=True, **options):
-    return [collate(random_documents(3, seed=seed + index, has_labels=has_labels), **options) for index in range(num_batches)]
+    return [
+        collate(random_documents(3, seed=seed + index, has_labels=has_labels), **options)
+        for index in range(num_batches)
+    ]
 
 
 def packed_loader(num_batches=4, **options):
@@ -57,9 +67,18 @@ class PlainModule(pl.LightningModule):
         self.log("test_loss", self.model(**batch).loss)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=self.lr, weight_decay=0.0)
+        return torch.optim.AdamW(
+            [parameter for parameter in self.parameters() if parameter.requires_grad], lr=self.lr, weight_decay=0.0
+        )
 
 
 def quiet_trainer(tmp_path, **options):
-    options = {"accelerator": "cpu", "devices": 1, "max_steps": 3, "logger": False, "enable_checkpointing": False, **options}
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        **options,
+    }
     return pl.Trainer(default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, **options)

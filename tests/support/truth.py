@@ -1,4 +1,6 @@
-"""The bound of every kernel test, NaN-poisoned inputs, modules with one planted fault, and a watch on host waits and large tensors."""
+"""The bound of every kernel test, NaN-poisoned inputs, modules with one planted fault, and a watch on host waits
+and large tensors.
+"""
 
 import ast
 import importlib.util
@@ -22,7 +24,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
-        is_mask_index = "aten::index" in name and any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(args[1:2]))
+        is_mask_index = "aten::index" in name and any(
+            isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(args[1:2])
+        )
         if any(wait in name for wait in WAITS) or is_mask_index:
             self.waits.append(name)
         out = func(*args, **(kwargs or {}))
@@ -40,7 +44,9 @@ def one_unit(truth, dtype):
 
 
 def assert_within_bound(name, ours, *, plain, truth, dtype):
-    """Our error is at most twice that of plain PyTorch in the same dtype, or one unit in the last place at the largest true value."""
+    """Our error is at most twice that of plain PyTorch in the same dtype, or one unit in the last place at the
+    largest true value.
+    """
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(truth.shape)}"
     assert torch.isfinite(ours).all(), f"{name}: not finite"
     if truth.numel() == 0:
@@ -52,7 +58,9 @@ def assert_within_bound(name, ours, *, plain, truth, dtype):
 
 
 def poisoned(tensor):
-    """The same values inside a larger buffer of NaN, one row and one column apart from its borders: strided, and a stray read is seen."""
+    """The same values inside a larger buffer of NaN, one row and one column apart from its borders: strided, and
+    a stray read is seen.
+    """
     if tensor.is_floating_point():
         buffer = torch.full([size + 2 for size in tensor.shape], float("nan"), dtype=tensor.dtype, device=tensor.device)
     else:
@@ -63,12 +71,18 @@ def poisoned(tensor):
 
 
 def load_with_fault(module, old, new, folder, *, except_in=None):
-    """A copy of a module in which one piece of text, present exactly once, is replaced; what one function holds does not count."""
+    """A copy of a module in which one piece of text, present exactly once, is replaced; what one function holds
+    does not count.
+    """
     source = Path(module.__file__).read_text()
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == except_in]
+    functions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == except_in
+    ]
     (kept,) = [ast.get_source_segment(source, node) for node in functions] if except_in else [""]
     before, after = source.split(kept) if kept else (source, "")
-    assert before.count(old) + after.count(old) == 1, f"{old!r} stands {before.count(old) + after.count(old)} times in {module.__file__}"
+    assert before.count(old) + after.count(old) == 1, (
+        f"{old!r} stands {before.count(old) + after.count(old)} times in {module.__file__}"
+    )
     path = Path(folder) / "faulty_module.py"
     path.write_text(before.replace(old, new) + kept + after.replace(old, new))
     spec = importlib.util.spec_from_file_location(f"faulty_{Path(folder).name}", path)

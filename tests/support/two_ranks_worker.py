@@ -1,4 +1,6 @@
-"""End as told: ``-m tests.support.two_ranks_worker <folder> <exit code>``, "abort" for an aborted rank, "hang" for one that waits for ever."""
+"""End as told: ``-m tests.support.two_ranks_worker <folder> <exit code>``, "abort" for an aborted rank, "hang"
+for one that waits for ever.
+"""
 
 import os
 import sys

@@ -17,11 +17,23 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.training.datamodule import PackedDataModule
-from tests.support.datamodule_worker import TWO_PROCESS_CASES, SaveAt, TinyModel, make_data, make_rows, make_trainer, rows_in, run, run_and_resume
+from tests.support.datamodule_worker import (
+    TWO_PROCESS_CASES,
+    SaveAt,
+    TinyModel,
+    make_data,
+    make_rows,
+    make_trainer,
+    rows_in,
+    run,
+    run_and_resume,
+)
 from tests.support.two_ranks import run_two_ranks
 
 NUM_ROWS = 61
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning.*", "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +61,11 @@ class TestResume:
     @pytest.mark.parametrize("micro_batch", [3, 12, 13, 14, 15, 16, 18, 28, 29, 30])
     def test_goes_on_bit_for_bit_from_the_middle_and_the_end_of_an_epoch(self, tmp_path, accumulate, micro_batch):
         whole, resumed = run_and_resume(
-            tmp_path, save={"micro_batch": micro_batch}, data={}, trainer={"accumulate_grad_batches": accumulate}, asks_for_steps=micro_batch % 2 == 0
+            tmp_path,
+            save={"micro_batch": micro_batch},
+            data={},
+            trainer={"accumulate_grad_batches": accumulate},
+            asks_for_steps=micro_batch % 2 == 0,
         )
         assert_goes_on(whole, resumed, after=micro_batch // accumulate * accumulate)
 
@@ -58,7 +74,11 @@ class TestResume:
     @pytest.mark.parametrize("save", [{"micro_batch": 9}, {"epoch": 1}])
     def test_goes_on_bit_for_bit_with_two_workers(self, tmp_path, accumulate, save):
         whole, resumed = run_and_resume(
-            tmp_path, save=save, data={"num_workers": 2}, trainer={"accumulate_grad_batches": accumulate}, asks_for_steps=True
+            tmp_path,
+            save=save,
+            data={"num_workers": 2},
+            trainer={"accumulate_grad_batches": accumulate},
+            asks_for_steps=True,
         )
         assert_goes_on(whole, resumed, after=save.get("micro_batch", 2 * whole.data.plan.num_micro_batches))
 
@@ -67,7 +87,11 @@ class TestResume:
     @pytest.mark.parametrize("save", [{"micro_batch": 3}, {"micro_batch": 9}, {"epoch": 0}])
     def test_goes_on_bit_for_bit_with_limit_train_batches(self, tmp_path, accumulate, limit, save):
         whole, resumed = run_and_resume(
-            tmp_path, save=save, data={}, trainer={"accumulate_grad_batches": accumulate, "limit_train_batches": limit}, asks_for_steps=True
+            tmp_path,
+            save=save,
+            data={},
+            trainer={"accumulate_grad_batches": accumulate, "limit_train_batches": limit},
+            asks_for_steps=True,
         )
         num_per_epoch = 7
         assert whole.data.plan.num_micro_batches == num_per_epoch
@@ -81,10 +105,14 @@ class TestResume:
         whole, resumed = run_and_resume(tmp_path, save=save, data={}, trainer=limits)
         assert_goes_on(whole, resumed, after=save.get("micro_batch", 14))
 
-    @pytest.mark.parametrize("options", [{}, {"val_check_interval": 5}, {"val_check_interval": 5, "check_val_every_n_epoch": None}])
+    @pytest.mark.parametrize(
+        "options", [{}, {"val_check_interval": 5}, {"val_check_interval": 5, "check_val_every_n_epoch": None}]
+    )
     @pytest.mark.parametrize("save", [{"validation": 2}, {"micro_batch": 5}])
     def test_goes_on_bit_for_bit_around_validation(self, tmp_path, options, save):
-        whole, resumed = run_and_resume(tmp_path, save=save, data={"val_share": 0.2}, trainer={"num_sanity_val_steps": 2, **options})
+        whole, resumed = run_and_resume(
+            tmp_path, save=save, data={"val_share": 0.2}, trainer={"num_sanity_val_steps": 2, **options}
+        )
         assert_goes_on(whole, resumed, after=len(whole.seen) - len(resumed.seen))
         assert len(whole.seen) - len(resumed.seen) == {"micro_batch": 5}.get(
             next(iter(save)), 10 if options else 2 * whole.data.plan.num_micro_batches
@@ -92,7 +120,9 @@ class TestResume:
 
     def test_goes_on_from_lightnings_own_checkpoints(self, tmp_path):
         saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-        whole = run(tmp_path, data={}, trainer={"enable_checkpointing": True, "accumulate_grad_batches": 3}, callbacks=[saver])
+        whole = run(
+            tmp_path, data={}, trainer={"enable_checkpointing": True, "accumulate_grad_batches": 3}, callbacks=[saver]
+        )
         resumed = run(tmp_path, data={}, trainer={"accumulate_grad_batches": 3}, ckpt_path=tmp_path / "step=8.ckpt")
         assert_goes_on(whole, resumed, after=24)
 
@@ -116,7 +146,9 @@ class TestResume:
     def test_nobody_is_warned_of_a_loader_that_does_go_on(self, tmp_path, save, recwarn):
         run_and_resume(tmp_path, save=save, data={"val_share": 0.2}, trainer={})
         assert [str(warning.message) for warning in recwarn if "not resumable" in str(warning.message)] == []
-        assert torch.load(tmp_path / "saved.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{}]
+        assert torch.load(tmp_path / "saved.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"][
+            "combined_loader"
+        ] == [{}]
 
     def test_goes_on_from_a_checkpoint_without_a_loaders_state(self, tmp_path):
         """As they were written before the loader had one."""
@@ -156,7 +188,12 @@ class TestResume:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
         options = {"cache_dir": None if cache is None else str(tmp_path / cache)}
-        whole = run(tmp_path, data={"rows": str(path), **options}, trainer={}, callbacks=[SaveAt(tmp_path / "saved.ckpt", micro_batch=5)])
+        whole = run(
+            tmp_path,
+            data={"rows": str(path), **options},
+            trainer={},
+            callbacks=[SaveAt(tmp_path / "saved.ckpt", micro_batch=5)],
+        )
         rows = str(path)
         if change == "memory":
             rows = make_rows()
@@ -217,7 +254,9 @@ class TestResume:
     def test_two_processes_go_on_bit_for_bit_and_share_every_row(self, tmp_path):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
         (tmp_path / "bad").mkdir()
-        (tmp_path / "bad/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*make_rows(), {"input_ids": [1]}]))
+        (tmp_path / "bad/rows.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in [*make_rows(), {"input_ids": [1]}])
+        )
         run_two_ranks("tests.support.datamodule_worker", tmp_path, timeout_s=400)
         ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         refusals = [results.pop()["refused"] for results in ranks]
@@ -227,7 +266,11 @@ class TestResume:
         assert [path.relative_to(tmp_path / "bad") for path in (tmp_path / "bad").rglob("rejected.jsonl")] == [
             Path("logs/lightning_logs/version_0/rejected.jsonl")
         ]
-        assert not any("not empty" in text for rank in (0, 1) for text in json.loads((tmp_path / f"bad/warned{rank}.json").read_text()))
+        assert not any(
+            "not empty" in text
+            for rank in (0, 1)
+            for text in json.loads((tmp_path / f"bad/warned{rank}.json").read_text())
+        )
         for case, *results in zip(TWO_PROCESS_CASES, *ranks, strict=True):
             num_per_epoch = len(results[0]["whole"]) // 3
             after = case["save"].get("micro_batch", 2 * num_per_epoch)
@@ -237,7 +280,11 @@ class TestResume:
                 assert result["sum"] == results[0]["sum"], case
             assert len(results[0]["whole"]) == len(results[1]["whole"]), case
             for epoch in range(3):
-                both = [entry for result in results for entry in result["whole"][epoch * num_per_epoch : (epoch + 1) * num_per_epoch]]
+                both = [
+                    entry
+                    for result in results
+                    for entry in result["whole"][epoch * num_per_epoch : (epoch + 1) * num_per_epoch]
+                ]
                 assert rows_of(both) == list(range(NUM_ROWS)), case
 
 
@@ -262,7 +309,12 @@ class TestFit:
 
         # The last window is cut to one micro-batch.
         recorded = Gradient()
-        done = run(tmp_path, data={}, trainer={"accumulate_grad_batches": 3, "max_epochs": 1, "limit_train_batches": 7}, callbacks=[recorded])
+        done = run(
+            tmp_path,
+            data={},
+            trainer={"accumulate_grad_batches": 3, "max_epochs": 1, "limit_train_batches": 7},
+            callbacks=[recorded],
+        )
         rows = make_rows()
         weight = TinyModel().weight.detach().double().requires_grad_()
         expected = []
@@ -272,7 +324,8 @@ class TestFit:
             targets = torch.tensor([label for row in documents for label in row["labels"][1:]])
             loss = torch.nn.functional.cross_entropy(weight[inputs], targets, ignore_index=-100)
             expected.append(torch.autograd.grad(loss, weight)[0])
-        # Weights move little in three steps of AdamW without a gradient; the first window is exact, the others need the weights of their time.
+        # Weights move little in three steps of AdamW without a gradient; the first window is exact, the others need the
+        # weights of their time.
         assert torch.linalg.norm(recorded.gradients[0] - expected[0]) <= 1e-6 * torch.linalg.norm(expected[0])
         assert len(recorded.gradients) == 3
         assert torch.linalg.norm(recorded.gradients[2] - expected[2]) <= 5e-2 * torch.linalg.norm(expected[2])
@@ -309,7 +362,9 @@ class TestFit:
     def test_no_warning_about_the_loader(self, tmp_path, recwarn):
         run(tmp_path, data={"val_share": 0.2}, trainer={"max_epochs": 1})
         assert not [
-            str(warning.message) for warning in recwarn if "dataloader" in str(warning.message).lower() or "IterableDataset" in str(warning.message)
+            str(warning.message)
+            for warning in recwarn
+            if "dataloader" in str(warning.message).lower() or "IterableDataset" in str(warning.message)
         ]
 
     def test_accumulation_that_changes_is_refused(self, tmp_path):
@@ -353,7 +408,12 @@ class TestEvaluation:
     def test_held_out_rows_are_a_fixed_share_and_never_trained(self, tmp_path):
         rows = make_rows(1000)
         parts = {}
-        for name, options in {"a": {}, "b": {}, "seed": {"seed": 6}, "more": {"rows": rows + make_rows(200, seed=9)}}.items():
+        for name, options in {
+            "a": {},
+            "b": {},
+            "seed": {"seed": 6},
+            "more": {"rows": rows + make_rows(200, seed=9)},
+        }.items():
             data = make_data(**{"rows": rows, "val_share": 0.1, **options})
             data.setup("fit")
             parts[name] = (data.subset("train").index_N, data.subset("val").index_N)
@@ -395,7 +455,11 @@ class TestOptions:
 
     def test_rejected_rows_go_beside_the_run(self, tmp_path):
         rows = [*make_rows(), {"input_ids": [1]}]
-        run(tmp_path, data={"rows": rows, "max_reject_share": 0.5, "val_paths": [*make_rows(5), {"input_ids": []}]}, trainer={"max_epochs": 1})
+        run(
+            tmp_path,
+            data={"rows": rows, "max_reject_share": 0.5, "val_paths": [*make_rows(5), {"input_ids": []}]},
+            trainer={"max_epochs": 1},
+        )
         assert len((tmp_path / "rejected.jsonl").read_text().splitlines()) == 1
         assert len((tmp_path / "rejected_val.jsonl").read_text().splitlines()) == 1
 
@@ -406,7 +470,9 @@ class TestOptions:
         run(tmp_path, data={"rows": rows, "max_reject_share": 0.5}, trainer={"max_epochs": 1, "logger": logger})
         written = Path(logger.log_dir) / "rejected.jsonl"
         assert list(tmp_path.rglob("rejected*")) == [written]
-        assert f"train data: 1 of 62 rows are rejected (fewer than 2 tokens 1); they are in {written}" in caplog.messages
+        assert (
+            f"train data: 1 of 62 rows are rejected (fewer than 2 tokens 1); they are in {written}" in caplog.messages
+        )
 
     def test_path_that_is_given_wins_over_the_folder_of_the_run(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -426,13 +492,21 @@ class TestOptions:
 
     def test_ranks_fill_the_cache_before_the_loggers_stand_and_leave_their_folder_alone(self, tmp_path):
         """CSVLogger warns of a folder that is not empty; a run that stops has no logger to come."""
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*make_rows(), {"input_ids": [1]}]))
+        (tmp_path / "rows.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in [*make_rows(), {"input_ids": [1]}])
+        )
         folder = tmp_path / "out/lightning_logs/version_0"
         for most, is_there in ((0.5, False), (0.0, True)):
-            data = make_data(rows=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / f"cache{most}"), max_reject_share=most)
+            data = make_data(
+                rows=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / f"cache{most}"), max_reject_share=most
+            )
             data.trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path / "out"))
             data.trainer.state.fn = "fit"
-            stops = pytest.raises(DataError, match=re.escape(f"Rejected rows are in {folder}/rejected.jsonl.")) if is_there else nullcontext()
+            stops = (
+                pytest.raises(DataError, match=re.escape(f"Rejected rows are in {folder}/rejected.jsonl."))
+                if is_there
+                else nullcontext()
+            )
             with mock.patch.object(Trainer, "world_size", 2), stops:
                 data.prepare_data()
             assert (folder / "rejected.jsonl").exists() == is_there
@@ -495,7 +569,9 @@ class TestOptions:
             (["--data.paths", "[a.jsonl, b.jsonl]"], ["a.jsonl", "b.jsonl"]),
             (["--data.paths=[{input_ids: [1, 2]}]"], [{"input_ids": [1, 2]}]),
         ):
-            options = parser.parse_args([*words, "--data.columns", "{prompt: question, completion: answer}", "--data.cache_dir", "null"])
+            options = parser.parse_args(
+                [*words, "--data.columns", "{prompt: question, completion: answer}", "--data.cache_dir", "null"]
+            )
             assert options.data.paths == expected
             assert options.data.columns == {"prompt": "question", "completion": "answer"}
             assert options.data.cache_dir is None
@@ -510,13 +586,19 @@ def test_mapping_to_a_column_that_no_row_has_is_named_with_what_was_meant(tmp_pa
     source = [{"question": "a", "answer": "b"}] if name == "rows" else str(tmp_path / name)
     options = {"cache_dir": None, "num_proc": 1, "show_progress": False}
     wrong = PackedDataModule(source, columns={"prompt": "question", "completion": "answr"}, **options)
-    with pytest.raises(DataError, match="columns maps completion to 'answr', which the rows do not have; did you mean 'answer'"):
+    with pytest.raises(
+        DataError, match="columns maps completion to 'answr', which the rows do not have; did you mean 'answer'"
+    ):
         wrong.setup("fit")
-    with pytest.raises(DataError, match=r"make no known format .* --data.columns.prompt question --data.columns.completion answer"):
+    with pytest.raises(
+        DataError, match=r"make no known format .* --data.columns.prompt question --data.columns.completion answer"
+    ):
         PackedDataModule(source, **options).setup("fit")
 
 
 def test_predict_says_what_to_call():
-    data = PackedDataModule([{"input_ids": [1, 2, 3]}], max_tokens=8, num_workers=0, cache_dir=None, num_proc=1, show_progress=False)
+    data = PackedDataModule(
+        [{"input_ids": [1, 2, 3]}], max_tokens=8, num_workers=0, cache_dir=None, num_proc=1, show_progress=False
+    )
     with pytest.raises(OptionError, match="generate"):
         data.predict_dataloader()

@@ -1,4 +1,6 @@
-"""FineTuner: full, LoRA and QLoRA runs train, evaluate, resume, save and generate; what cannot be served as asked is refused by name."""
+"""FineTuner: full, LoRA and QLoRA runs train, evaluate, resume, save and generate; what cannot be served as asked
+is refused by name.
+"""
 
 import copy
 import itertools
@@ -28,9 +30,18 @@ from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_load
 register_strategies()
 
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": True, "eos_token_id": 2,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
 LORA = {"r": 4, "lora_alpha": 8}
 MODES = {
     "full": {"dtype": "float32"},
@@ -60,7 +71,9 @@ def word_tokenizer(template=False):
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
     if template:
-        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+        )
     return tokenizer
 
 
@@ -91,7 +104,9 @@ def test_train_loss_is_the_mean_over_the_labelled_tokens_of_its_batch(tmp_path):
     trainer.fit(module, DataLoader(batches, batch_size=None))
     fresh = tuner()
     fresh._seed = module._seed
-    truth = quiet_trainer(tmp_path, strategy="fastft").validate(fresh, DataLoader(batches[:1], batch_size=None), verbose=False)[0]["val_loss"]
+    truth = quiet_trainer(tmp_path, strategy="fastft").validate(
+        fresh, DataLoader(batches[:1], batch_size=None), verbose=False
+    )[0]["val_loss"]
     # The fresh adapters are 0 at B, as those of the first step were.
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(truth, rel=1e-5)
 
@@ -131,8 +146,10 @@ def test_shadows_follow_their_masters_under_any_strategy_and_leave_a_plain_model
     trainer = fit(module, tmp_path, strategy=strategy, callbacks=callbacks)
     assert trainer.global_step == 3
     assert len(seen) == 3 * 2 * 7 * 2
-    assert {type(layer).__module__ for layer in module.model.modules() if hasattr(layer, "lora_A")} == {"peft.tuners.lora.layer"}
-    assert module.adapter_shadows is None
+    assert {type(layer).__module__ for layer in module.model.modules() if hasattr(layer, "lora_A")} == {
+        "peft.tuners.lora.layer"
+    }
+    assert module.low_precision_adapters is None
 
 
 def test_adapters_in_bf16_are_served_as_asked(tmp_path):
@@ -184,7 +201,9 @@ def test_evaluation_equals_full_logits_of_single_documents(tmp_path, mode):
     module = tuner(mode)
     trainer = fit(module, tmp_path)
     batches = packed_batches(3, seed=40)
-    with mock.patch("lightning_fastft.training.fine_tuner.logits_statistics", side_effect=AssertionError("full logits were made")):
+    with mock.patch(
+        "lightning_fastft.training.fine_tuner.logits_statistics", side_effect=AssertionError("full logits were made")
+    ):
         loaders = [DataLoader(batches, batch_size=None), DataLoader(batches[1:], batch_size=None)]
         validated = trainer.validate(module, loaders, verbose=False)
         tested = trainer.test(module, loaders[0], verbose=False)
@@ -200,7 +219,9 @@ def test_evaluation_falls_back_to_real_logits(tmp_path):
     batches = packed_batches(2, seed=40)
     for batch in batches:
         batch.context.output_logits = True
-    found = quiet_trainer(tmp_path, strategy="fastft").validate(module, DataLoader(batches, batch_size=None), verbose=False)[0]
+    found = quiet_trainer(tmp_path, strategy="fastft").validate(
+        module, DataLoader(batches, batch_size=None), verbose=False
+    )[0]
     for name, value in direct_numbers(module.model.eval(), batches).items():
         assert found[f"val_{name}"] == pytest.approx(value, rel=1e-5)
 
@@ -350,7 +371,10 @@ def test_statuses_say_what_the_model_got(tmp_path):
     module = tuner("qlora")
     assert module.statuses() == []
     module.configure_model()
-    assert {status.name: status.state for status in module.statuses()} == {"NF4 base": "active", "adapter shadows": "active"}
+    assert {status.name: status.state for status in module.statuses()} == {
+        "NF4 base": "active",
+        "adapter shadows": "active",
+    }
 
 
 # Optimisation.
@@ -365,16 +389,25 @@ def shares(module, num_steps):
             found.append(optimizer.param_groups[0]["lr"] / module.learning_rate)
 
     trainer = pl.Trainer(
-        accelerator="cpu", max_steps=num_steps, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        strategy="fastft", callbacks=[Record()], accumulate_grad_batches=2,
-    )  # fmt: skip
+        accelerator="cpu",
+        max_steps=num_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy="fastft",
+        callbacks=[Record()],
+        accumulate_grad_batches=2,
+    )
     trainer.fit(module, packed_loader(4))
     return found
 
 
 def test_schedules_rise_and_fall_as_described():
     assert shares(tuner(warmup_steps=2), 6) == pytest.approx([0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
-    assert shares(tuner(warmup_share=0.5, scheduler="linear", min_learning_rate_share=0.2), 4) == pytest.approx([0.5, 1.0, 1.0, 0.6])
+    assert shares(tuner(warmup_share=0.5, scheduler="linear", min_learning_rate_share=0.2), 4) == pytest.approx(
+        [0.5, 1.0, 1.0, 0.6]
+    )
     assert shares(tuner(warmup_steps=0, scheduler="constant"), 3) == pytest.approx([1.0, 1.0, 1.0])
     assert shares(tuner(warmup_steps=100), 2) == pytest.approx([0.01, 0.02])
 
@@ -392,7 +425,9 @@ def test_scheduler_of_the_users_own_moves_per_step_or_epoch(tmp_path):
 def test_schedule_without_an_end_is_refused(tmp_path):
     with pytest.raises(OptionError, match="max_steps"):
         fit(tuner(), tmp_path, max_steps=-1, max_epochs=-1)
-    trainer = fit(tuner(scheduler="constant", warmup_steps=2), tmp_path, max_steps=-1, max_epochs=-1, max_time={"seconds": 0.01})
+    trainer = fit(
+        tuner(scheduler="constant", warmup_steps=2), tmp_path, max_steps=-1, max_epochs=-1, max_time={"seconds": 0.01}
+    )
     assert trainer.optimizers[0].param_groups[0]["lr"] <= 1e-2
 
 
@@ -410,7 +445,9 @@ def test_default_optimizer_of_fp32_masters_is_adamw_in_one_pass(tmp_path, mode):
     assert optimizer._pairs is None
 
 
-@pytest.mark.parametrize("options", [{"mode": "full", "dtype": "bfloat16"}, {"mode": "lora_bf16", "adapter_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "full", "dtype": "bfloat16"}, {"mode": "lora_bf16", "adapter_dtype": "bfloat16"}]
+)
 def test_default_optimizer_of_narrow_weights_keeps_their_averages_narrow(tmp_path, options):
     optimizer = built_optimizer(tmp_path, **options)
     assert type(optimizer) is torch.optim.AdamW
@@ -474,7 +511,9 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, mode):
     def run(**options):
         seed_everything(7, verbose=False)
         module = tuner(mode, warmup_steps=2)
-        keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_on_train_epoch_end=True, every_n_epochs=1, save_top_k=-1)
+        keep = ModelCheckpoint(
+            dirpath=tmp_path, filename="{epoch}", save_on_train_epoch_end=True, every_n_epochs=1, save_top_k=-1
+        )
         trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=6, enable_checkpointing=True, callbacks=[keep])
         trainer.fit(module, loader, **options)
         return module, trainer
@@ -517,7 +556,11 @@ def test_checkpoint_of_other_adapters_or_another_base_is_refused(tmp_path):
 def test_hyperparameters_are_plain_and_rebuild_the_module(tmp_path):
     seed_everything(3, verbose=False)
     module = FineTuner(
-        AutoConfig.for_model(**CONFIG), init="random", lora=LoraConfig(r=3, target_modules=["q_proj"]), dtype="float32", warmup_steps=4
+        AutoConfig.for_model(**CONFIG),
+        init="random",
+        lora=LoraConfig(r=3, target_modules=["q_proj"]),
+        dtype="float32",
+        warmup_steps=4,
     )
     assert json.loads(json.dumps(dict(module.hparams))) == dict(module.hparams)
     trainer = fit(module, tmp_path)
@@ -532,7 +575,9 @@ def test_hyperparameters_are_plain_and_rebuild_the_module(tmp_path):
 def test_saved_adapters_load_in_stock_peft_with_equal_logits(tmp_path):
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
     base.save_pretrained(tmp_path / "base")
-    module = FineTuner(str(tmp_path / "base"), tokenizer=word_tokenizer(), lora=LORA, dtype="float32", learning_rate=1e-2)
+    module = FineTuner(
+        str(tmp_path / "base"), tokenizer=word_tokenizer(), lora=LORA, dtype="float32", learning_rate=1e-2
+    )
     fit(module, tmp_path)
     module.save_pretrained(tmp_path / "adapters")
     stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapters")
@@ -570,7 +615,9 @@ def test_generation_of_a_batch_equals_one_by_one_and_restores_the_mode(tmp_path)
     assert len(set(together)) > 1
     assert [part.training for part in module.modules()] == modes
     ids = torch.tensor([[7, 8, 9, 10, 11]])
-    written = module.model.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    written = module.model.eval().generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
     assert together[1] == word_tokenizer().decode(written[0, 5:], skip_special_tokens=True)
 
 
@@ -611,12 +658,20 @@ def test_generation_works_while_packed_training_is_installed(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "nf4", "lora": None}, "give lora"), ({"quantization": "int8"}, "nf4"), ({"dtype": "fp8"}, "bfloat16"),
-        ({"adapter_dtype": "float16"}, "float32"), ({"scheduler": "cosin"}, "cosine"), ({"warmup_share": 1.5}, "warmup_share"),
-        ({"warmup_steps": -1}, "warmup_steps"), ({"learning_rate": -1.0}, "learning_rate"), ({"weight_decay": float("nan")}, "weight_decay"),
-        ({"scheduler_interval": "batch"}, "epoch"), ({"lora": {"rank": 3}}, "rank"), ({"init": "zeros"}, "random"),
+        ({"quantization": "nf4", "lora": None}, "give lora"),
+        ({"quantization": "int8"}, "nf4"),
+        ({"dtype": "fp8"}, "bfloat16"),
+        ({"adapter_dtype": "float16"}, "float32"),
+        ({"scheduler": "cosin"}, "cosine"),
+        ({"warmup_share": 1.5}, "warmup_share"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"scheduler_interval": "batch"}, "epoch"),
+        ({"lora": {"rank": 3}}, "rank"),
+        ({"init": "zeros"}, "random"),
     ],
-)  # fmt: skip
+)
 def test_impossible_options_are_refused_by_name(options, message):
     with pytest.raises(OptionError, match=message):
         FineTuner(CONFIG, **{"init": "random", "lora": LORA, **options})
@@ -633,7 +688,12 @@ def test_command_line_reads_every_option_from_plain_values():
         },
     }  # fmt: skip
     cli = LightningCLI(
-        pl.LightningModule, subclass_mode_model=True, auto_configure_optimizers=False, run=False, save_config_callback=None, args={"model": model}
+        pl.LightningModule,
+        subclass_mode_model=True,
+        auto_configure_optimizers=False,
+        run=False,
+        save_config_callback=None,
+        args={"model": model},
     )
     assert cli.model.lora.r == 4
     assert cli.model.scheduler == "linear"

@@ -1,4 +1,6 @@
-"""FineTuner's default optimizer: weights, clipping and compute copies in one pass, resumed from checkpoints of torch.optim.AdamW."""
+"""FineTuner's default optimizer: weights, clipping and compute copies in one pass, resumed from checkpoints of
+torch.optim.AdamW.
+"""
 
 import functools
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.core.errors import NotTrainingError, OptionError
-from lightning_fastft.fused.low_precision_adapters import _Shadow
+from lightning_fastft.fused.low_precision_adapters import _LowPrecisionCopy
 from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
 from lightning_fastft.training import optimizer as optim
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -41,20 +43,46 @@ class ClipsInPlace:
     """Clipping of gradients in place, by the norm whose bits the twin has."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        groups = [[param.grad for param in group["params"] if param.grad is not None] for group in optimizer.param_groups]
-        # Of each group in float64, rounded, and those together: of all at once the last bit may be another, on one processor and not on the next.
-        norms = [torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float() for grads in groups if grads]
+        groups = [
+            [param.grad for param in group["params"] if param.grad is not None] for group in optimizer.param_groups
+        ]
+        # Of each group in float64, rounded, and those together: of all at once the last bit may be another, on one
+        # processor and not on the next.
+        norms = [
+            torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float()
+            for grads in groups
+            if grads
+        ]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         for grad in (grad for grads in groups for grad in grads):
             grad.mul_(torch.clamp(gradient_clip_val / (norm + 1e-6), max=1.0))
 
 
-def fit_tuner(tmp_path, *, mode="lora", module=None, num_steps=5, callbacks=(), ckpt_path=None, optimizer=None, batches=None, **options):
+def fit_tuner(
+    tmp_path,
+    *,
+    mode="lora",
+    module=None,
+    num_steps=5,
+    callbacks=(),
+    ckpt_path=None,
+    optimizer=None,
+    batches=None,
+    **options,
+):
     seed_everything(7, verbose=False)
     module = tuner(mode, optimizer=optimizer, weight_decay=0.1) if module is None else module
-    options = {"strategy": "fastft", "max_steps": num_steps, "callbacks": list(callbacks), "gradient_clip_val": 0.01, **options}
+    options = {
+        "strategy": "fastft",
+        "max_steps": num_steps,
+        "callbacks": list(callbacks),
+        "gradient_clip_val": 0.01,
+        **options,
+    }
     trainer = quiet_trainer(tmp_path, **options)
-    trainer.fit(module, DataLoader(packed_batches(2) * 3 if batches is None else batches, batch_size=None), ckpt_path=ckpt_path)
+    trainer.fit(
+        module, DataLoader(packed_batches(2) * 3 if batches is None else batches, batch_size=None), ckpt_path=ckpt_path
+    )
     return module, trainer
 
 
@@ -70,8 +98,16 @@ def test_a_fit_with_clipping_has_the_weights_of_torch_with_clipping_in_place(tmp
     recorder, plain_recorder = Recorder(), Recorder()
     ours, trainer = fit_tuner(tmp_path, mode=mode, callbacks=[recorder])
     assert type(trainer.optimizers[0]) is FusedAdamW
-    monkeypatch.setattr("lightning_fastft.training.fine_tuner.FineTuner.configure_gradient_clipping", ClipsInPlace.configure_gradient_clipping)
-    plain, trainer = fit_tuner(tmp_path, mode=mode, optimizer=lambda groups: torch.optim.AdamW(groups, foreach=False), callbacks=[plain_recorder])
+    monkeypatch.setattr(
+        "lightning_fastft.training.fine_tuner.FineTuner.configure_gradient_clipping",
+        ClipsInPlace.configure_gradient_clipping,
+    )
+    plain, trainer = fit_tuner(
+        tmp_path,
+        mode=mode,
+        optimizer=lambda groups: torch.optim.AdamW(groups, foreach=False),
+        callbacks=[plain_recorder],
+    )
     assert type(trainer.optimizers[0]) is torch.optim.AdamW
     assert_same_weights(ours, plain)
     assert len(recorder.before) == 5
@@ -81,7 +117,9 @@ def test_a_fit_with_clipping_has_the_weights_of_torch_with_clipping_in_place(tmp
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("options", [{"gradient_clip_algorithm": "value"}, {"gradient_clip_val": None}, {"gradient_clip_val": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"gradient_clip_algorithm": "value"}, {"gradient_clip_val": None}, {"gradient_clip_val": 0.0}]
+)
 def test_other_clipping_is_lightnings(tmp_path, options):
     ours, trainer = fit_tuner(tmp_path, **options)
     assert type(trainer.optimizers[0]) is FusedAdamW
@@ -101,9 +139,11 @@ def test_compute_copies_are_written_by_the_step_and_not_again(tmp_path, is_ours)
 
     class Watching(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            shadows = pl_module.adapter_shadows._shadows()
+            shadows = pl_module.low_precision_adapters._shadows()
             assert len(shadows) == 28
-            assert all(torch.equal(shadow.tensor, shadow.master.bfloat16()) and shadow.is_current() for shadow in shadows)
+            assert all(
+                torch.equal(shadow.tensor, shadow.master.bfloat16()) and shadow.is_current() for shadow in shadows
+            )
             seen.append(len(copied))
 
         def on_train_start(self, trainer, pl_module):
@@ -117,9 +157,12 @@ def test_compute_copies_are_written_by_the_step_and_not_again(tmp_path, is_ours)
         copied.append(shadow.tensor)
         return copy_master(shadow)
 
-    foreach_copy, copy_master = torch._foreach_copy_, _Shadow.copy_master
+    foreach_copy, copy_master = torch._foreach_copy_, _LowPrecisionCopy.copy_master
     optimizer = None if is_ours else lambda groups: torch.optim.AdamW(groups, foreach=False)
-    with mock.patch.object(torch, "_foreach_copy_", copy_all), mock.patch.object(_Shadow, "copy_master", copy_one):
+    with (
+        mock.patch.object(torch, "_foreach_copy_", copy_all),
+        mock.patch.object(_LowPrecisionCopy, "copy_master", copy_one),
+    ):
         fit_tuner(tmp_path, mode="lora_bf16", optimizer=optimizer, callbacks=[Watching()], num_steps=3)
     assert seen == ([0, 0, 0] if is_ours else [28, 56, 84])
 
@@ -130,7 +173,7 @@ def test_a_copy_that_the_step_wrote_is_copied_again_when_its_master_changes_or_a
 
     class Changing(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            shadows, kept = pl_module.adapter_shadows, pl_module.adapter_shadows._shadows()
+            shadows, kept = pl_module.low_precision_adapters, pl_module.low_precision_adapters._shadows()
             for change in ("seen", "unseen", "unwritten"):
                 shadows.mark_written([shadow.tensor for shadow in kept] if change != "unwritten" else [])
                 with torch.no_grad():
@@ -153,9 +196,17 @@ def test_a_checkpoint_of_either_optimizer_is_resumed(tmp_path, first):
         "torch": lambda groups: torch.optim.AdamW(groups, foreach=False),
         "fused": lambda groups: torch.optim.AdamW(groups, fused=True),
     }
-    keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1)
+    keep = ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1
+    )
     fit_tuner(
-        tmp_path, mode="lora_bf16", optimizer=factories[first], num_steps=3, callbacks=[keep], enable_checkpointing=True, gradient_clip_val=None
+        tmp_path,
+        mode="lora_bf16",
+        optimizer=factories[first],
+        num_steps=3,
+        callbacks=[keep],
+        enable_checkpointing=True,
+        gradient_clip_val=None,
     )
     path = tmp_path / "step=3.ckpt"
     content = torch.load(path, weights_only=True)
@@ -165,7 +216,13 @@ def test_a_checkpoint_of_either_optimizer_is_resumed(tmp_path, first):
     for group in content["optimizer_states"][0]["param_groups"]:
         group.pop("fused", None)
     torch.save(content, tmp_path / "plain.ckpt")
-    plain, _ = fit_tuner(tmp_path, mode="lora_bf16", optimizer=factories["torch"], ckpt_path=tmp_path / "plain.ckpt", gradient_clip_val=None)
+    plain, _ = fit_tuner(
+        tmp_path,
+        mode="lora_bf16",
+        optimizer=factories["torch"],
+        ckpt_path=tmp_path / "plain.ckpt",
+        gradient_clip_val=None,
+    )
     assert_same_weights(resumed, plain)
 
 
@@ -199,7 +256,9 @@ def test_gradient_health_judges_the_step_in_one_pass(tmp_path, is_spoilt):
 
 def narrow_tuner(**options):
     """Every weight trained in bf16, at a rate at which norms of magnitude 1 stay where they are without masters."""
-    return tuner("full", **{"dtype": "bfloat16", "learning_rate": 1e-4, "scheduler": "constant", "warmup_share": 0.0, **options})
+    return tuner(
+        "full", **{"dtype": "bfloat16", "learning_rate": 1e-4, "scheduler": "constant", "warmup_share": 0.0, **options}
+    )
 
 
 def test_masters_move_where_their_rounded_values_stand_still(tmp_path):
@@ -220,11 +279,15 @@ def test_masters_move_where_their_rounded_values_stand_still(tmp_path):
 
 
 def test_a_run_with_masters_is_resumed_to_the_bit(tmp_path):
-    keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1)
+    keep = ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1
+    )
     # One batch again and again: which comes next is the data module's.
     options = {"batches": packed_batches(1) * 6, "enable_checkpointing": True}
     whole, trainer = fit_tuner(tmp_path, module=narrow_tuner(master_dtype="float32"), callbacks=[keep], **options)
-    resumed, other = fit_tuner(tmp_path, module=narrow_tuner(master_dtype="float32"), ckpt_path=tmp_path / "step=3.ckpt", **options)
+    resumed, other = fit_tuner(
+        tmp_path, module=narrow_tuner(master_dtype="float32"), ckpt_path=tmp_path / "step=3.ckpt", **options
+    )
     assert_same_weights(resumed, whole)
     for parameter, twin in zip(trainable(resumed).values(), trainable(whole).values()):
         master = trainer.optimizers[0].state[twin]["master"]
@@ -235,18 +298,27 @@ def test_a_run_with_masters_is_resumed_to_the_bit(tmp_path):
 def test_a_run_with_averages_in_8_bits_is_guarded_clipped_and_resumed_to_the_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "MIN_8BIT_SIZE", 256)
     factory = functools.partial(FusedAdamW, lr=1e-3, optim_bits=8)
-    keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1)
+    keep = ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", save_on_train_epoch_end=False, every_n_train_steps=3, save_top_k=-1
+    )
     options = {"batches": packed_batches(1) * 6, "enable_checkpointing": True, "gradient_clip_val": 0.1}
     guard = FiniteGuard()
     whole, trainer = fit_tuner(tmp_path, module=narrow_tuner(optimizer=factory), callbacks=[keep, guard], **options)
     resumed, other = fit_tuner(
-        tmp_path, module=narrow_tuner(optimizer=factory), callbacks=[FiniteGuard()], ckpt_path=tmp_path / "step=3.ckpt", **options
+        tmp_path,
+        module=narrow_tuner(optimizer=factory),
+        callbacks=[FiniteGuard()],
+        ckpt_path=tmp_path / "step=3.ckpt",
+        **options,
     )
     assert guard.status().state == "active"
     assert_same_weights(resumed, whole)
     held = set()
     for parameter, twin in zip(trainable(resumed).values(), trainable(whole).values()):
-        state, own = (optimizers[0].state[each] for optimizers, each in ((other.optimizers, parameter), (trainer.optimizers, twin)))
+        state, own = (
+            optimizers[0].state[each]
+            for optimizers, each in ((other.optimizers, parameter), (trainer.optimizers, twin))
+        )
         assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
         held.add(own["exp_avg"].dtype)
     assert held == {torch.uint8, torch.float32}

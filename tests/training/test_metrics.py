@@ -17,10 +17,17 @@ def add(metric, *, nll_sum, num_correct, num_tokens):
 @pytest.mark.parametrize("metric_class", METRICS)
 def test_metric_weighs_batches_and_ranks_by_their_tokens(metric_class):
     batches = [(3.0, 1, 2), (100.0, 30, 70), (0.5, 0, 1)]
-    truth = {TokenLoss: 103.5 / 73, TokenPerplexity: float(torch.tensor(103.5 / 73).exp()), TokenAccuracy: 31 / 73}[metric_class]
+    truth = {TokenLoss: 103.5 / 73, TokenPerplexity: float(torch.tensor(103.5 / 73).exp()), TokenAccuracy: 31 / 73}[
+        metric_class
+    ]
     ranks = [metric_class(), metric_class()]
     for index, (nll_sum, num_correct, num_tokens) in enumerate(batches):
-        add(ranks[index % 2], nll_sum=torch.tensor(nll_sum), num_correct=torch.tensor(num_correct), num_tokens=num_tokens)
+        add(
+            ranks[index % 2],
+            nll_sum=torch.tensor(nll_sum),
+            num_correct=torch.tensor(num_correct),
+            num_tokens=num_tokens,
+        )
     states = [{name: getattr(rank, name) for name in rank._defaults} for rank in ranks]
     together = metric_class()
     for name, reduction in together._reductions.items():

@@ -67,10 +67,14 @@ def assert_same_params(ours, theirs):
 def test_twenty_steps_with_schedule_groups_and_missing_gradients_have_the_bits_of_torch():
     ours, theirs = make_params(), make_params()
     optimizers = [fused_adamw(make_groups(ours)), plain_adamw(make_groups(theirs))]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)) for optimizer in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)) for optimizer in optimizers
+    ]
     for step in range(20):
         # One is never there, one comes late, one is there at times, and once there is none.
-        missing = range(len(SHAPES)) if step == 7 else {3} | ({0} if step < 5 else set()) | ({5} if step % 3 == 1 else set())
+        missing = (
+            range(len(SHAPES)) if step == 7 else {3} | ({0} if step < 5 else set()) | ({5} if step % 3 == 1 else set())
+        )
         give_gradients(step, ours, theirs, missing=missing)
         for optimizer, schedule in zip(optimizers, schedules):
             optimizer.step()
@@ -79,7 +83,11 @@ def test_twenty_steps_with_schedule_groups_and_missing_gradients_have_the_bits_o
     assert_same_state(*optimizers)
     assert not optimizers[0].state.get(ours[3])
     assert [int(optimizers[0].state[ours[index]]["step"]) for index in (0, 1, 5)] == [14, 19, 13]
-    assert all(state["step"].device.type == "cpu" and state["step"].dtype is torch.float32 for state in optimizers[0].state.values() if state)
+    assert all(
+        state["step"].device.type == "cpu" and state["step"].dtype is torch.float32
+        for state in optimizers[0].state.values()
+        if state
+    )
 
 
 def test_bf16_weights_are_the_rounded_fp32_step_and_their_averages_are_fp32():
@@ -116,8 +124,13 @@ def test_options_have_the_defaults_and_the_meaning_of_torch(change):
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0])
 def test_clipping_is_that_of_torch_and_leaves_gradients_as_they_are(max_norm):
-    runs = {kind: make_params(torch.float64 if kind == "truth" else torch.float32) for kind in ("ours", "plain", "truth")}
-    ours, optimizers = runs["ours"], {kind: (fused_adamw if kind == "ours" else plain_adamw)(make_groups(run)) for kind, run in runs.items()}
+    runs = {
+        kind: make_params(torch.float64 if kind == "truth" else torch.float32) for kind in ("ours", "plain", "truth")
+    }
+    ours, optimizers = (
+        runs["ours"],
+        {kind: (fused_adamw if kind == "ours" else plain_adamw)(make_groups(run)) for kind, run in runs.items()},
+    )
     for step in range(20):
         give_gradients(step, *runs.values(), missing={1} if step == 3 else (), size=1.0 if step % 2 else 1e-3)
         norms = {kind: torch.nn.utils.clip_grad_norm_(runs[kind], max_norm) for kind in ("plain", "truth")}
@@ -129,8 +142,13 @@ def test_clipping_is_that_of_torch_and_leaves_gradients_as_they_are(max_norm):
             optimizer.step()
         assert all(param.grad is None or torch.equal(param.grad, old) for param, old in zip(ours, before))
     for index in range(len(SHAPES)):
-        assert_within_bound(f"param {index}", ours[index].detach(), plain=runs["plain"][index].detach(), truth=runs["truth"][index].detach(),
-                            dtype=torch.float32)  # fmt: skip
+        assert_within_bound(
+            f"param {index}",
+            ours[index].detach(),
+            plain=runs["plain"][index].detach(),
+            truth=runs["truth"][index].detach(),
+            dtype=torch.float32,
+        )
     if max_norm == 1e9:
         # Nothing was scaled.
         assert_same_params(ours, runs["plain"])
@@ -213,7 +231,11 @@ def through_a_file(state):
 @pytest.mark.parametrize("first", ["ours", "plain", "fused"])
 @pytest.mark.parametrize("second", ["ours", "plain"])
 def test_a_run_goes_on_from_the_state_of_either_as_if_never_stopped(first, second):
-    makers = {"ours": fused_adamw, "plain": plain_adamw, "fused": lambda params: torch.optim.AdamW(params, fused=True, **OPTIONS)}
+    makers = {
+        "ours": fused_adamw,
+        "plain": plain_adamw,
+        "fused": lambda params: torch.optim.AdamW(params, fused=True, **OPTIONS),
+    }
     params = make_params()
     optimizer = makers[first](make_groups(params))
     run_steps(optimizer, params, range(4))
@@ -282,7 +304,9 @@ def test_masters_take_the_steps_of_fp32_weights_and_parameters_are_their_rounded
         assert_same_params(masters, wide)
         assert_same_params(params, [twin.to(param.dtype) for param, twin in zip(params, wide)])
     assert told == [[]] * 8
-    assert all(state["master"].dtype is torch.float32 for param, state in optimizer.state.items() if param is not params[1])
+    assert all(
+        state["master"].dtype is torch.float32 for param, state in optimizer.state.items() if param is not params[1]
+    )
     assert [optimizer.state_bytes(param) for param in params[:2]] == [12 * 35, 8 * 5]
 
 
@@ -372,7 +396,9 @@ def test_tables_are_kept_with_masters_too(monkeypatch):
 
 
 def fit_line(optimizer_of, *, num_steps=200):
-    """Return the losses of a small regression, and its parameters: a matrix in 8 bits, a bias below their least size."""
+    """Return the losses of a small regression, and its parameters: a matrix in 8 bits, a bias below their least
+    size.
+    """
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(256, 64, generator=generator)
     wanted = rows @ torch.randn(64, 80, generator=generator) + 1.0
@@ -405,12 +431,19 @@ def test_in_8_bits_a_fit_is_as_near_to_fp32_as_that_of_bitsandbytes():
 
 
 def test_small_parameters_keep_averages_in_fp32_and_state_bytes_counts_what_is_held():
-    params = [nn.Parameter(torch.randn(63, 65)), nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(5001).bfloat16())]
+    params = [
+        nn.Parameter(torch.randn(63, 65)),
+        nn.Parameter(torch.randn(64, 64)),
+        nn.Parameter(torch.randn(5001).bfloat16()),
+    ]
     optimizer = FusedAdamW(params, optim_bits=8, master_weights=True)
     expected = [optimizer.state_bytes(param) for param in params]
     give_gradients(0, params)
     optimizer.step()
-    held = [sum(tensor.numel() * tensor.element_size() for name, tensor in optimizer.state[param].items() if name != "step") for param in params]
+    held = [
+        sum(tensor.numel() * tensor.element_size() for name, tensor in optimizer.state[param].items() if name != "step")
+        for param in params
+    ]
     assert held == expected == [4095 * 8, 4096 * 2 + 16 * 8, 5001 * 2 + 20 * 8 + 5001 * 4]
     assert [optimizer.state[param]["exp_avg"].dtype for param in params] == [torch.float32, torch.uint8, torch.uint8]
     small = nn.Parameter(params[0].detach().clone())
@@ -458,7 +491,11 @@ def test_states_of_8_and_32_bits_are_told_apart_and_nothing_changes(first, secon
         other.load_state_dict(optimizer.state_dict())
     after = other.state_dict()
     assert before["state"].keys() == after["state"].keys()
-    assert all(torch.equal(value, after["state"][number][name]) for number, state in before["state"].items() for name, value in state.items())
+    assert all(
+        torch.equal(value, after["state"][number][name])
+        for number, state in before["state"].items()
+        for name, value in state.items()
+    )
 
 
 def test_in_8_bits_clipping_copies_and_a_skipped_step_are_those_of_32():
@@ -485,7 +522,9 @@ def test_in_8_bits_clipping_copies_and_a_skipped_step_are_those_of_32():
     optimizer.step()
     assert_same_params(params, weights)
     found = optimizer.state_dict()["state"]
-    assert all(torch.equal(value, found[number][name]) for number, state in enumerate(kept) for name, value in state.items())
+    assert all(
+        torch.equal(value, found[number][name]) for number, state in enumerate(kept) for name, value in state.items()
+    )
 
 
 def test_a_state_that_a_hook_gives_is_the_one_that_is_used():
@@ -496,7 +535,10 @@ def test_a_state_that_a_hook_gives_is_the_one_that_is_used():
     other = fused_adamw(make_params())
 
     def count_on(optimizer, given):
-        return {**given, "state": {number: {**state, "step": state["step"] + 5} for number, state in given["state"].items()}}
+        return {
+            **given,
+            "state": {number: {**state, "step": state["step"] + 5} for number, state in given["state"].items()},
+        }
 
     other.register_load_state_dict_pre_hook(count_on)
     other.load_state_dict(state)
@@ -563,7 +605,11 @@ def test_a_state_of_another_rule_is_refused_and_changes_nothing(make_state, mess
     with pytest.raises(ResumeError, match=message):
         optimizer.load_state_dict(make_state())
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
-    assert all(torch.equal(optimizer.state_dict()["state"][number][name], state[name]) for number, state in before["state"].items() for name in state)
+    assert all(
+        torch.equal(optimizer.state_dict()["state"][number][name], state[name])
+        for number, state in before["state"].items()
+        for name in state
+    )
 
 
 # Tables, closures, copies.
@@ -610,8 +656,14 @@ def test_a_closure_has_gradients_may_clip_and_its_loss_comes_back():
 
 def test_copies_are_written_in_the_step_and_their_owner_is_told_which():
     params = make_params()
-    narrow = [torch.zeros(shape, dtype=torch.float16 if index == 2 else torch.bfloat16) for index, shape in enumerate(SHAPES)]
-    second, wide, foreign = torch.zeros(SHAPES[0]).bfloat16(), torch.zeros(SHAPES[1]).double(), torch.zeros(2).bfloat16()
+    narrow = [
+        torch.zeros(shape, dtype=torch.float16 if index == 2 else torch.bfloat16) for index, shape in enumerate(SHAPES)
+    ]
+    second, wide, foreign = (
+        torch.zeros(SHAPES[0]).bfloat16(),
+        torch.zeros(SHAPES[1]).double(),
+        torch.zeros(2).bfloat16(),
+    )
     pairs = [(param, copy) for index, (param, copy) in enumerate(zip(params, narrow)) if index != 1]
     pairs += [(params[0], second), (params[1], wide), (nn.Parameter(torch.ones(2)), foreign)]
     told = []
@@ -648,10 +700,15 @@ class Wrapped(nn.Parameter):
 @pytest.mark.parametrize(
     "param",
     [
-        torch.ones(2).half(), torch.ones(2).double(), torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.int64), torch.ones(2, 3).T,
-        torch.ones(2, 2).to_sparse(), Wrapped(torch.ones(2)),
+        torch.ones(2).half(),
+        torch.ones(2).double(),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, 3).T,
+        torch.ones(2, 2).to_sparse(),
+        Wrapped(torch.ones(2)),
     ],
-)  # fmt: skip
+)
 def test_parameters_that_one_pass_cannot_step_are_refused(param):
     with pytest.raises(OptionError, match=r"params\[1\].*torch\.optim\.AdamW"):
         FusedAdamW([torch.ones(2), param])
@@ -662,7 +719,15 @@ def test_parameters_that_one_pass_cannot_step_are_refused(param):
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": -1.0}, {"lr": "fast"}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}]
+    "options",
+    [
+        {"lr": -1.0},
+        {"lr": "fast"},
+        {"betas": (0.9, 1.0)},
+        {"betas": (-0.1, 0.9)},
+        {"eps": -1.0},
+        {"weight_decay": -1.0},
+    ],
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(OptionError, match=next(iter(options))):
@@ -701,6 +766,8 @@ def test_parameters_of_several_devices_are_refused(monkeypatch):
     optimizer = fused_adamw(make_groups(params))
     give_gradients(0, params)
     devices = iter(("cpu", "cuda:1"))
-    monkeypatch.setattr(optim, "TensorTable", lambda *args, **kwargs: SimpleNamespace(device=torch.device(next(devices)), rows=()))
+    monkeypatch.setattr(
+        optim, "TensorTable", lambda *args, **kwargs: SimpleNamespace(device=torch.device(next(devices)), rows=())
+    )
     with pytest.raises(OptionError, match=r"cuda:1.*torch\.optim\.AdamW"):
         optimizer.step()

@@ -14,11 +14,15 @@ from lightning_fastft.training.schedules import SCHEDULES, group_parameters, lea
 def test_groups_hold_each_parameter_once_with_the_options_given(learning_rate, weight_decay):
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((), (3,), (2, 2), (1, 4), (2, 3, 4))]
     groups = group_parameters(parameters, learning_rate=learning_rate, weight_decay=weight_decay)
-    assert sorted(id(parameter) for group in groups for parameter in group["params"]) == sorted(id(parameter) for parameter in parameters)
+    assert sorted(id(parameter) for group in groups for parameter in group["params"]) == sorted(
+        id(parameter) for parameter in parameters
+    )
     for group in groups:
         assert group.get("lr") == learning_rate
         if weight_decay is not None:
-            assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] == weight_decay} or weight_decay == 0.0
+            assert {parameter.ndim > 1 for parameter in group["params"]} == {
+                group["weight_decay"] == weight_decay
+            } or weight_decay == 0.0
         else:
             assert "weight_decay" not in group
 

@@ -1,10 +1,20 @@
-"""The gradient is the exact token mean: packed, unpacked, accumulated and over ranks it equals that of one big batch."""
+"""The gradient is the exact token mean: packed, unpacked, accumulated and over ranks it equals that of one big
+batch.
+"""
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from tests.support.token_weighting_worker import ONE_RANK, TWO_RANKS, flat_gradient, gradient, make_module, micro_batches, ragged_examples
+from tests.support.token_weighting_worker import (
+    ONE_RANK,
+    TWO_RANKS,
+    flat_gradient,
+    gradient,
+    make_module,
+    micro_batches,
+    ragged_examples,
+)
 from tests.support.two_ranks import run_two_ranks
 
 KINDS = ("ours", "ours_lora", "stock")
@@ -62,7 +72,9 @@ def single_document_gradient(kind, dtype):
     for document in documents:
         ids, labels = torch.from_numpy(document.input_ids)[None], torch.from_numpy(document.labels)[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        (torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum", ignore_index=-100) / window_tokens).backward()
+        (
+            torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum", ignore_index=-100) / window_tokens
+        ).backward()
     return flat_gradient(module)
 
 

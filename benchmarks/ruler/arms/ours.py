@@ -1,12 +1,14 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
-Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in GiB; ":32" behind it is the
-host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+graphs=auto" (with those where the device waits for the host),
-"+fp8" (FusedKernels with frozen base products in fp8, judged by limits of its own: benchmarks/ruler/judge.py), "+stream" (frozen weights on the
-host), "+tiles8" (feed-forward blocks in 8 tiles) and "+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Where a
-workload trains all weights, FineTuner is given no lora, and AdamW keeps its averages in bf16 unless it is one with 8 bits. Gradients of recorded
-layers are compared with those of layers that run as ever. Under "auto" the judge's step is one that is measured, so gradients are compared again when
-the plan stands: with those of recompute on the same weights.
+Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in
+    GiB; ":32" behind it is the
+host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs), "+graphs=auto" (with those where the
+device waits for the host), "+fp8" (FusedKernels with frozen base products in fp8, judged by limits of its own:
+benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles) and
+"+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. Where a workload trains all
+weights, FineTuner is given no lora, and AdamW keeps its averages in bf16 unless it is one with 8 bits. Gradients of
+recorded layers are compared with those of layers that run as ever. Under "auto" the judge's step is one that is
+measured, so gradients are compared again when the plan stands: with those of recompute on the same weights.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from benchmarks.ruler.plans import (
 )
 from benchmarks.ruler.workloads import Pack, WorkloadFiles, lora_config
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
-from lightning_fastft.core.patcher import SwapLedger
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.fused.fp8_base import STATUS_NAME as FP8_STATUS
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
@@ -47,7 +49,8 @@ from lightning_fastft.training.optimizer import FusedAdamW
 
 
 def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
-    """Run the cases one after the other; cases with the same optimizer share one FineTuner, each has a Trainer of its own.
+    """Run the cases one after the other; cases with the same optimizer share one FineTuner, each has a Trainer of its
+    own.
 
     Args:
         cases: All of one workload.
@@ -57,7 +60,9 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
     """
     cases = [replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode))) for case in cases]
     for optimizer in dict.fromkeys(case.optimizer for case in cases):
-        _run_group([case for case in cases if case.optimizer == optimizer], files=files, log=log, is_cuda=device == "cuda")
+        _run_group(
+            [case for case in cases if case.optimizer == optimizer], files=files, log=log, is_cuda=device == "cuda"
+        )
 
 
 def _run_group(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
@@ -126,12 +131,17 @@ def _train(tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torc
     try:
         trainer.fit(tuner, train_dataloaders=loader)
     finally:
-        measure.ledger.undo()
+        measure.patcher.undo()
     recorder.record["statuses"] = measure.status_table
     recorder.record["fused"] = [
-        status._asdict() for callback in trainer.callbacks if isinstance(callback, FusedKernels) for status in callback.status()
+        status._asdict()
+        for callback in trainer.callbacks
+        if isinstance(callback, FusedKernels)
+        for status in callback.status()
     ]
-    if mode.wants_fp8 and not any(status["name"] == FP8_STATUS and status["state"] == "active" for status in recorder.record["fused"]):
+    if mode.wants_fp8 and not any(
+        status["name"] == FP8_STATUS and status["state"] == "active" for status in recorder.record["fused"]
+    ):
         raise ValueError(f"fp8 was asked for, and nothing computed in it: {recorder.record['fused']}")
     recorder.record["backends"] = dict(strategy.packed_steps.backends_used)
 
@@ -172,8 +182,10 @@ class MeasuringCallback(Callback):
 
     num_extra_steps = 1
 
-    def __init__(self, recorder: CaseRecorder, *, adapter: Mapping[str, torch.Tensor], mode: Mode, is_cuda: bool) -> None:
-        self.ledger = SwapLedger()
+    def __init__(
+        self, recorder: CaseRecorder, *, adapter: Mapping[str, torch.Tensor], mode: Mode, is_cuda: bool
+    ) -> None:
+        self.patcher = ModelPatcher()
         self.status_table = ""
         self._recorder = recorder
         self._adapter = adapter
@@ -189,16 +201,18 @@ class MeasuringCallback(Callback):
         record, plan = self._recorder.record, describe_plan(self._checkpointing)
         record["plan"] = plan
         if "pinned_host_gib" in record:
-            registered = plan.get("engine", {}).get("pinned_bytes", 0) + plan.get("streamed", {}).get("num_host_bytes", 0)
+            registered = plan.get("engine", {}).get("pinned_bytes", 0) + plan.get("streamed", {}).get(
+                "num_host_bytes", 0
+            )
             record["pinned_host_gib"] += registered / 2**30
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
         """Put the adapters or weights and the asked layers in place, after everything else is."""
         if self._mode.wants_liger:
-            self._recorder.record["liger_layers"] = install_liger_layers(pl_module.model, self.ledger)
+            self._recorder.record["liger_layers"] = install_liger_layers(pl_module.model, self.patcher)
         load_start(pl_module.model, self._adapter)
-        if pl_module.adapter_shadows is not None:
-            pl_module.adapter_shadows.refresh()
+        if pl_module.low_precision_adapters is not None:
+            pl_module.low_precision_adapters.refresh()
         self.status_table = render_status_table(trainer.strategy.statuses())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: FineTuner, batch: Any, batch_idx: int) -> None:
@@ -207,10 +221,14 @@ class MeasuringCallback(Callback):
             return
         stacks = self._checkpointing.stacks
         if self._recorder.step == CHECKED_STEP and stacks and stacks[-1].plan is not None:
-            self._recorder.record["plan_check"] = check_plan(pl_module, batch, self._checkpointing, is_cuda=self._is_cuda)
+            self._recorder.record["plan_check"] = check_plan(
+                pl_module, batch, self._checkpointing, is_cuda=self._is_cuda
+            )
         if self._recorder.step == GRAPHS_CHECKED_STEP and self._mode.wants_graphs:
             may_be_none = self._mode.wants_graphs == "auto"
-            self._recorder.record["graphs_check"] = check_graphs(pl_module, batch, is_cuda=self._is_cuda, may_be_none=may_be_none)
+            self._recorder.record["graphs_check"] = check_graphs(
+                pl_module, batch, is_cuda=self._is_cuda, may_be_none=may_be_none
+            )
         self._recorder.batch_arrived(batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
@@ -222,7 +240,9 @@ class MeasuringCallback(Callback):
         if not self._is_over:
             self._recorder.backward_done(pl_module.model, loss=self._loss)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Note the end of a step."""
         if self._is_over:
             use = self._profile.stop()

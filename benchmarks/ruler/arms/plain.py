@@ -1,6 +1,8 @@
-"""The plain arm: transformers and PEFT as a user has them - fp32 adapters, Hugging Face's varlen attention and loss, 8-bit AdamW, a short loop.
+"""The plain arm: transformers and PEFT as a user has them - fp32 adapters, Hugging Face's varlen attention and loss,
+8-bit AdamW, a short loop.
 
-Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss. Liger patches the modelling module,
+Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss. Liger
+    patches the modelling module,
 so its modes come last in a process.
 """
 
@@ -109,15 +111,23 @@ def train(model: Any, recorder: CaseRecorder, *, device: str, learning_rate: flo
 
     collator = DataCollatorWithFlattening()
     share = recorder.case.label_share
-    # Collated before the loop, as workers of a data loader would: the collator builds Python lists, which must not count as training time.
+    # Collated before the loop, as workers of a data loader would: the collator builds Python lists, which must not
+    # count as training time.
     rows = [
-        collator([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in recorder.pack_at(step).documents(share)])
+        collator(
+            [
+                {"input_ids": ids.tolist(), "labels": labels.tolist()}
+                for ids, labels in recorder.pack_at(step).documents(share)
+            ]
+        )
         for step in range(recorder.num_total)
     ]
     train_rows(model, rows, recorder, device=device, learning_rate=learning_rate)
 
 
-def train_rows(model: Any, rows: list[Any], recorder: CaseRecorder, *, device: str, learning_rate: float = LEARNING_RATE) -> None:
+def train_rows(
+    model: Any, rows: list[Any], recorder: CaseRecorder, *, device: str, learning_rate: float = LEARNING_RATE
+) -> None:
     """Train on collated batches in the loop that transformers documents: loss of the model, clipping, step."""
     is_cuda = device == "cuda"
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,7 +1,8 @@
-"""What the TRL and the Unsloth arm share: their own SFTTrainer trains on the ruler's packs, in the ruler's order, and a callback measures.
+"""What the TRL and the Unsloth arm share: their own SFTTrainer trains on the ruler's packs, in the ruler's order, and a
+callback measures.
 
-The trainer is built as its documentation says (packing on); its prepared data set is then exchanged for one with the same columns that holds the
-ruler's packs. Model, collator, loss, optimizer and step are the trainer's own.
+The trainer is built as its documentation says (packing on); its prepared data set is then exchanged for one with the
+same columns that holds the ruler's packs. Model, collator, loss, optimizer and step are the trainer's own.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def seed_documents(num_documents: int = 64) -> Any:
     """Return a small text data set for a trainer to prepare; the packs replace it before training."""
     from datasets import Dataset
 
-    return Dataset.from_dict({"text": [" ".join(f"w{4 + (row * 7 + word) % 100}" for word in range(40)) for row in range(num_documents)]})
+    return Dataset.from_dict(
+        {"text": [" ".join(f"w{4 + (row * 7 + word) % 100}" for word in range(40)) for row in range(num_documents)]}
+    )
 
 
 def run_cases(cases: list[Case], *, trainer: Any, files: WorkloadFiles, log: CaseLog, is_cuda: bool) -> None:
@@ -148,7 +151,9 @@ def check_batch(inputs: dict[str, Any], expected: dict[str, np.ndarray]) -> dict
     Raises:
         ValueError: The trainer's collator did not produce the ruler's first pack.
     """
-    description = {key: str(tuple(value.shape)) if hasattr(value, "shape") else repr(value) for key, value in inputs.items()}
+    description = {
+        key: str(tuple(value.shape)) if hasattr(value, "shape") else repr(value) for key, value in inputs.items()
+    }
     for key, value_T in expected.items():
         if key not in inputs:
             # Unsloth may pass lengths instead of positions; ids and labels must be there.
@@ -158,5 +163,8 @@ def check_batch(inputs: dict[str, Any], expected: dict[str, np.ndarray]) -> dict
         given = inputs[key].detach().cpu().numpy().reshape(-1)
         if given.shape != value_T.shape or not np.array_equal(given, value_T):
             num_different = int((given != value_T).sum()) if given.shape == value_T.shape else -1
-            raise ValueError(f"The trainer's {key} differ from the ruler's first pack in {num_different} places; batch: {description}.")
+            raise ValueError(
+                f"The trainer's {key} differ from the ruler's first pack in {num_different} places; batch: "
+                f"{description}."
+            )
     return description

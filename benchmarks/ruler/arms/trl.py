@@ -1,4 +1,5 @@
-"""The TRL arm: SFTTrainer with packing, Hugging Face's varlen attention and Liger's layers, on a PEFT model, or on all weights.
+"""The TRL arm: SFTTrainer with packing, Hugging Face's varlen attention and Liger's layers, on a PEFT model, or on all
+weights.
 
 Modes: "recompute+liger", "keep+liger", and the same without "+liger".
 """

@@ -1,7 +1,9 @@
 """The Unsloth arm, through its public functions only: FastLanguageModel and the SFTTrainer it prepares.
 
-Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its default with layers left out by
-its planner). Full fine-tuning is asked for as its documentation says, full_finetuning=True without get_peft_model, and knows the first two.
+Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its
+    default with layers left out by
+its planner). Full fine-tuning is asked for as its documentation says, full_finetuning=True without get_peft_model, and
+knows the first two.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
 
     workload, is_cuda, mode = files.workload, device == "cuda", MODES[cases[0].mode]
     if workload.is_full and "checkpoint_skip_layers" in mode:
-        raise ValueError(f"{cases[0].mode!r} leaves layers out by an option of get_peft_model, which is not called where all weights are trained.")
+        raise ValueError(
+            f"{cases[0].mode!r} leaves layers out by an option of get_peft_model, which is not called where all "
+            "weights are trained."
+        )
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(files.model),
         max_seq_length=workload.max_tokens,

@@ -2,10 +2,10 @@
 
 Axes: B blocks of a tensor, the last one perhaps shorter; V values of a block.
 
-The value of a code is that of a fixed map times the magnitude of its block. The map is the dynamic one of bitsandbytes, ascending: 0, 1 and seven
-decades below 1, from 1e-7 on, each with twice as many values as the one below it, in the middles of equal cells. The signed map has 1 to 64 values
-per decade and the negatives of all but 1, the unsigned one 2 to 128. A value becomes the nearest code; zones of the kernel are the decades, with 0
-below and 1 above them.
+The value of a code is that of a fixed map times the magnitude of its block. The map is the dynamic one of bitsandbytes,
+ascending: 0, 1 and seven decades below 1, from 1e-7 on, each with twice as many values as the one below it, in the
+middles of equal cells. The signed map has 1 to 64 values per decade and the negatives of all but 1, the unsigned one 2
+to 128. A value becomes the nearest code; zones of the kernel are the decades, with 0 below and 1 above them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def dynamic_map(*, is_signed: bool) -> torch.Tensor:
         >>> [round(values[code].item(), 4) for code in (0, 126, 127, 128, 255)]
         [-0.993, -0.0, 0.0, 0.0, 1.0]
     """
-    positive = [_decade(place) * (0.1 + 0.9 * (cell + 0.5) / cells) for place, cells in _cells(is_signed=is_signed) for cell in range(cells)]
+    positive = [
+        _decade(place) * (0.1 + 0.9 * (cell + 0.5) / cells)
+        for place, cells in _cells(is_signed=is_signed)
+        for cell in range(cells)
+    ]
     negative = [-value for value in reversed(positive)] if is_signed else []
     return torch.tensor([*negative, 0.0, *positive, 1.0], dtype=torch.float64)
 
@@ -42,7 +46,9 @@ def zero_code(*, is_signed: bool) -> int:
 
 
 def thresholds(*, is_signed: bool) -> list[float]:
-    """Return where each zone above the first begins: half way between the last value of one and the first of the next."""
+    """Return where each zone above the first begins: half way between the last value of one and the first of the
+    next.
+    """
     values = dynamic_map(is_signed=is_signed)[zero_code(is_signed=is_signed) :].tolist()
     firsts = [1]
     for _, cells in _cells(is_signed=is_signed):
@@ -97,7 +103,8 @@ def encode(values: torch.Tensor, *, is_signed: bool) -> tuple[torch.Tensor, torc
     """Return the nearest codes and the largest magnitudes of blocks, as decode reads them.
 
     Args:
-        values: Any shape, fp32, contiguous; from 0 for the unsigned map. A block in which something is not finite has no meaning afterwards.
+        values: Any shape, fp32, contiguous; from 0 for the unsigned map. A block in which something is not finite has
+            no meaning afterwards.
         is_signed: Whether to take the signed map.
 
     Example:
@@ -105,7 +112,9 @@ def encode(values: torch.Tensor, *, is_signed: bool) -> tuple[torch.Tensor, torc
         (tensor([  0, 255], dtype=torch.uint8), tensor([3.]))
     """
     num_values = values.numel()
-    blocks_BV = torch.nn.functional.pad(values.flatten(), (0, num_blocks(num_values) * BLOCK - num_values)).view(-1, BLOCK)
+    blocks_BV = torch.nn.functional.pad(values.flatten(), (0, num_blocks(num_values) * BLOCK - num_values)).view(
+        -1, BLOCK
+    )
     absmax_B = blocks_BV.abs().amax(1)
     inverse_B = torch.where(absmax_B > 0, 1 / absmax_B, 0.0)
     grid = dynamic_map(is_signed=is_signed).to(values.device)

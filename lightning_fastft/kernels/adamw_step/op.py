@@ -1,6 +1,7 @@
 """One AdamW step and the gradients' norm for all tensors of a table, in one launch per combination of dtypes.
 
-Nothing here builds a graph or waits for the device: the clipping factor is a tensor, and the table of addresses is sent behind the host's back.
+Nothing here builds a graph or waits for the device: the clipping factor is a tensor, and the table of addresses is sent
+behind the host's back.
 """
 
 from __future__ import annotations
@@ -19,32 +20,43 @@ __all__ = ["SkipFlag", "StepOptions", "TensorTable", "adamw_step", "grad_norm"]
 
 
 def adamw_step(
-    table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None, backend: str = "auto"
+    table: TensorTable,
+    *,
+    options: StepOptions,
+    scale: torch.Tensor | None = None,
+    skip: SkipFlag | None = None,
+    backend: str = "auto",
 ) -> None:
     """Update the masters, averages and shadows of a table in place, by one step of AdamW.
 
-    In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g``, then the master loses
-    ``lr * weight_decay * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)`` of its value p before the step. "reference" takes
-    the decay off first, as torch.optim.AdamW does, with the same bits on a CPU; "triton" sums both changes first, which is one rounding less.
-    Master and shadow are rounded to nearest, the shadow from the new master. A tensor without gradient stays as it is. What is not finite in scale
-    or in a gradient passes on into its element, as in torch.optim.AdamW.
+    In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g``, then the master
+    loses ``lr * weight_decay * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)`` of its value p
+    before the step. "reference" takes the decay off first, as torch.optim.AdamW does, with the same bits on a CPU;
+    "triton" sums both changes first, which is one rounding less. Master and shadow are rounded to nearest, the shadow
+    from the new master. A tensor without gradient stays as it is. What is not finite in scale or in a gradient passes
+    on into its element, as in torch.optim.AdamW.
 
     Args:
         table: The tensors. Gradients are read, not changed.
-        options: Learning rate, betas, eps, decay and the number of the step, the same for all tensors: make a table for each set of options.
-        scale: What each gradient is multiplied with in fp32, such as a clipping factor. Shape (), fp32, device of the table. None for 1.
-        skip: Flag of a step that is to change nothing, and how many before it were such; step in the formula is then the number without those. None
-            for a step in any case. With a flag that is 0 the bits are those without one, as far as float64 powers have the same on host and device.
+        options: Learning rate, betas, eps, decay and the number of the step, the same for all tensors: make a table for
+            each set of options.
+        scale: What each gradient is multiplied with in fp32, such as a clipping factor. Shape (), fp32, device of the
+            table. None for 1.
+        skip: Flag of a step that is to change nothing, and how many before it were such; step in the formula is then
+            the number without those. None for a step in any case. With a flag that is 0 the bits are those without one,
+            as far as float64 powers have the same on host and device.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
 
     Raises:
-        ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has another shape, dtype, device or layout.
+        ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has another shape, dtype,
+            device or layout.
         OptionError: A number of the options is not allowed, or the backend is unknown or cannot serve this table.
 
     Cost:
-        One launch per combination of dtypes, no new memory. Per element with an fp32 master 28 bytes (26 with a narrow gradient), and 2 for a shadow.
-        The host compares addresses, see ``TensorTable.refresh``; no host synchronisation. "reference" takes several launches per tensor. A flag
-        adds ten launches on single numbers; a step that it skips reads and writes no element.
+        One launch per combination of dtypes, no new memory. Per element with an fp32 master 28 bytes (26 with a narrow
+        gradient), and 2 for a shadow. The host compares addresses, see ``TensorTable.refresh``; no host
+        synchronisation. "reference" takes several launches per tensor. A flag adds ten launches on single numbers; a
+        step that it skips reads and writes no element.
 
     Source:
         AdamW, arXiv 1711.05101.
@@ -71,9 +83,9 @@ def adamw_step(
 def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
     """Return the L2 norm of all gradients of a table together, as one tensor.
 
-    Sums have one order for addresses that are multiples of 16 bytes and one for others: two calls are bit-equal, and so are two runs whose gradients
-    lie alike in this respect. What is not finite in a gradient shows in the norm. The norm over several tables is the norm of their norms,
-    ``torch.linalg.vector_norm(torch.stack(norms))``.
+    Sums have one order for addresses that are multiples of 16 bytes and one for others: two calls are bit-equal, and so
+    are two runs whose gradients lie alike in this respect. What is not finite in a gradient shows in the norm. The norm
+    over several tables is the norm of their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
 
     Args:
         table: The tensors; those without gradient count as 0.
@@ -87,7 +99,8 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
         OptionError: The backend is unknown or cannot serve this table.
 
     Cost:
-        Reads each gradient once, in one launch per combination of dtypes and one more; no host synchronisation. "reference" makes float64 copies.
+        Reads each gradient once, in one launch per combination of dtypes and one more; no host synchronisation.
+        "reference" makes float64 copies.
 
     Source:
         own
@@ -125,7 +138,10 @@ def _check_options(options: StepOptions, device: torch.device) -> None:
     check_int("options.step", options.step, low=1)
     for name in ("beta1", "beta2"):
         if check_float(f"options.{name}", getattr(options, name), low=0.0) >= 1.0:
-            raise OptionError(f"options.{name} must be below 1, got {getattr(options, name)}: an average would never take a gradient in.")
+            raise OptionError(
+                f"options.{name} must be below 1, got {getattr(options, name)}: an average would never take a gradient "
+                "in."
+            )
     check_float("options.eps", options.eps, low=0.0)
     check_float("options.weight_decay", options.weight_decay, low=0.0)
     if isinstance(options.learning_rate, torch.Tensor):
@@ -138,4 +154,6 @@ def _check_number(name: str, number: torch.Tensor, device: torch.device, *, dtyp
     """Refuse a tensor that is not one number of this dtype on the device."""
     check_tensor(name, number, ndim=0, dtypes=(dtype,))
     if number.device != device:
-        raise ShapeError(f"{name} is on {number.device}; the table is on {device}. Make it there: torch.full((), value, device=...).")
+        raise ShapeError(
+            f"{name} is on {number.device}; the table is on {device}. Make it there: torch.full((), value, device=...)."
+        )

@@ -1,6 +1,7 @@
 """AdamW in plain PyTorch, with the table of tensors that it and the Triton kernels walk.
 
-Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all tensors together are cut into.
+Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all
+    tensors together are cut into.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import codes
 
-# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once; whole blocks of averages in 8 bits. Not yet measured; candidates:
-# python -m benchmarks.row_kernels --only adamw_step --tiles.
+# 4096 elements on 8 warps: 16 of each matrix per thread, all on their way at once; whole blocks of averages in 8 bits.
+# Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 CHUNK = 4096
 # What a vector access of a thread takes, in bytes; as many elements fill it in any dtype.
 ALIGNMENT = 16
@@ -32,7 +33,8 @@ class StepOptions(NamedTuple):
     """The numbers of one AdamW step, shared by all tensors of a table.
 
     Args:
-        learning_rate: Learning rate, a number from 0; or a tensor of shape () in fp32 on the device of the table, which the host never reads.
+        learning_rate: Learning rate, a number from 0; or a tensor of shape () in fp32 on the device of the table, which
+            the host never reads.
         beta1: Share of the old average, in [0, 1).
         beta2: Share of the old average of squares, in [0, 1).
         eps: Added to the denominator, from 0.
@@ -56,11 +58,14 @@ class StepOptions(NamedTuple):
 
 
 class SkipFlag(NamedTuple):
-    """Whether a step is to change nothing, and how many before it did so: numbers on the device, which the host never reads.
+    """Whether a step is to change nothing, and how many before it did so: numbers on the device, which the host never
+    reads.
 
     Args:
-        found_inf: 0 for a step, anything else (NaN too) for none; the name is torch's. Shape (), fp32, device of the table.
-        num_skipped: How many of the steps that ``StepOptions.step`` counts before this one were skipped. Shape (), float64, device of the table.
+        found_inf: 0 for a step, anything else (NaN too) for none; the name is torch's. Shape (), fp32, device of the
+            table.
+        num_skipped: How many of the steps that ``StepOptions.step`` counts before this one were skipped. Shape (),
+            float64, device of the table.
 
     Source:
         ``found_inf`` of torch.optim's fused optimizers.
@@ -76,7 +81,8 @@ class SkipFlag(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """One tensor of a table: the master, its two averages, its shadow or None, and the tensor whose ``grad`` is its gradient.
+    """One tensor of a table: the master, its two averages, its shadow or None, and the tensor whose ``grad`` is its
+    gradient.
 
     Averages in 8 bits come with the largest magnitudes of their blocks (``codes``); others have None there.
     """
@@ -99,7 +105,9 @@ class TableRow(NamedTuple):
 
 
 class TableGroup(NamedTuple):
-    """The chunks of all rows of one combination of dtypes, which one launch serves: the row of each, and which chunk of that row it is."""
+    """The chunks of all rows of one combination of dtypes, which one launch serves: the row of each, and which
+    chunk of that row it is.
+    """
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -113,27 +121,34 @@ class TableGroup(NamedTuple):
 class TensorTable:
     """The tensors of an optimizer step as addresses on their device, built once.
 
-    The table holds the tensors, but no gradient: each call reads ``owner.grad`` anew, so that gradients may be freed and made again between steps.
-    Where an address has changed, new tables are sent from memory that is pinned for this one copy. PyTorch's pinned allocator gives that memory to
-    nobody before the copy is over (by event), and the allocator of the device reuses the old table in the order of the stream: nothing under way is
-    overwritten, and the host never waits. All calls on a table therefore belong to one stream, or to streams that the caller has put in order.
+    The table holds the tensors, but no gradient: each call reads ``owner.grad`` anew, so that gradients may be freed
+    and made again between steps. Where an address has changed, new tables are sent from memory that is pinned for this
+    one copy. PyTorch's pinned allocator gives that memory to nobody before the copy is over (by event), and the
+    allocator of the device reuses the old table in the order of the stream: nothing under way is overwritten, and the
+    host never waits. All calls on a table therefore belong to one stream, or to streams that the caller has put in
+    order.
 
     Args:
         params: Masters, updated in place. Any shape; fp32 or bf16; contiguous; all on one device.
         exp_avgs: Averages of the gradients. Shapes of params; fp32, or codes of the signed map in uint8; contiguous.
-        exp_avg_sqs: Averages of their squares. Shapes of params; fp32, or codes of the unsigned map in uint8; contiguous.
-        shadows: Copies that compute reads, bf16 or fp16, contiguous, or None for a tensor without one; None where no tensor has one.
-        owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params themselves.
-        exp_avg_absmaxs: Of averages in 8 bits: the largest magnitude of each block of 256 values, shape (B,), fp32, contiguous; None for a tensor
-            with averages in fp32. None where every tensor has those.
+        exp_avg_sqs: Averages of their squares. Shapes of params; fp32, or codes of the unsigned map in uint8;
+            contiguous.
+        shadows: Copies that compute reads, bf16 or fp16, contiguous, or None for a tensor without one; None where no
+            tensor has one.
+        owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params
+            themselves.
+        exp_avg_absmaxs: Of averages in 8 bits: the largest magnitude of each block of 256 values, shape (B,), fp32,
+            contiguous; None for a tensor with averages in fp32. None where every tensor has those.
         exp_avg_sq_absmaxs: The same of their squares.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, tensors that are written share memory, or a gradient cannot be read.
+        ShapeError: Shape, dtype, device or layout is another, tensors that are written share memory, or a gradient
+            cannot be read.
         OptionError: The lists have different lengths.
 
     Cost:
-        7 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors once; no host synchronisation.
+        7 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors
+        once; no host synchronisation.
 
     Source:
         own
@@ -213,7 +228,8 @@ class TensorTable:
             ShapeError: A tensor no longer is what the table takes.
 
         Cost:
-            2 to 3 microseconds of host time per tensor, measured with 500 of them; 8 bytes per tensor are sent where gradients have moved.
+            2 to 3 microseconds of host time per tensor, measured with 500 of them; 8 bytes per tensor are sent where
+            gradients have moved.
         """
         grads = self.gradients()
         layout, addresses = self._read_layout(grads), _read_addresses(grads)
@@ -224,7 +240,9 @@ class TensorTable:
             self._build(grads)
         if is_new or addresses != self._grad_addresses:
             self.grad_address_R = _send(torch.tensor(addresses, dtype=torch.int64), self.device)
-            self.aligned = tuple(all(self._fits[row] and addresses[row] % ALIGNMENT == 0 for row in group.rows) for group in self.groups)
+            self.aligned = tuple(
+                all(self._fits[row] and addresses[row] % ALIGNMENT == 0 for row in group.rows) for group in self.groups
+            )
         # Last, so that a table that could not be rebuilt is not taken for a current one.
         self._layout, self._grad_addresses = layout, addresses
 
@@ -245,7 +263,9 @@ class TensorTable:
         self.code_table = _send(codes.kernel_table(), self.device) if has_codes else None
         self._fits = [_fits_vectors(row, tensors) for row, tensors in zip(self.rows, self.written)]
         keys = [_dtypes(row, grad) for row, grad in zip(self.rows, grads)]
-        self.groups = tuple(self._group(key, [index for index, other in enumerate(keys) if other == key]) for key in dict.fromkeys(keys))
+        self.groups = tuple(
+            self._group(key, [index for index, other in enumerate(keys) if other == key]) for key in dict.fromkeys(keys)
+        )
 
     def _read_layout(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[object, ...]]:
         """Return all but the addresses of gradients: what the table must be rebuilt for when it changes."""
@@ -254,7 +274,9 @@ class TensorTable:
             for row, tensors, grad in zip(self.rows, self.written, grads)
         ]
 
-    def _group(self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype], rows: list[int]) -> TableGroup:
+    def _group(
+        self, key: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype], rows: list[int]
+    ) -> TableGroup:
         """Return the chunks of some rows, in the order of the rows."""
         num_chunks_R = torch.tensor([-(-self.rows[row].param.numel() // CHUNK) for row in rows], dtype=torch.int64)
         row_C = torch.tensor(rows, dtype=torch.int32).repeat_interleave(num_chunks_R)
@@ -263,8 +285,12 @@ class TensorTable:
         return TableGroup(*key, tuple(rows), _send(row_C, self.device), _send(index_C, self.device))
 
 
-def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None) -> None:
-    """Update masters, averages and shadows, in the order of operations of torch.optim.AdamW: in fp32 without scale the same bits on a CPU."""
+def adamw_step(
+    table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
+) -> None:
+    """Update masters, averages and shadows, in the order of operations of torch.optim.AdamW: in fp32 without
+    scale the same bits on a CPU.
+    """
     corrections = bias_corrections(options) if skip is None else _corrections_on_device(options, skip)
     for row, grad in zip(table.rows, table.gradients()):
         if grad is not None:
@@ -279,7 +305,9 @@ def grad_norm(table: TensorTable) -> torch.Tensor:
 
 
 def bias_corrections(options: StepOptions) -> tuple[float, float]:
-    """Return what the averages still lack of their weight, each in float64: that of the gradients, and the root of that of the squares."""
+    """Return what the averages still lack of their weight, each in float64: that of the gradients, and the root
+    of that of the squares.
+    """
     return 1.0 - options.beta1**options.step, math.sqrt(1.0 - options.beta2**options.step)
 
 
@@ -290,15 +318,26 @@ def bias_corrections_on_device(options: StepOptions, num_skipped: torch.Tensor) 
 
 
 def _corrections_on_device(options: StepOptions, skip: SkipFlag) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bias corrections that round where those of the host do: that of the gradients is divided into a number of the host in float64."""
+    """Return bias corrections that round where those of the host do: that of the gradients is divided into a
+    number of the host in float64.
+    """
     correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
-    return correction.float() if isinstance(options.learning_rate, torch.Tensor) else correction, root_correction.float()
+    return correction.float() if isinstance(
+        options.learning_rate, torch.Tensor
+    ) else correction, root_correction.float()
 
 
 def _step_row_unless(
-    row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor], *, skip: SkipFlag | None
+    row: TableRow,
+    grad: torch.Tensor,
+    options: StepOptions,
+    corrections: Sequence[float | torch.Tensor],
+    *,
+    skip: SkipFlag | None,
 ) -> None:
-    """Update one tensor, and give every value back that it had where the step is to be skipped; the host is not asked which."""
+    """Update one tensor, and give every value back that it had where the step is to be skipped; the host is not
+    asked which.
+    """
     written = [] if skip is None else row.written()
     before = [tensor.clone() for tensor in written]
     _step_row(row, grad, options, corrections)
@@ -307,7 +346,9 @@ def _step_row_unless(
         tensor.copy_(torch.where(skip.found_inf == 0, tensor, old))
 
 
-def _step_row(row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor]) -> None:
+def _step_row(
+    row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor]
+) -> None:
     """Update one tensor in fp32; only master and shadow are rounded, once, and averages that are held in 8 bits."""
     if row.exp_avg_absmax is not None and row.exp_avg_sq_absmax is not None:
         stored = ((row.exp_avg, row.exp_avg_absmax), (row.exp_avg_sq, row.exp_avg_sq_absmax))
@@ -344,7 +385,9 @@ def _read_addresses(grads: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if grad is None else grad.data_ptr() for grad in grads]
 
 
-def _dtypes(row: TableRow, grad: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype]:
+def _dtypes(
+    row: TableRow, grad: torch.Tensor | None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype]:
     """Return what one launch must know of a row."""
     shadow_dtype = None if row.shadow is None else row.shadow.dtype
     return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, shadow_dtype, row.exp_avg.dtype
@@ -360,7 +403,10 @@ def _check_rows(rows: Sequence[TableRow]) -> None:
     for index, row in enumerate(rows):
         _check_row(index, row)
         if row.param.device != rows[0].param.device:
-            raise ShapeError(f"params[{index}] is on {row.param.device}, params[0] on {rows[0].param.device}; make one table per device.")
+            raise ShapeError(
+                f"params[{index}] is on {row.param.device}, params[0] on {rows[0].param.device}; make one table per "
+                "device."
+            )
     _check_apart(rows)
 
 
@@ -382,25 +428,34 @@ def _check_row(index: int, row: TableRow) -> None:
         _check_absmax(f"{kind}[{index}]", absmax_B, param)
     _check_like(f"owners[{index}]", owner, param, _OWNER_DTYPES)
     if not owner.is_leaf:
-        raise ShapeError(f"owners[{index}] was computed from other tensors and gets no gradient; give the parameter that autograd writes to.")
+        raise ShapeError(
+            f"owners[{index}] was computed from other tensors and gets no gradient; give the parameter that autograd "
+            "writes to."
+        )
 
 
 def _check_like(name: str, tensor: torch.Tensor, param: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """Refuse a tensor that is not as large as its master, or elsewhere."""
     check_tensor(name, tensor, ndim=param.ndim, dtypes=dtypes)
     if tensor.shape != param.shape or tensor.device != param.device:
-        raise ShapeError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; its master is {tuple(param.shape)} on {param.device}: make it alike.")
+        raise ShapeError(
+            f"{name} is {tuple(tensor.shape)} on {tensor.device}; its master is {tuple(param.shape)} on "
+            f"{param.device}: make it alike."
+        )
 
 
 def _check_absmax(name: str, absmax_B: torch.Tensor | None, param: torch.Tensor) -> None:
     """Refuse what is not one number per block of averages in 8 bits."""
     if absmax_B is None:
-        raise ShapeError(f"{name} is None, and its tensor has the other one; averages in 8 bits have one number per block each.")
+        raise ShapeError(
+            f"{name} is None, and its tensor has the other one; averages in 8 bits have one number per block each."
+        )
     check_tensor(name, absmax_B, ndim=1, dtypes=(torch.float32,))
     size = codes.num_blocks(param.numel())
     if absmax_B.numel() != size or absmax_B.device != param.device:
         raise ShapeError(
-            f"{name} is {tuple(absmax_B.shape)} on {absmax_B.device}; {param.numel()} values in blocks of {codes.BLOCK} have ({size},) on "
+            f"{name} is {tuple(absmax_B.shape)} on {absmax_B.device}; {param.numel()} values in blocks of "
+            f"{codes.BLOCK} have ({size},) on "
             f"{param.device}."
         )
     _check_memory(name, absmax_B)
@@ -419,10 +474,16 @@ def _check_gradient(index: int, grad: torch.Tensor, owner: torch.Tensor) -> None
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
     """Refuse what has no address, or elements apart from each other."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise ShapeError(f"{name} is not contiguous (layout {tensor.layout}); one step walks memory from end to end: call .contiguous() on it.")
+        raise ShapeError(
+            f"{name} is not contiguous (layout {tensor.layout}); one step walks memory from end to end: call "
+            ".contiguous() on it."
+        )
     # On the device an address of 0 would say that there is no gradient.
     if tensor.numel() and not tensor.data_ptr():
-        raise ShapeError(f"{name} ({type(tensor).__name__} on {tensor.device}) has no memory of its own; of a DTensor give to_local().")
+        raise ShapeError(
+            f"{name} ({type(tensor).__name__} on {tensor.device}) has no memory of its own; of a DTensor give "
+            "to_local()."
+        )
 
 
 def _check_apart(rows: Sequence[TableRow]) -> None:
@@ -430,7 +491,9 @@ def _check_apart(rows: Sequence[TableRow]) -> None:
     ranges = sorted(_byte_ranges(rows))
     for (_, end, name), (begin, _, other) in itertools.pairwise(ranges):
         if begin < end:
-            raise ShapeError(f"{name} and {other} share memory; each tensor that a step writes needs a place of its own.")
+            raise ShapeError(
+                f"{name} and {other} share memory; each tensor that a step writes needs a place of its own."
+            )
 
 
 def _byte_ranges(rows: Sequence[TableRow]) -> Iterator[tuple[int, int, str]]:

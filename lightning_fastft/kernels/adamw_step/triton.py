@@ -1,8 +1,10 @@
 """AdamW for many tensors in one launch: the kernels find each tensor through a table of addresses on the device.
 
-Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all tensors together are cut into.
-Per element a step reads gradient, master and both averages and writes master, both averages and shadow: 28 bytes in fp32, 2 more with a shadow, 12
-less with averages in 8 bits. A row without gradient has address 0 for it: its chunks have no element to read or write.
+Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all
+    tensors together are cut into.
+Per element a step reads gradient, master and both averages and writes master, both averages and shadow: 28 bytes in
+fp32, 2 more with a shadow, 12 less with averages in 8 bits. A row without gradient has address 0 for it: its chunks
+have no element to read or write.
 """
 
 # A jit body has no types that Python could check.
@@ -27,11 +29,13 @@ from lightning_fastft.kernels.adamw_step.reference import (
 )
 
 NUM_WARPS = 8
-# 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not yet measured;
+# 1024 programs of 8 warps fill 128 multiprocessors; a fixed number, so that sums have one order on every device. Not
+# yet measured;
 # candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.
 NUM_PARTIALS = 1024
-# Of averages in 8 bits: blocks per program. 100 M bf16 values took 550 us on an H200, six other candidates 508 (chunks of 8192, 2 blocks on 1 warp)
-# to 696: python -m benchmarks.row_kernels --only "averages in 8 bits" --rows 16384 --width 6144 --tiles.
+# Of averages in 8 bits: blocks per program. 100 M bf16 values took 550 us on an H200, six other candidates 508 (chunks
+# of 8192, 2 blocks on 1 warp) to 696: python -m benchmarks.row_kernels --only "averages in 8 bits" --rows 16384 --width
+# 6144 --tiles.
 NUM_BLOCKS = 4
 NUM_WARPS_8BIT = 4
 
@@ -59,7 +63,9 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @triton.jit
 def _load_pointer(ptr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return an address as a pointer; that it is aligned, which the host knows, lets the compiler read and write vectors."""
+    """Return an address as a pointer; that it is aligned, which the host knows, lets the compiler read and write
+    vectors.
+    """
     pointer = tl.load(ptr).to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
         pointer = tl.multiple_of(pointer, _ALIGNMENT)
@@ -67,7 +73,9 @@ def _load_pointer(ptr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _find_chunk(address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, chunk, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _find_chunk(
+    address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, chunk, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return the row of a chunk, its elements, and which of them are there to be stepped."""
     row = tl.load(row_ptr + chunk).to(tl.int64)
     offs = tl.load(index_ptr + chunk).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -107,9 +115,12 @@ def _adamw_kernel(
 ):
     """One program per chunk. With a learning rate on the device, rate and decay are those of a learning rate of 1.
 
-    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read or write.
+    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read
+    or write.
     """
-    row, offs, inside = _find_chunk(address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, tl.program_id(0), IS_ALIGNED, BLOCK)
+    row, offs, inside = _find_chunk(
+        address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, tl.program_id(0), IS_ALIGNED, BLOCK
+    )
     if HAS_SKIP:
         # A number of elements, so that the compiler still knows which vectors lie inside.
         inside = inside & (offs < tl.where(tl.load(found_inf_ptr) == 0.0, _EVERYTHING, 0))
@@ -119,7 +130,9 @@ def _adamw_kernel(
     param_ptrs = _load_pointer(place_ptr + _PARAM * num_rows, PARAM_DTYPE, IS_ALIGNED) + offs
     avg_ptrs = _load_pointer(place_ptr + _EXP_AVG * num_rows, tl.float32, IS_ALIGNED) + offs
     square_ptrs = _load_pointer(place_ptr + _EXP_AVG_SQ * num_rows, tl.float32, IS_ALIGNED) + offs
-    grad = tl.load(_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(
+        tl.float32
+    )
     param = tl.load(param_ptrs, mask=inside, other=0.0).to(tl.float32)
     avg = tl.load(avg_ptrs, mask=inside, other=0.0)
     square = tl.load(square_ptrs, mask=inside, other=0.0)
@@ -158,9 +171,12 @@ def _find_zone(size, T1, T2, T3, T4, T5, T6, T7, T8):
 
 @triton.jit
 def _find_place(size, zone, slope_ptr, NUM_FIRST: tl.constexpr):
-    """Return the place of the nearest value of a zone, which holds those from NUM_FIRST * 2^(zone - 1) on to twice that."""
+    """Return the place of the nearest value of a zone, which holds those from NUM_FIRST * 2^(zone - 1) on to
+    twice that.
+    """
     end = NUM_FIRST << zone
-    # Bounds of a zone's cells lie at 0.1 and 1 of its decade: a place is the slope times the magnitude and 8/9 of the first one.
+    # Bounds of a zone's cells lie at 0.1 and 1 of its decade: a place is the slope times the magnitude and 8/9 of the
+    # first one.
     place = (size * tl.load(slope_ptr + zone) + end.to(tl.float32) * (4.0 / 9.0)).to(tl.int32)
     return tl.minimum(place, end - 1)
 
@@ -220,10 +236,11 @@ def _adamw_8bit_kernel(
     CHUNK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """One program per chunk and NUM_BLOCKS blocks of it. With a learning rate on the device, rate and decay are those of a learning rate of 1.
+    """One program per chunk and NUM_BLOCKS blocks of it. With a learning rate on the device, rate and decay are those
+    of a learning rate of 1.
 
-    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read or write. Roots and quotients
-    are the device's fast ones: their error is far below that of 8 bits.
+    With a flag, rate and root_correction come from the device, and a step that is to be skipped has no element to read
+    or write. Roots and quotients are the device's fast ones: their error is far below that of 8 bits.
     """
     row = tl.load(row_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * CHUNK + tl.program_id(1) * (NUM_BLOCKS * _WIDTH)
@@ -247,8 +264,12 @@ def _adamw_8bit_kernel(
     param_ptrs = _load_pointer(place_ptr + _PARAM * num_rows, PARAM_DTYPE, IS_ALIGNED) + start + offs
     avg_ptrs = _load_pointer(place_ptr + _EXP_AVG * num_rows, tl.uint8, IS_ALIGNED) + start + offs
     square_ptrs = _load_pointer(place_ptr + _EXP_AVG_SQ * num_rows, tl.uint8, IS_ALIGNED) + start + offs
-    avg_absmax_ptrs = tl.load(place_ptr + _EXP_AVG_ABSMAX * num_rows).to(tl.pointer_type(tl.float32)) + start // _WIDTH + blocks
-    square_absmax_ptrs = tl.load(place_ptr + _EXP_AVG_SQ_ABSMAX * num_rows).to(tl.pointer_type(tl.float32)) + start // _WIDTH + blocks
+    avg_absmax_ptrs = (
+        tl.load(place_ptr + _EXP_AVG_ABSMAX * num_rows).to(tl.pointer_type(tl.float32)) + start // _WIDTH + blocks
+    )
+    square_absmax_ptrs = (
+        tl.load(place_ptr + _EXP_AVG_SQ_ABSMAX * num_rows).to(tl.pointer_type(tl.float32)) + start // _WIDTH + blocks
+    )
     grad_ptrs = _load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + start + offs
     grad = tl.load(grad_ptrs, mask=inside, other=0.0).to(tl.float32)
     param = tl.load(param_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -295,12 +316,18 @@ def _sum_squares_kernel(
     NUM_PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per partial sum, over every NUM_PROGRAMS-th chunk: fp32 inside a chunk, float64 from chunk to chunk."""
+    """One program per partial sum, over every NUM_PROGRAMS-th chunk: fp32 inside a chunk, float64 from chunk to
+    chunk.
+    """
     program = tl.program_id(0)
     total = tl.zeros((), dtype=tl.float64)
     for chunk in range(program, num_chunks, NUM_PROGRAMS):
-        row, offs, inside = _find_chunk(address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, chunk, IS_ALIGNED, BLOCK)
-        grad = tl.load(_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(tl.float32)
+        row, offs, inside = _find_chunk(
+            address_ptr, grad_address_ptr, row_ptr, index_ptr, num_rows, chunk, IS_ALIGNED, BLOCK
+        )
+        grad = tl.load(_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, other=0.0).to(
+            tl.float32
+        )
         total += tl.sum(grad * grad, axis=0).to(tl.float64)
     tl.store(partial_ptr + program, total)
 
@@ -315,7 +342,9 @@ def _norm_kernel(partial_ptr, norm_ptr, num_partials, BLOCK: tl.constexpr):
     tl.store(norm_ptr, tl.sqrt(total).to(tl.float32))
 
 
-def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None) -> None:
+def adamw_step(
+    table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
+) -> None:
     """Update masters, averages and shadows; same contract as the reference, and one rounding less in the master."""
     table.refresh()
     correction, root_correction = bias_corrections(options)
@@ -358,7 +387,15 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
         }
         if group.average_dtype is torch.uint8:
             grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK))
-            _adamw_8bit_kernel[grid](*given, table.code_table, *numbers, **constants, CHUNK=CHUNK, NUM_BLOCKS=NUM_BLOCKS, num_warps=NUM_WARPS_8BIT)
+            _adamw_8bit_kernel[grid](
+                *given,
+                table.code_table,
+                *numbers,
+                **constants,
+                CHUNK=CHUNK,
+                NUM_BLOCKS=NUM_BLOCKS,
+                num_warps=NUM_WARPS_8BIT,
+            )
         else:
             _adamw_kernel[(num_chunks,)](*given, *numbers, **constants, BLOCK=CHUNK, num_warps=NUM_WARPS)
     # Autograd counts writes to find a backward that would read a changed tensor; it does not see those of a kernel.
@@ -368,7 +405,9 @@ def adamw_step(table: TensorTable, *, options: StepOptions, scale: torch.Tensor 
 
 
 def _numbers_on_device(options: StepOptions, skip: SkipFlag, *, learning_rate: float) -> torch.Tensor:
-    """Return rate and root_correction of the kernel, computed in float64 on the device as the host does without a flag; shape (2,), fp32."""
+    """Return rate and root_correction of the kernel, computed in float64 on the device as the host does without a
+    flag; shape (2,), fp32.
+    """
     correction, root_correction = bias_corrections_on_device(options, skip.num_skipped)
     return torch.stack([learning_rate / correction, root_correction]).float()
 

@@ -1,6 +1,8 @@
-"""Attention over a packed row by cuDNN through nvidia-cudnn-frontend: the fastest for long documents on Hopper and later.
+"""Attention over a packed row by cuDNN through nvidia-cudnn-frontend: the fastest for long documents on Hopper and
+later.
 
-Axes: T tokens of the pack, B documents rounded up to a bucket (B1 = B + 1 offsets), H query heads, G key/value heads, W width of a head.
+Axes: T tokens of the pack, B documents rounded up to a bucket (B1 = B + 1 offsets), H query heads, G key/value heads, W
+    width of a head.
 """
 
 from __future__ import annotations
@@ -23,31 +25,47 @@ def is_cudnn_installed() -> bool:
 
 
 def cudnn_attention(
-    q_THW: torch.Tensor, k_TGW: torch.Tensor, v_TGW: torch.Tensor, *, context: BatchContext, scale: float, window: int | None
+    q_THW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_TGW: torch.Tensor,
+    *,
+    context: BatchContext,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, W), fp16 or bf16 on CUDA.
 
-    cuDNN builds a plan per shape (0.05 to 1 s), and the number of documents and the longest of them are part of the shape: both are rounded up to a
-    power of two, with empty documents at the end, so that a run meets few plans. The token count is part of it as well, up to 64 tokens.
+    cuDNN builds a plan per shape (0.05 to 1 s), and the number of documents and the longest of them are part of the
+    shape: both are rounded up to a power of two, with empty documents at the end, so that a run meets few plans. The
+    token count is part of it as well, up to 64 tokens.
 
     Raises:
         MissingDependencyError: nvidia-cudnn-frontend is not installed.
 
     Cost:
-        Memory linear in T, and B x H x longest document in fp32 in the backward; a copy of what is not laid out token by token; no host
-        synchronisation once a shape is known.
+        Memory linear in T, and B x H x longest document in fp32 in the backward; a copy of what is not laid out token
+        by token; no host synchronisation once a shape is known.
 
     Source:
-        https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch``; its window counts the query itself, as ours does.
+        https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch``; its window counts the query itself, as ours
+        does.
     """
     start_B1, max_length = context.once("cudnn_varlen", context.device, lambda: _bucketed_offsets(context))
     is_windowed = window is not None and window < context.max_length
-    # Without the log-sum-exp it refuses to differentiate. With heads outermost in memory (phi3, glm4_moe) its gradients are wrong, and with other
-    # heads between those of a token and the next those of q and k are NaN at 32,768 tokens (both seen with 1.32).
+    # Without the log-sum-exp it refuses to differentiate. With heads outermost in memory (phi3, glm4_moe) its gradients
+    # are wrong, and with other heads between those of a token and the next those of q and k are NaN at 32,768 tokens
+    # (both seen with 1.32).
     out_THW, _ = _load_attention()(
-        *(x.contiguous() for x in (q_THW, k_TGW, v_TGW)), scale=scale, is_causal=True, window_left=window if is_windowed else -1,
-        cu_seqlens_q=start_B1, cu_seqlens_kv=start_B1, max_seqlen_q=max_length, max_seqlen_kv=max_length, return_lse=True,
-    )  # fmt: skip
+        *(x.contiguous() for x in (q_THW, k_TGW, v_TGW)),
+        scale=scale,
+        is_causal=True,
+        window_left=window if is_windowed else -1,
+        cu_seqlens_q=start_B1,
+        cu_seqlens_kv=start_B1,
+        max_seqlen_q=max_length,
+        max_seqlen_kv=max_length,
+        return_lse=True,
+    )
     return out_THW
 
 
@@ -55,7 +73,9 @@ def _bucketed_offsets(context: BatchContext) -> VarlenArguments:
     """Return offsets with empty documents appended up to a power of two, and the longest document rounded up to one."""
     num_missing = _next_power_of_two(context.num_documents) - context.num_documents
     last_1 = context.start_S1[-1:]
-    return VarlenArguments(torch.cat([context.start_S1, last_1.expand(num_missing)]), _next_power_of_two(context.max_length))
+    return VarlenArguments(
+        torch.cat([context.start_S1, last_1.expand(num_missing)]), _next_power_of_two(context.max_length)
+    )
 
 
 def _next_power_of_two(number: int) -> int:
@@ -67,6 +87,8 @@ def _load_attention() -> Callable[..., Any]:
     try:
         import cudnn
     except ImportError as error:
-        raise MissingDependencyError("Attention backend 'cudnn' needs nvidia-cudnn-frontend: pip install 'lightning_fastft[hopper]'.") from error
+        raise MissingDependencyError(
+            "Attention backend 'cudnn' needs nvidia-cudnn-frontend: pip install 'lightning_fastft[hopper]'."
+        ) from error
     attention: Callable[..., Any] = cudnn.sdpa_torch
     return attention

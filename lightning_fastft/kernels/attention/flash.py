@@ -1,4 +1,5 @@
-"""Attention over a packed row by the flash kernels inside torch, called with document offsets; exact gradients for attention sinks.
+"""Attention over a packed row by the flash kernels inside torch, called with document offsets; exact gradients for
+attention sinks.
 
 Axes: T tokens of the pack, S1 document borders, H query heads, G key/value heads, W width of a head.
 """
@@ -23,7 +24,8 @@ Repeat = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Shares(NamedTuple):
-    """What the backward does where query heads share keys and values: it computes each query head by itself and adds nothing up.
+    """What the backward does where query heads share keys and values: it computes each query head by itself and adds
+    nothing up.
 
     Args:
         repeat: Returns keys or values once for each of so many query heads.
@@ -48,12 +50,14 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value), fp16 or bf16 on CUDA.
 
-    Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with zeros, which changes no score.
+    Heads whose width is no multiple of 8, and values narrower than keys (multi-head latent attention), are padded with
+    zeros, which changes no score.
 
     Cost:
-        Memory linear in T; a copy of what has to be padded; no host synchronisation. With ``shares``, keys and values of every query head in the
-        backward, 4 T H W bytes, in place of the operator's own sum over query heads (37 us a sum of 16 heads at 8,192 tokens on an H200, a quarter
-        of the memory's speed: ``python -m benchmarks.step_profile --workload qwen3-0.6b-lora --modes keep+fused``).
+        Memory linear in T; a copy of what has to be padded; no host synchronisation. With ``shares``, keys and values
+        of every query head in the backward, 4 T H W bytes, in place of the operator's own sum over query heads (37 us a
+        sum of 16 heads at 8,192 tokens on an H200, a quarter of the memory's speed: ``python -m benchmarks.step_profile
+        --workload qwen3-0.6b-lora --modes keep+fused``).
 
     Source:
         arXiv:2307.08691 through ``aten::_flash_attention_forward`` and ``_backward``.
@@ -72,16 +76,17 @@ def varlen_attention(
 class _FlashAttention(torch.autograd.Function):
     """Flash attention whose sinks are folded into the log-sum-exp, so that the stock backward gives exact gradients.
 
-    With lse' = log(exp(lse) + exp(sink)) and o' = o * exp(lse - lse'), the backward of plain attention called with (o', lse') computes the true dq,
-    dk, dv: it reads both only through p = exp(score - lse') and delta = rowsum(do * o'). The sink's own gradient is -sum(exp(sink - lse') * delta).
-    Saves q, k, v, o', lse' (fp32), the sinks and the kernel's two random-state tensors.
+    With lse' = log(exp(lse) + exp(sink)) and o' = o * exp(lse - lse'), the backward of plain attention called with (o',
+    lse') computes the true dq, dk, dv: it reads both only through p = exp(score - lse') and delta = rowsum(do * o').
+    The sink's own gradient is -sum(exp(sink - lse') * delta). Saves q, k, v, o', lse' (fp32), the sinks and the
+    kernel's two random-state tensors.
 
     Keys and values may be asked for in shares (``Shares``).
     """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's own context
+        ctx: Any,
         q_THW: torch.Tensor,
         k_TGW: torch.Tensor,
         v_TGW: torch.Tensor,
@@ -108,22 +113,40 @@ class _FlashAttention(torch.autograd.Function):
             lse_HT = total_HT
         ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused)
         ctx.max_length, ctx.scale, ctx.window_left = max_length, scale, window_left
-        ctx.shares = shares if q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2] else None
+        ctx.shares = (
+            shares if q_THW.shape[1] > k_TGW.shape[1] and ctx.needs_input_grad[1] and ctx.needs_input_grad[2] else None
+        )
         return out_THW
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - autograd's own context
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused = ctx.saved_tensors
         d_out_THW = grads[0].contiguous()
         if ctx.shares is not None:
             k_TGW, v_TGW = (ctx.shares.repeat(_side_by_side(x_TGW), q_THW.shape[1]) for x_TGW in (k_TGW, v_TGW))
         d_q_THW, d_k_TGW, d_v_TGW = torch.ops.aten._flash_attention_backward(
-            d_out_THW, q_THW, k_TGW, v_TGW, out_THW, lse_HT, start_S1, start_S1, ctx.max_length, ctx.max_length, 0.0, True, rng_state, unused,
-            scale=ctx.scale, window_size_left=ctx.window_left, window_size_right=0,
-        )  # fmt: skip
+            d_out_THW,
+            q_THW,
+            k_TGW,
+            v_TGW,
+            out_THW,
+            lse_HT,
+            start_S1,
+            start_S1,
+            ctx.max_length,
+            ctx.max_length,
+            0.0,
+            True,
+            rng_state,
+            unused,
+            scale=ctx.scale,
+            window_size_left=ctx.window_left,
+            window_size_right=0,
+        )
         d_sink_H = None
         if sink_H is not None and ctx.needs_input_grad[3]:
-            # The fp32 zero makes the products fp32 while both factors are read as they are: 12 in place of 28 bytes per value.
+            # The fp32 zero makes the products fp32 while both factors are read as they are: 12 in place of 28 bytes per
+            # value.
             zero_111 = d_out_THW.new_zeros(1, 1, 1, dtype=torch.float32)
             delta_HT = torch.addcmul(zero_111, d_out_THW, out_THW).sum(dim=-1).t()
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)

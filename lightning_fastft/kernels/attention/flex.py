@@ -14,7 +14,8 @@ import torch
 
 from lightning_fastft.packing.context import BatchContext
 
-# Windows, gradients on and off, grouped heads, sizes static and dynamic: one model meets more than torch's default of 8 compiled variants.
+# Windows, gradients on and off, grouped heads, sizes static and dynamic: one model meets more than torch's default of 8
+# compiled variants.
 MAX_VARIANTS = 64
 
 
@@ -31,10 +32,12 @@ def flex_attention(
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value).
 
-    A sink only takes part in the denominator, so the output is scaled by sigmoid(lse - sink); FlexAttention differentiates through lse.
+    A sink only takes part in the denominator, so the output is scaled by sigmoid(lse - sink); FlexAttention
+    differentiates through lse.
 
     Cost:
-        Memory linear in T on CUDA, T x T on a CPU; compiled once per process, dtype and head shape on CUDA; no host synchronisation after that.
+        Memory linear in T on CUDA, T x T on a CPU; compiled once per process, dtype and head shape on CUDA; no host
+        synchronisation after that.
 
     Source:
         arXiv:2412.05496.
@@ -62,7 +65,9 @@ def flex_attention(
 def _softcap_score(softcap: float) -> Callable[..., torch.Tensor]:
     """One function object per cap, so that the compiled kernel is found again."""
 
-    def cap(score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def cap(
+        score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
     return cap
@@ -77,8 +82,10 @@ def _flex_attention() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Uncompiled FlexAttention would materialise every score: a compilation that fails is an error, never a silent eager run.
+    """Uncompiled FlexAttention would materialise every score: a compilation that fails is an error, never a silent
+    eager run.
 
-    Sizes become dynamic at the second pack; dynamic=True from the start would make the soft cap a run-time number inside the kernel as well.
+    Sizes become dynamic at the second pack; dynamic=True from the start would make the soft cap a run-time number
+    inside the kernel as well.
     """
     return torch.compile(_flex_attention(), fullgraph=True)

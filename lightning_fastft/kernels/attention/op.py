@@ -20,7 +20,8 @@ from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "reference")
-# From here on cuDNN beats the flash kernels of torch (measured on an H200: 1.35x forward and 1.7x backward at 8192, equal at 2048, half at 512).
+# From here on cuDNN beats the flash kernels of torch (measured on an H200: 1.35x forward and 1.7x backward at 8192,
+# equal at 2048, half at 512).
 CUDNN_MIN_DOCUMENT_LENGTH = 4096
 CUDNN_HEAD_WIDTH = 128
 # A new token count costs cuDNN up to 1 s of plan building: chosen only where packs are padded to a length that recurs.
@@ -77,22 +78,26 @@ def packed_attention(
     remember: Remember | None = None,
     collect: Collect | None = None,
 ) -> torch.Tensor:
-    """Return causal attention in which every document of the pack sees only itself, and note in the context which backend ran.
+    """Return causal attention in which every document of the pack sees only itself, and note in the context which
+    backend ran.
 
     Args:
         q_THW: Queries, shape (T, H, W).
         k_TGW: Keys, shape (T, G, W), where G divides H.
         v_TGW: Values, shape (T, G, any width); dtype and device of q_THW, as k_TGW.
-        context: The metadata of the pack, on the same device; its masks and offsets are built once and reused by all layers.
+        context: The metadata of the pack, on the same device; its masks and offsets are built once and reused by all
+            layers.
         scale: What scores are multiplied by.
         window: Keys a query sees, itself included; None for all keys of its document.
         softcap: Scores become softcap * tanh(score / softcap); None for no cap.
         sink_H: One learned logit per query head in the denominator, shape (H,); None for no sinks.
         backend: "auto", or one of BACKENDS.
-        remember: Called with a function that computes the kernel's outputs, and returns them, computed now or remembered from an earlier equal call
-            (activation checkpointing); backend "varlen" asks it, the others always compute.
-        collect: Called in the backward with the gradients of keys and values before they are summed over the query heads that share them, both
-            (T, H, W), where the backend computes them so ("varlen", H > G); keys and values get no gradient through autograd then.
+        remember: Called with a function that computes the kernel's outputs, and returns them, computed now or
+            remembered from an earlier equal call (activation checkpointing); backend "varlen" asks it, the others
+            always compute.
+        collect: Called in the backward with the gradients of keys and values before they are summed over the query
+            heads that share them, both (T, H, W), where the backend computes them so ("varlen", H > G); keys and values
+            get no gradient through autograd then.
 
     Returns:
         Shape (T, H, width of a value), dtype of q_THW, differentiable in q_THW, k_TGW, v_TGW and sink_H.
@@ -122,11 +127,23 @@ def packed_attention(
     context.note_read(name)
     if name == "varlen":
         shares = None if collect is None else Shares(repeat_heads, collect)
-        return varlen_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember, shares=shares)
+        return varlen_attention(
+            q_THW,
+            k_TGW,
+            v_TGW,
+            context=context,
+            scale=scale,
+            window=window,
+            sink_H=sink_H,
+            remember=remember,
+            shares=shares,
+        )
     if name == "cudnn":
         return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     if name == "flex":
-        return flex_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, softcap=softcap, sink_H=sink_H)
+        return flex_attention(
+            q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, softcap=softcap, sink_H=sink_H
+        )
     if name == "sdpa":
         return sdpa_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
     mask_TT = context.dense_mask(window=window)[0, 0]
@@ -138,9 +155,9 @@ def packed_attention(
 def choose_backend(need: AttentionNeed) -> str:
     """Return the fastest backend that does what is needed.
 
-    On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else the flash kernels of torch; FlexAttention where scores are
-    capped; a dense mask for float32.
-    Elsewhere: a dense mask through scaled_dot_product_attention, or the plain formula for caps and sinks.
+    On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else the flash kernels of torch;
+    FlexAttention where scores are capped; a dense mask for float32. Elsewhere: a dense mask through
+    scaled_dot_product_attention, or the plain formula for caps and sinks.
 
     Example:
         >>> need = AttentionNeed("cpu", (0, 0), torch.float32, 64, 64, True, False, False, False, True, 512, 8192, False)
@@ -160,16 +177,28 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
     obstacles: dict[str, tuple[tuple[bool, str], ...]] = {
         "varlen": (
             (need.device_type != "cuda", "runs on CUDA only"),
-            (need.capability < AMPERE, f"needs compute capability 8.0, this device has {need.capability[0]}.{need.capability[1]}"),
+            (
+                need.capability < AMPERE,
+                f"needs compute capability 8.0, this device has {need.capability[0]}.{need.capability[1]}",
+            ),
             (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
-            (max(need.head_width, need.value_width) > MAX_HEAD_WIDTH, f"takes heads up to {MAX_HEAD_WIDTH} wide, not {need.head_width}"),
+            (
+                max(need.head_width, need.value_width) > MAX_HEAD_WIDTH,
+                f"takes heads up to {MAX_HEAD_WIDTH} wide, not {need.head_width}",
+            ),
             (need.has_softcap, "has no soft cap"),
         ),
         "cudnn": (
             (need.device_type != "cuda", "runs on CUDA only"),
-            (need.capability < HOPPER, f"needs compute capability 9.0, this device has {need.capability[0]}.{need.capability[1]}"),
+            (
+                need.capability < HOPPER,
+                f"needs compute capability 9.0, this device has {need.capability[0]}.{need.capability[1]}",
+            ),
             (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
-            (need.head_width > CUDNN_HEAD_WIDTH or need.head_width % 8 > 0, f"takes heads up to 128 in steps of 8, not {need.head_width}"),
+            (
+                need.head_width > CUDNN_HEAD_WIDTH or need.head_width % 8 > 0,
+                f"takes heads up to 128 in steps of 8, not {need.head_width}",
+            ),
             (need.value_width != need.head_width, "takes values as wide as keys"),
             (need.has_softcap, "has no soft cap"),
             (need.has_sinks, "has no sinks"),
@@ -178,8 +207,14 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
         "flex": (
             (need.device_type not in ("cuda", "cpu"), f"does not run on {need.device_type}"),
             (need.device_type == "cpu" and need.needs_grad, "has no backward on a CPU"),
-            (need.device_type == "cuda" and need.capability < AMPERE, f"needs compute capability 8.0, this device has {need.capability}"),
-            (need.device_type == "cuda" and min(need.head_width, need.value_width) < 16, f"needs heads at least 16 wide, not {need.head_width}"),
+            (
+                need.device_type == "cuda" and need.capability < AMPERE,
+                f"needs compute capability 8.0, this device has {need.capability}",
+            ),
+            (
+                need.device_type == "cuda" and min(need.head_width, need.value_width) < 16,
+                f"needs heads at least 16 wide, not {need.head_width}",
+            ),
         ),
         "sdpa": (
             (need.has_softcap, "has no soft cap"),
@@ -226,12 +261,20 @@ def _check_forced(backend: str, need: AttentionNeed) -> str:
         raise MissingDependencyError(f"Attention backend {backend!r} {obstacle}.")
     if obstacle:
         able = ", ".join(repr(name) for name in BACKENDS if not find_obstacle(name, need))
-        raise BackendError(f"Attention backend {backend!r} {obstacle}. Able to do this: {able}; or leave the choice to 'auto'.")
+        raise BackendError(
+            f"Attention backend {backend!r} {obstacle}. Able to do this: {able}; or leave the choice to 'auto'."
+        )
     return backend
 
 
 def _check_inputs(
-    q_THW: torch.Tensor, k_TGW: torch.Tensor, v_TGW: torch.Tensor, *, context: BatchContext, window: int | None, sink_H: torch.Tensor | None
+    q_THW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_TGW: torch.Tensor,
+    *,
+    context: BatchContext,
+    window: int | None,
+    sink_H: torch.Tensor | None,
 ) -> None:
     if window is not None:
         check_int("window", window, low=1)
@@ -240,7 +283,9 @@ def _check_inputs(
         if tensor.shape[0] != context.num_tokens:
             raise ShapeError(f"{name} has {tensor.shape[0]} tokens, the context describes {context.num_tokens}.")
         if tensor.device != context.device:
-            raise ShapeError(f"{name} is on {tensor.device}, the context on {context.device}: move the batch with batch.to(device).")
+            raise ShapeError(
+                f"{name} is on {tensor.device}, the context on {context.device}: move the batch with batch.to(device)."
+            )
     num_heads, num_groups = q_THW.shape[1], k_TGW.shape[1]
     if q_THW.shape[2] != k_TGW.shape[2] or num_groups != v_TGW.shape[1] or num_groups == 0 or num_heads % num_groups:
         raise ShapeError(f"Heads do not fit: q {tuple(q_THW.shape)}, k {tuple(k_TGW.shape)}, v {tuple(v_TGW.shape)}.")

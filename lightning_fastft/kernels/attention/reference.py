@@ -38,12 +38,14 @@ def masked_attention(
         H x T x T scores in float32; no host synchronisation.
 
     Source:
-        arXiv:1706.03762; soft cap arXiv:2408.00118; sinks arXiv:2309.17453 in the learned form of gpt-oss (arXiv:2508.10925).
+        arXiv:1706.03762; soft cap arXiv:2408.00118; sinks arXiv:2309.17453 in the learned form of gpt-oss
+        (arXiv:2508.10925).
     """
     num_repeats = q_THW.shape[1] // k_TGW.shape[1]
     compute_dtype = torch.promote_types(q_THW.dtype, torch.float32)
     q_HTW, k_HTW, v_HTW = (
-        x.to(compute_dtype).transpose(0, 1) for x in (q_THW, k_TGW.repeat_interleave(num_repeats, dim=1), v_TGW.repeat_interleave(num_repeats, dim=1))
+        x.to(compute_dtype).transpose(0, 1)
+        for x in (q_THW, k_TGW.repeat_interleave(num_repeats, dim=1), v_TGW.repeat_interleave(num_repeats, dim=1))
     )
     score_HTT = q_HTW @ k_HTW.transpose(1, 2) * scale
     if softcap is not None:

@@ -1,4 +1,5 @@
-"""Attention over a packed row by torch's scaled_dot_product_attention with one dense mask per batch: any device, any dtype, short packs.
+"""Attention over a packed row by torch's scaled_dot_product_attention with one dense mask per batch: any device, any
+dtype, short packs.
 
 Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head.
 """
@@ -11,17 +12,26 @@ from lightning_fastft.packing.context import BatchContext
 
 
 def sdpa_attention(
-    q_THW: torch.Tensor, k_TGW: torch.Tensor, v_TGW: torch.Tensor, *, context: BatchContext, scale: float, window: int | None
+    q_THW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_TGW: torch.Tensor,
+    *,
+    context: BatchContext,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, width of a value).
 
-    The mask is additive in the dtype of the queries: a bool mask would be converted again, and kept for the backward, in every layer.
+    The mask is additive in the dtype of the queries: a bool mask would be converted again, and kept for the backward,
+    in every layer.
 
     Cost:
         One T x T mask in the dtype of q_THW per (batch, window); no host synchronisation.
     """
     mask_11TT = context.dense_mask(window=window, dtype=q_THW.dtype)
-    return dense_attention(*(x.transpose(0, 1)[None] for x in (q_THW, k_TGW, v_TGW)), mask_B1QT=mask_11TT, scale=scale)[0].transpose(0, 1)
+    return dense_attention(*(x.transpose(0, 1)[None] for x in (q_THW, k_TGW, v_TGW)), mask_B1QT=mask_11TT, scale=scale)[
+        0
+    ].transpose(0, 1)
 
 
 def dense_attention(
@@ -29,11 +39,17 @@ def dense_attention(
 ) -> torch.Tensor:
     """Return scaled_dot_product_attention with grouped key/value heads, shape (B, H, Q, width of a value).
 
-    With a mask, CUDA's memory-efficient kernel takes no grouped heads, and enable_gqa there would silently run the slow one: keys and values are
-    repeated.
+    With a mask, CUDA's memory-efficient kernel takes no grouped heads, and enable_gqa there would silently run the slow
+    one: keys and values are repeated.
     """
     num_repeats = q_BHQW.shape[1] // k_BGTW.shape[1]
     is_grouped = num_repeats > 1
     if is_grouped and q_BHQW.is_cuda:
-        k_BGTW, v_BGTW, is_grouped = k_BGTW.repeat_interleave(num_repeats, dim=1), v_BGTW.repeat_interleave(num_repeats, dim=1), False
-    return torch.nn.functional.scaled_dot_product_attention(q_BHQW, k_BGTW, v_BGTW, attn_mask=mask_B1QT, scale=scale, enable_gqa=is_grouped)
+        k_BGTW, v_BGTW, is_grouped = (
+            k_BGTW.repeat_interleave(num_repeats, dim=1),
+            v_BGTW.repeat_interleave(num_repeats, dim=1),
+            False,
+        )
+    return torch.nn.functional.scaled_dot_product_attention(
+        q_BHQW, k_BGTW, v_BGTW, attn_mask=mask_B1QT, scale=scale, enable_gqa=is_grouped
+    )

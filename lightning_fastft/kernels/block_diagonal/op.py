@@ -24,11 +24,12 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *
     """Write blocks into a matrix, each below and to the right of the one before it, and zeros everywhere else.
 
     Args:
-        out_OC: Where to. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows; what lies
-            between them is not written.
-        blocks: At most 4, of any number of columns, 0 among them; their rows make O, their columns at most C. Dtype and device of out_OC; last axis
-            contiguous, any distance between rows; in memory of their own.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        out_OC: Where to. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any distance
+            between rows; what lies between them is not written.
+        blocks: At most 4, of any number of columns, 0 among them; their rows make O, their columns at most C. Dtype and
+            device of out_OC; last axis contiguous, any distance between rows; in memory of their own.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+            the second.
 
     Raises:
         ShapeError: Shape, dtype, device or layout is another.
@@ -52,7 +53,9 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *
     check_columns("out_OC", out_OC)
     check_rows_apart("out_OC", out_OC)
     if len(blocks) > MAX_BLOCKS or out_OC.shape[1] > MAX_COLUMNS:
-        raise ShapeError(f"{len(blocks)} blocks in {out_OC.shape[1]} columns; at most {MAX_BLOCKS} and {MAX_COLUMNS} are served.")
+        raise ShapeError(
+            f"{len(blocks)} blocks in {out_OC.shape[1]} columns; at most {MAX_BLOCKS} and {MAX_COLUMNS} are served."
+        )
     for number, block in enumerate(blocks):
         check_tensor(f"blocks[{number}]", block, ndim=2, dtypes=(out_OC.dtype,))
         check_columns(f"blocks[{number}]", block)
@@ -60,7 +63,9 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *
             raise ShapeError(f"blocks[{number}] is on {block.device}, out_OC on {out_OC.device}.")
     num_rows, num_columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
     if num_rows != out_OC.shape[0] or num_columns > out_OC.shape[1]:
-        raise ShapeError(f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}.")
+        raise ShapeError(
+            f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}."
+        )
     with torch.no_grad():
         _choose(backend, out_OC).write_block_diagonal(out_OC, blocks)
 

@@ -18,7 +18,8 @@ import triton.language as tl
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
 MAX_BLOCKS = 4
-# Values of a tile: 16 for each thread of 4 warps. Candidates: python -m benchmarks.row_kernels --only block_diagonal --tiles.
+# Values of a tile: 16 for each thread of 4 warps. Candidates: python -m benchmarks.row_kernels --only block_diagonal
+# --tiles.
 TILE_SIZE = 2048
 NUM_WARPS = 4
 

@@ -1,4 +1,5 @@
-"""Cross-entropy of the labelled rows of a pack, in chunks: full logits never exist, and the gradient is formed in the forward.
+"""Cross-entropy of the labelled rows of a pack, in chunks: full logits never exist, and the gradient is formed in the
+forward.
 
 Axes: T tokens of the pack, D model width, V vocabulary, R labelled rows (padded to a bucket; the first num_rows count).
 """
@@ -48,13 +49,15 @@ def labelled_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of the first num_rows rows, divided by num_items.
 
-    The GEMMs run in the dtype of hidden_TD (under autocast in its dtype), softmax and sums in fp32. The power of two in num_items divides gradients
-    only in the backward, so that nothing underflows in fp16. A weight that requires a gradient gets it, summed over the chunks in fp32.
+    The GEMMs run in the dtype of hidden_TD (under autocast in its dtype), softmax and sums in fp32. The power of two in
+    num_items divides gradients only in the backward, so that nothing underflows in fp16. A weight that requires a
+    gradient gets it, summed over the chunks in fp32.
 
     Args:
         hidden_TD: Last hidden states. Shape (T, D); bf16, fp16, fp32 or float64.
         weight_VD: Weight of the head. Shape (V, D); dtype of hidden_TD.
-        row_R: Rows of hidden_TD that are trained, int64, each at most once among the first num_rows; None for rows 0 to num_rows - 1.
+        row_R: Rows of hidden_TD that are trained, int64, each at most once among the first num_rows; None for rows 0 to
+            num_rows - 1.
         target_R: Token that each row is trained towards, int64; -100 leaves a row out.
         num_rows: Rows that count; those behind are padding.
         num_items: What the sum is divided by, above 0; a 0-dim tensor on the device is taken without a wait.
@@ -64,15 +67,17 @@ def labelled_cross_entropy(
         chunk_rows: Rows of logits that exist at a time.
 
     Returns:
-        Loss, 0-dim, fp32 (float64 for float64 states), with a graph where an input requires a gradient. With no rows: 0 and gradients of 0.
+        Loss, 0-dim, fp32 (float64 for float64 states), with a graph where an input requires a gradient. With no rows: 0
+        and gradients of 0.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit.
         OptionError: num_rows, num_items, softcap or chunk_rows is out of range.
 
     Cost:
-        2 V D FLOP per row for the logits, as much for the gradient of the states and for that of the weight; chunk_rows x V logits; with a gradient,
-        R x D states are kept for the backward and V x D in fp32 if the weight is trained; no host synchronisation.
+        2 V D FLOP per row for the logits, as much for the gradient of the states and for that of the weight; chunk_rows
+        x V logits; with a gradient, R x D states are kept for the backward and V x D in fp32 if the weight is trained;
+        no host synchronisation.
 
     Source:
         Gradient in the forward: Liger kernel (arXiv 2410.10989); rows without a label are left out, own.
@@ -105,7 +110,8 @@ def token_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed negative log-likelihood and the number of rows whose likeliest token is the target.
 
-    Takes the arguments of ``labelled_cross_entropy`` and never builds a graph. Among equal logits the lowest token counts as the likeliest.
+    Takes the arguments of ``labelled_cross_entropy`` and never builds a graph. Among equal logits the lowest token
+    counts as the likeliest.
 
     Returns:
         nll_sum: 0-dim, fp32 (float64 for float64 states), on the device of hidden_TD.
@@ -120,15 +126,23 @@ def token_statistics(
 
 
 class _LabelledCrossEntropy(torch.autograd.Function):
-    """Saves the gradient of the trained rows, and of weight and bias where they are trained, before its power of two; neither logits nor states."""
+    """Saves the gradient of the trained rows, and of weight and bias where they are trained, before its power of
+    two; neither logits nor states.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows) -> torch.Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows
+    ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         wide = _wide_dtype(hidden_TD.dtype)
         device = hidden_TD.device
         num_padded = rows.target_R.shape[0]
-        d_row_RD = torch.empty(num_padded, hidden_TD.shape[1], dtype=_compute_dtype(hidden_TD), device=device) if needs_hidden else None
+        d_row_RD = (
+            torch.empty(num_padded, hidden_TD.shape[1], dtype=_compute_dtype(hidden_TD), device=device)
+            if needs_hidden
+            else None
+        )
         d_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=device) if needs_weight else None
         d_bias_V = torch.zeros(weight_VD.shape[0], dtype=wide, device=device) if needs_bias else None
         nll_R = torch.zeros(num_padded, dtype=wide, device=device)
@@ -154,7 +168,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row_R, d_row_RD, d_weight_VD, d_bias_V = ctx.saved_tensors
         num_rows = ctx.num_rows
         factor = d_loss / ctx.divisor
@@ -173,7 +187,9 @@ class _LabelledCrossEntropy(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """Rows begin to end: their states, their raw logits (a buffer that the next chunk reuses), and the weight in the dtype of both."""
+    """Rows begin to end: their states, their raw logits (a buffer that the next chunk reuses), and the weight in
+    the dtype of both.
+    """
 
     begin: int
     end: int
@@ -183,7 +199,9 @@ class _Chunk(NamedTuple):
     target_R: torch.Tensor
 
 
-def _chunks(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows) -> Iterator[_Chunk]:
+def _chunks(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, rows: _Rows
+) -> Iterator[_Chunk]:
     """Yield the raw logits of the rows, chunk by chunk, in one reused buffer."""
     if rows.num_rows == 0:
         return
@@ -222,22 +240,29 @@ def _sum_statistics(
 
 
 def _row_losses(chunk: _Chunk, rows: _Rows, *, gradient_factor: float | None, count_correct: bool) -> RowLosses:
-    """Run the Triton kernel on narrow logits on CUDA, and its plain twin elsewhere: fp32 is not to meet the hardware's approximate exp."""
+    """Run the Triton kernel on narrow logits on CUDA, and its plain twin elsewhere: fp32 is not to meet the
+    hardware's approximate exp.
+    """
     launch = reference.row_losses
     if chunk.logits_RV.is_cuda and chunk.logits_RV.dtype in (torch.bfloat16, torch.float16):
         from lightning_fastft.kernels.cross_entropy import triton
 
         launch = triton.row_losses
     return launch(
-        chunk.logits_RV, chunk.target_R, scale=rows.scale, softcap=rows.softcap, gradient_factor=gradient_factor, count_correct=count_correct
+        chunk.logits_RV,
+        chunk.target_R,
+        scale=rows.scale,
+        softcap=rows.softcap,
+        gradient_factor=gradient_factor,
+        count_correct=count_correct,
     )
 
 
 def _split_divisor(num_items: float | torch.Tensor) -> tuple[float, float | torch.Tensor]:
     """Split 1 / num_items into a factor between 1 and 2 and a divisor that is a power of two.
 
-    The factor is applied before gradients are rounded to a narrow dtype, the divisor after: dividing by a power of two rounds nothing, and fp16 keeps
-    small gradients until the loss scale has come in.
+    The factor is applied before gradients are rounded to a narrow dtype, the divisor after: dividing by a power of two
+    rounds nothing, and fp16 keeps small gradients until the loss scale has come in.
     """
     if isinstance(num_items, torch.Tensor):
         return 1.0, num_items
@@ -256,7 +281,9 @@ def _add_product(sum_VD: torch.Tensor, left_VR: torch.Tensor, right_RD: torch.Te
 
 
 def _multiply(tensor: torch.Tensor, factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return tensor x factor, multiplied in the factor's fp32: a 0-dim factor would be rounded to a narrow tensor's dtype first."""
+    """Return tensor x factor, multiplied in the factor's fp32: a 0-dim factor would be rounded to a narrow
+    tensor's dtype first.
+    """
     return torch.mul(tensor, factor.reshape([1] * tensor.ndim), out=torch.empty_like(tensor, dtype=dtype))
 
 
@@ -279,7 +306,10 @@ def _check(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tenso
     if hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ShapeError(f"hidden_TD has width {hidden_TD.shape[1]}, weight_VD has {weight_VD.shape[1]}.")
     if hidden_TD.dtype is not weight_VD.dtype and not torch.is_autocast_enabled(hidden_TD.device.type):
-        raise ShapeError(f"hidden_TD is {hidden_TD.dtype} and weight_VD is {weight_VD.dtype}; cast one of them or train under autocast.")
+        raise ShapeError(
+            f"hidden_TD is {hidden_TD.dtype} and weight_VD is {weight_VD.dtype}; cast one of them or train under "
+            "autocast."
+        )
     if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
         raise ShapeError(f"bias_V has shape {tuple(bias_V.shape)}, weight_VD has {weight_VD.shape[0]} rows.")
     limit = rows.target_R.shape[0]

@@ -1,7 +1,8 @@
 """Cross-entropy of labelled rows in plain PyTorch: the formula, and the plain twin of the Triton kernel.
 
 Axes: T tokens of the pack, D model width, V vocabulary, R rows that have a label.
-The logits of a row are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``scale * (W h + b)`` where there is no soft cap.
+The logits of a row are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``scale * (W h + b)`` where there is no soft
+cap.
 """
 
 from __future__ import annotations
@@ -46,13 +47,22 @@ def labelled_cross_entropy_reference(
     logits_RV = scale_and_cap(logits_RV, scale=scale, softcap=softcap)
     if logits_RV.dtype is not torch.float64:
         logits_RV = logits_RV.float()
-    return torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="sum") / num_items
+    return (
+        torch.nn.functional.cross_entropy(logits_RV, target_R, ignore_index=IGNORED_TARGET, reduction="sum") / num_items
+    )
 
 
 def row_losses(
-    logits_RV: torch.Tensor, target_R: torch.Tensor, *, scale: float, softcap: float | None, gradient_factor: float | None, count_correct: bool
+    logits_RV: torch.Tensor,
+    target_R: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    gradient_factor: float | None,
+    count_correct: bool,
 ) -> RowLosses:
-    """Return each row's loss and, if asked, overwrite the raw logits with the gradient of the summed loss with respect to them, times a factor.
+    """Return each row's loss and, if asked, overwrite the raw logits with the gradient of the summed loss with respect
+    to them, times a factor.
 
     A target of -100 gives a loss of 0 and a gradient of 0. Arithmetic is fp32 (float64 for float64 logits).
     """

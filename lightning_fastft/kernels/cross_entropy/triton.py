@@ -1,8 +1,10 @@
 """Cross-entropy of rows of logits on a GPU: online softmax, loss and gradient in one kernel.
 
-Axes: R rows that have a label (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns). Each row is read twice and written
-once; without the gradient it is read once. Columns that are a multiple of LANES apart meet in one lane, which keeps a maximum, a sum of exponentials
-and a best column of its own: threads meet once per row, behind the last tile, and not at every tile.
+Axes: R rows that have a label (one program each), V vocabulary (walked in tiles of DEPTH times LANES columns). Each row
+    is read twice and written
+once; without the gradient it is read once. Columns that are a multiple of LANES apart meet in one lane, which keeps a
+maximum, a sum of exponentials and a best column of its own: threads meet once per row, behind the last tile, and not at
+every tile.
 """
 
 # A jit body has no types that Python could check.
@@ -18,13 +20,15 @@ import triton.language as tl
 from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET, RowLosses
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 8 lanes for each thread of 8 warps, so that a bf16 read is of 16 bytes, and 4 such reads on their way at once. Candidates, and the form with two
-# reductions over all threads a tile: python -m benchmarks.row_kernels --only cross_entropy --tiles --forms.
+# 8 lanes for each thread of 8 warps, so that a bf16 read is of 16 bytes, and 4 such reads on their way at once.
+# Candidates, and the form with two reductions over all threads a tile: python -m benchmarks.row_kernels --only
+# cross_entropy --tiles --forms.
 MAX_LANES = 2048
 MAX_DEPTH = 4
 NUM_WARPS = 8
 
-# Below every logit but -inf: a lane that has seen none but that keeps a difference of 0 and -inf, never one of -inf and -inf.
+# Below every logit but -inf: a lane that has seen none but that keeps a difference of 0 and -inf, never one of -inf and
+# -inf.
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -95,7 +99,9 @@ def _row_loss_kernel(
             tile_column = tl.min(tl.where(value == tile_highest[None, :], cols, num_columns), axis=0)
             lane_column = tl.where(tile_highest > lane_highest, tile_column, lane_column)
         new_highest = tl.maximum(lane_highest, tile_highest)
-        lane_total = lane_total * tl.exp(lane_highest - new_highest) + tl.sum(tl.exp(value - new_highest[None, :]), axis=0)
+        lane_total = lane_total * tl.exp(lane_highest - new_highest) + tl.sum(
+            tl.exp(value - new_highest[None, :]), axis=0
+        )
         lane_highest = new_highest
     highest = tl.max(lane_highest, axis=0)
     total = tl.sum(lane_total * tl.exp(lane_highest - highest), axis=0)
@@ -112,7 +118,9 @@ def _row_loss_kernel(
             inside = cols < num_columns
             raw = tl.load(row_ptr + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             value = _scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)
-            gradient = (tl.exp(value - highest) / total - tl.where(cols == target, 1.0, 0.0)) * (scale * gradient_factor)
+            gradient = (tl.exp(value - highest) / total - tl.where(cols == target, 1.0, 0.0)) * (
+                scale * gradient_factor
+            )
             if HAS_SOFTCAP:
                 gradient *= _slope_of_cap(raw, scale, softcap)
             gradient = tl.where(is_trained, gradient, 0.0)
@@ -120,9 +128,17 @@ def _row_loss_kernel(
 
 
 def row_losses(
-    logits_RV: torch.Tensor, target_R: torch.Tensor, *, scale: float, softcap: float | None, gradient_factor: float | None, count_correct: bool
+    logits_RV: torch.Tensor,
+    target_R: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    gradient_factor: float | None,
+    count_correct: bool,
 ) -> RowLosses:
-    """Return each row's loss and, if asked, overwrite the raw logits with their gradient times a factor; same contract as the reference."""
+    """Return each row's loss and, if asked, overwrite the raw logits with their gradient times a factor; same
+    contract as the reference.
+    """
     num_rows, num_columns = logits_RV.shape
     nll_R = torch.empty(num_rows, dtype=torch.float32, device=logits_RV.device)
     correct_R = torch.empty(num_rows, dtype=torch.bool, device=logits_RV.device) if count_correct else None

@@ -1,6 +1,7 @@
 """The gate of an expert: the activation between its two products and its gradient, each in one pass over memory.
 
-Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank product.
+Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank
+    product.
 Neither function builds a graph: the layer's own Function calls both.
 """
 
@@ -22,12 +23,15 @@ _DTYPES = (*TRITON_DTYPES, torch.float64)
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto") -> torch.Tensor:
     """Return the activation of each row, ``a(gate) * up`` in one of its forms.
 
-    The arithmetic is fp32 (float64 for float64) and the result is rounded once. Rows do not mix: a row of NaN stays alone.
+    The arithmetic is fp32 (float64 for float64) and the result is rounded once. Rows do not mix: a row of NaN stays
+    alone.
 
     Args:
-        gate_up_NP: Output of the first product. Shape (N, 2 F); bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows.
+        gate_up_NP: Output of the first product. Shape (N, 2 F); bf16, fp16, fp32 or float64; last axis contiguous, any
+            distance between rows.
         form: Where gate and up stand, and which activation joins them.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+            the second.
 
     Returns:
         act_NF: Shape (N, F), contiguous, dtype and device of gate_up_NP, no graph.
@@ -65,32 +69,36 @@ def gate_backward(
 ) -> GateGradients:
     """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the rebuilt activation.
 
-    The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp passes the gradient of a value
-    on its bound and 0 beyond. A low-rank product that belongs to d_act_NF is formed and added in fp32 (float64 for float64), tile by tile, never
-    in memory. Sums have one order: two calls are bit-equal.
+    The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp
+    passes the gradient of a value on its bound and 0 beyond. A low-rank product that belongs to d_act_NF is formed and
+    added in fp32 (float64 for float64), tile by tile, never in memory. Sums have one order: two calls are bit-equal.
 
     Args:
-        d_act_NF: Gradient of the activation, not yet multiplied with weight_N. Shape (N, F); dtype and device of gate_up_NP; last axis contiguous.
+        d_act_NF: Gradient of the activation, not yet multiplied with weight_N. Shape (N, F); dtype and device of
+            gate_up_NP; last axis contiguous.
         gate_up_NP: What ``gate_forward`` was given.
         form: What ``gate_forward`` was given.
         weight_N: Routing weight of each row. Shape (N,); bf16, fp16, fp32 or float64; any stride. None for 1.
         addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for nothing.
         need_act: Return the activation, as ``gate_forward`` gave it, for gradients of the second product's weight.
-        out: Where d_gate_up_NP is written: a tensor like gate_up_NP, or gate_up_NP itself, whose values are then lost. None for new memory.
+        out: Where d_gate_up_NP is written: a tensor like gate_up_NP, or gate_up_NP itself, whose values are then lost.
+            None for new memory.
         backend: As in ``gate_forward``.
 
     Returns:
         d_gate_up_NP: Gradient of gate_up_NP, in its dtype and order of columns; contiguous, or ``out``.
         act_NF: Shape (N, F), the activation without the weight; None unless need_act.
-        d_weight_N: Shape (N,), sum over F of d_act_NF times the activation, fp32 (float64 for float64); None without weight_N.
+        d_weight_N: Shape (N,), sum over F of d_act_NF times the activation, fp32 (float64 for float64); None without
+            weight_N.
 
     Raises:
         ShapeError: Shape, dtype, device or layout is another, or ``out`` overlaps an input without being gate_up_NP.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
-        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host synchronisation. With an addend 2 N R F FLOP more, and the
-        factor is read once for every 16 rows, from the cache where it fits. "reference" makes fp32 copies.
+        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host synchronisation. With an
+        addend 2 N R F FLOP more, and the factor is read once for every 16 rows, from the cache where it fits.
+        "reference" makes fp32 copies.
 
     Source:
         The chain rule; torch.clamp's convention at its bounds.
@@ -112,7 +120,9 @@ def gate_backward(
         check_out(out, may_be={"gate_up_NP": gate_up_NP}, must_not_meet=(d_act_NF, *(addend or ())))
     module = _choose(backend, gate_up_NP)
     with torch.no_grad():
-        return module.gate_backward(d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=need_act, out=out)
+        return module.gate_backward(
+            d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=need_act, out=out
+        )
 
 
 def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
@@ -139,7 +149,10 @@ def _check_gate_up(gate_up_NP: torch.Tensor) -> None:
     """Refuse what the kernels would read wrongly."""
     check_tensor("gate_up_NP", gate_up_NP, ndim=2, dtypes=_DTYPES)
     if gate_up_NP.shape[1] % 2:
-        raise ShapeError(f"gate_up_NP has {gate_up_NP.shape[1]} columns; gate and up are as wide as each other, so their number must be even.")
+        raise ShapeError(
+            f"gate_up_NP has {gate_up_NP.shape[1]} columns; gate and up are as wide as each other, so their number "
+            "must be even."
+        )
     check_columns("gate_up_NP", gate_up_NP)
 
 
@@ -148,7 +161,10 @@ def _check_d_act(d_act_NF: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
     check_tensor("d_act_NF", d_act_NF, ndim=2, dtypes=(gate_up_NP.dtype,))
     expected = (gate_up_NP.shape[0], gate_up_NP.shape[1] // 2)
     if d_act_NF.shape != expected or d_act_NF.device != gate_up_NP.device:
-        raise ShapeError(f"d_act_NF is {tuple(d_act_NF.shape)} on {d_act_NF.device}; gate_up_NP asks for {expected} on {gate_up_NP.device}.")
+        raise ShapeError(
+            f"d_act_NF is {tuple(d_act_NF.shape)} on {d_act_NF.device}; gate_up_NP asks for {expected} on "
+            f"{gate_up_NP.device}."
+        )
     check_columns("d_act_NF", d_act_NF)
 
 
@@ -157,7 +173,8 @@ def _check_weight(weight_N: torch.Tensor, gate_up_NP: torch.Tensor) -> None:
     check_tensor("weight_N", weight_N, ndim=1, dtypes=_DTYPES)
     if weight_N.shape[0] != gate_up_NP.shape[0] or weight_N.device != gate_up_NP.device:
         raise ShapeError(
-            f"weight_N has {weight_N.shape[0]} entries on {weight_N.device}; gate_up_NP has {gate_up_NP.shape[0]} rows on {gate_up_NP.device}."
+            f"weight_N has {weight_N.shape[0]} entries on {weight_N.device}; gate_up_NP has {gate_up_NP.shape[0]} rows "
+            f"on {gate_up_NP.device}."
         )
 
 
@@ -173,5 +190,6 @@ def _check_addend(addend: LowRankRows, d_act_NF: torch.Tensor) -> None:
     low_NR, factor_RF = addend
     if (low_NR.shape[0], factor_RF.shape[1]) != d_act_NF.shape or low_NR.shape[1] != factor_RF.shape[0]:
         raise ShapeError(
-            f"addend.low_NR is {tuple(low_NR.shape)} and addend.factor_RF {tuple(factor_RF.shape)}; their product must be {tuple(d_act_NF.shape)}."
+            f"addend.low_NR is {tuple(low_NR.shape)} and addend.factor_RF {tuple(factor_RF.shape)}; their product must "
+            f"be {tuple(d_act_NF.shape)}."
         )

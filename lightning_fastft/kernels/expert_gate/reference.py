@@ -1,7 +1,9 @@
 """The gate of an expert in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
 
-Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank product.
-Every form is ``share(gate) * gate * up``: the share is ``sigmoid(2 u)`` where tanh-GELU writes ``(1 + tanh(u)) / 2``, which is the same number.
+Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank
+    product.
+Every form is ``share(gate) * gate * up``: the share is ``sigmoid(2 u)`` where tanh-GELU writes ``(1 + tanh(u)) / 2``,
+which is the same number.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ class GateForm(NamedTuple):
     """How the columns of the first product become the input of the second one.
 
     Args:
-        is_interleaved: True where gate and up alternate (``gate = [..., ::2]``, gpt-oss); False where the halves are gate and up.
-        activation: "silu", "gelu" or "gelu_tanh" for ``a(gate) * up``; "clamped" for ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped values.
+        is_interleaved: True where gate and up alternate (``gate = [..., ::2]``, gpt-oss); False where the halves are
+            gate and up.
+        activation: "silu", "gelu" or "gelu_tanh" for ``a(gate) * up``; "clamped" for ``(up + 1) * gate * sigmoid(alpha
+            * gate)`` of clamped values.
         limit: "clamped" only: gate is clamped from above, up from both sides.
         alpha: "clamped" only: steepness of the sigmoid.
 
@@ -44,7 +48,8 @@ class LowRankRows(NamedTuple):
     """What is added to the gradient of the activation before anything is made of it: ``low[n] @ factor``.
 
     Args:
-        low_NR: Narrow rows, their scale in them. Shape (N, R); dtype of the gradient; last axis contiguous, any distance between rows.
+        low_NR: Narrow rows, their scale in them. Shape (N, R); dtype of the gradient; last axis contiguous, any
+            distance between rows.
         factor_RF: Their matrix. Shape (R, F); dtype of the gradient; last axis contiguous, any distance between rows.
     """
 
@@ -53,7 +58,9 @@ class LowRankRows(NamedTuple):
 
 
 class GateGradients(NamedTuple):
-    """Gradient of the first product's output, the rebuilt activation, and the gradient of the routing weights; None where not asked for."""
+    """Gradient of the first product's output, the rebuilt activation, and the gradient of the routing weights;
+    None where not asked for.
+    """
 
     d_gate_up_NP: torch.Tensor
     act_NF: torch.Tensor | None
@@ -77,7 +84,9 @@ def gate_backward(
     need_act: bool = False,
     out: torch.Tensor | None = None,
 ) -> GateGradients:
-    """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its weight."""
+    """Return the gradients of ``weight * (activation @ W)``, given the gradient of the activation without its
+    weight.
+    """
     dtype, wide = gate_up_NP.dtype, wide_dtype(gate_up_NP.dtype)
     raw_gate_NF, raw_up_NF = split_columns(gate_up_NP.to(wide), form)
     gate_NF, factor_NF = _clamp(raw_gate_NF, raw_up_NF, form)

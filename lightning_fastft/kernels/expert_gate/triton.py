@@ -1,10 +1,11 @@
 """The gate of an expert on a GPU: one pass over memory forward, one backward.
 
-Axes: N routed slots, sorted by expert (walked in blocks of rows); F expert width (walked in tiles of columns); P = 2 F columns that hold gate and up;
-R ranks of a low-rank product.
-Forward P is read and F written. Backward F + P are read and P written, and F more where the activation is wanted again. Rows do not mix.
-Programs that walk over all columns take 0.56 ms for 8,192 x 17,408 on an H200: where no sum is made over a row, columns are spread over programs
-(python -m benchmarks.row_kernels --only expert_gate: "sums of rows" is the form that walks).
+Axes: N routed slots, sorted by expert (walked in blocks of rows); F expert width (walked in tiles of columns); P = 2 F
+    columns that hold gate and up;
+R ranks of a low-rank product. Forward P is read and F written. Backward F + P are read and P written, and F more where
+the activation is wanted again. Rows do not mix. Programs that walk over all columns take 0.56 ms for 8,192 x 17,408 on
+an H200: where no sum is made over a row, columns are spread over programs (python -m benchmarks.row_kernels --only
+expert_gate: "sums of rows" is the form that walks).
 """
 
 # A jit body has no types that Python could check.
@@ -20,13 +21,16 @@ import triton.language as tl
 from lightning_fastft.kernels.expert_gate.reference import TANH_CUBE, TANH_SCALE, GateForm, GateGradients, LowRankRows
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of 768 or 1536. Not
-# yet measured at those widths; candidates: python -m benchmarks.row_kernels --only expert_gate --tiles.
+# 8 rows x 256 columns on 4 warps: two reads of 16 bytes per thread and matrix in bf16, and no column idle at widths of
+# 768 or 1536. Not yet measured at those widths; candidates: python -m benchmarks.row_kernels --only expert_gate
+# --tiles.
 BLOCK_ROWS = 8
 MAX_BLOCK_COLUMNS = 256
 NUM_WARPS = 4
-# With a low-rank product as many values in tiles that tl.dot takes, which wants no fewer than 16 along each axis. Tall ones read the factor less
-# often: 2 R / rows bytes of it per value in bf16, from the L2 cache, beside 10 to 12 from memory. Not yet measured; candidates as above.
+# With a low-rank product as many values in tiles that tl.dot takes, which wants no fewer than 16 along each axis. Tall
+# ones read the factor less
+# often: 2 R / rows bytes of it per value in bf16, from the L2 cache, beside 10 to 12 from memory. Not yet measured;
+# candidates as above.
 ADDEND_BLOCK_ROWS = 16
 ADDEND_MAX_BLOCK_COLUMNS = 128
 # Of one step; more ranks are more steps.
@@ -41,7 +45,9 @@ _NORMAL_DENSITY = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _divide(dividend, divisor, IS_WIDE: tl.constexpr):
-    """Return the quotient; the plain division of fp32 is off by up to two units in the last place, which only a narrow result does not see."""
+    """Return the quotient; the plain division of fp32 is off by up to two units in the last place, which only a
+    narrow result does not see.
+    """
     return tl.div_rn(dividend, divisor) if IS_WIDE else dividend / divisor
 
 
@@ -87,8 +93,18 @@ def _gate_and_slopes(raw_gate, raw_up, limit, alpha, ACTIVATION: tl.constexpr, I
 
 
 @triton.jit
-def _load_gate_and_up(row_ptrs, start, inside_rows, num_columns, IS_INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Return a tile of the gate and a tile of the up projection in fp32; alternating columns are read as one tile and split in registers."""
+def _load_gate_and_up(
+    row_ptrs,
+    start,
+    inside_rows,
+    num_columns,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Return a tile of the gate and a tile of the up projection in fp32; alternating columns are read as one tile
+    and split in registers.
+    """
     if IS_INTERLEAVED:
         cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
         inside = inside_rows[:, None] & (cols < 2 * num_columns)[None, :]
@@ -118,8 +134,9 @@ def _low_rank_tile(
 ):
     """Return a tile of the low-rank product in fp32.
 
-    Made transposed, and by the caller before it loads anything: Triton 3.9 then changes the product's layout once. As it stands, or later, all that
-    follows is computed in the layout of tensor cores: five changes through shared memory, 30 barriers instead of 4 and 128 registers instead of 106.
+    Made transposed, and by the caller before it loads anything: Triton 3.9 then changes the product's layout once. As
+    it stands, or later, all that follows is computed in the layout of tensor cores: five changes through shared memory,
+    30 barriers instead of 4 and 128 registers instead of 106.
     """
     product_FN = tl.zeros((BLOCK_F, BLOCK_N), dtype=tl.float32)
     for first in tl.range(0, num_ranks, BLOCK_R, num_stages=1):
@@ -151,7 +168,9 @@ def _gate_forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * BLOCK_F
     inside_rows = rows < num_rows
-    gate, up = _load_gate_and_up(gate_up_ptr + rows * gate_up_stride, start, inside_rows, num_columns, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
+    gate, up = _load_gate_and_up(
+        gate_up_ptr + rows * gate_up_stride, start, inside_rows, num_columns, IS_INTERLEAVED, BLOCK_N, BLOCK_F
+    )
     act, _gate_slope, _up_slope = _gate_and_slopes(gate, up, limit, alpha, ACTIVATION, IS_WIDE)
     cols = start + tl.arange(0, BLOCK_F)
     inside = inside_rows[:, None] & (cols < num_columns)[None, :]
@@ -192,7 +211,9 @@ def _gate_backward_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program per block of rows and span of columns; with weights that is all of them, so that the sum of a row has one place and one order."""
+    """One program per block of rows and span of columns; with weights that is all of them, so that the sum of a
+    row has one place and one order.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_rows = rows < num_rows
     d_act_rows = d_act_ptr + rows * d_act_stride
@@ -209,7 +230,18 @@ def _gate_backward_kernel(
         cols = start + tl.arange(0, BLOCK_F)
         inside = inside_rows[:, None] & (cols < num_columns)[None, :]
         if HAS_ADDEND:
-            addend = _low_rank_tile(low_rows, factor_ptr, factor_stride, cols, inside_rows, num_columns, num_ranks, BLOCK_N, BLOCK_F, BLOCK_R)
+            addend = _low_rank_tile(
+                low_rows,
+                factor_ptr,
+                factor_stride,
+                cols,
+                inside_rows,
+                num_columns,
+                num_ranks,
+                BLOCK_N,
+                BLOCK_F,
+                BLOCK_R,
+            )
         gate, up = _load_gate_and_up(gate_up_rows, start, inside_rows, num_columns, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
         d_act = tl.load(d_act_rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_ADDEND:

@@ -1,6 +1,7 @@
 """Factors of expert adapters between the two layouts that they live in: the public functions.
 
-PEFT holds the second factor of an adapter on a stack with the expert as its fastest axis; grouped products read the expert first.
+PEFT holds the second factor of an adapter on a stack with the expert as its fastest axis; grouped products read the
+expert first.
 
 Axes: E experts, R adapter rank, O columns of the factor.
 """
@@ -18,9 +19,15 @@ _FLOATING = (*TRITON_DTYPES, torch.float64)
 
 
 def pack_expert_first(
-    b_ORE: torch.Tensor, *, dtype: torch.dtype | None = None, scale: float = 1.0, out: torch.Tensor | None = None, backend: str = "auto"
+    b_ORE: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
-    """Return ``scale * b`` with the expert as the first axis instead of the last: ``out[e, r, o] = scale * b[o, r, e]``.
+    """Return ``scale * b`` with the expert as the first axis instead of the last: ``out[e, r, o] = scale * b[o, r,
+    e]``.
 
     Without a scale values are only cast; with one the product is fp32 (float64 for float64) and rounded once.
 
@@ -28,8 +35,10 @@ def pack_expert_first(
         b_ORE: Shape (O, R, E), contiguous; bf16, fp16, fp32 or float64.
         dtype: Of the result, one of the same; None for that of b_ORE, or of out.
         scale: Factor on every value.
-        out: Where the result goes, shape (E, R, O), contiguous, on the device of b_ORE, sharing no memory with it; None for new memory.
-        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        out: Where the result goes, shape (E, R, O), contiguous, on the device of b_ORE, sharing no memory with it; None
+            for new memory.
+        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first where it can, else the
+            second.
 
     Returns:
         out_ERO: Shape (E, R, O), contiguous; device of b_ORE; no gradient.
@@ -52,9 +61,15 @@ def pack_expert_first(
 
 
 def unpack_expert_last(
-    d_ERO: torch.Tensor, *, dtype: torch.dtype | None = None, scale: float = 1.0, out: torch.Tensor | None = None, backend: str = "auto"
+    d_ERO: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
-    """Return ``scale * d`` with the expert as the last axis instead of the first: ``out[o, r, e] = scale * d[e, r, o]``.
+    """Return ``scale * d`` with the expert as the last axis instead of the first: ``out[o, r, e] = scale * d[e, r,
+    o]``.
 
     The inverse of pack_expert_first, with the same arguments the other way round.
 
@@ -62,8 +77,10 @@ def unpack_expert_last(
         d_ERO: Shape (E, R, O), contiguous; bf16, fp16, fp32 or float64.
         dtype: Of the result, one of the same; None for that of d_ERO, or of out.
         scale: Factor on every value.
-        out: Where the result goes, shape (O, R, E), contiguous, on the device of d_ERO, sharing no memory with it; None for new memory.
-        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        out: Where the result goes, shape (O, R, E), contiguous, on the device of d_ERO, sharing no memory with it; None
+            for new memory.
+        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first where it can, else the
+            second.
 
     Returns:
         out_ORE: Shape (O, R, E), contiguous; device of d_ERO; no gradient.
@@ -85,11 +102,16 @@ def unpack_expert_last(
     return _exchange("d_ERO", d_ERO, dtype=dtype, scale=scale, out=out, backend=backend)
 
 
-def _exchange(name: str, source: torch.Tensor, *, dtype: torch.dtype | None, scale: float, out: torch.Tensor | None, backend: str) -> torch.Tensor:
+def _exchange(
+    name: str, source: torch.Tensor, *, dtype: torch.dtype | None, scale: float, out: torch.Tensor | None, backend: str
+) -> torch.Tensor:
     """Check, choose and run: both directions exchange the first and the last axis."""
     check_tensor(name, source, ndim=3, dtypes=_FLOATING)
     if not source.is_contiguous():
-        raise ShapeError(f"{name} has strides {source.stride()} for shape {tuple(source.shape)}; it must be contiguous: call .contiguous() on it.")
+        raise ShapeError(
+            f"{name} has strides {source.stride()} for shape {tuple(source.shape)}; it must be contiguous: call "
+            ".contiguous() on it."
+        )
     check_float("scale", scale, low=-float("inf"))
     dtype = dtype or (source.dtype if out is None else out.dtype)
     if dtype not in _FLOATING:
@@ -114,7 +136,8 @@ def _check_out(out: torch.Tensor, source: torch.Tensor, *, dtype: torch.dtype) -
     check_tensor("out", out, ndim=3, dtypes=(dtype,))
     if out.shape != source.shape[::-1] or out.device != source.device or not out.is_contiguous():
         raise ShapeError(
-            f"out is {tuple(out.shape)} with strides {out.stride()} on {out.device}; it must be {tuple(source.shape[::-1])}, contiguous, on "
+            f"out is {tuple(out.shape)} with strides {out.stride()} on {out.device}; it must be "
+            f"{tuple(source.shape[::-1])}, contiguous, on "
             f"{source.device}."
         )
     if do_ranges_overlap(out, source):

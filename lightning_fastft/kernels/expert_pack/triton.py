@@ -1,4 +1,5 @@
-"""The expert from the last axis of a stack to the first and back on a GPU: tiles turned on the chip, so that reads and writes are both coalesced.
+"""The expert from the last axis of a stack to the first and back on a GPU: tiles turned on the chip, so that reads and
+writes are both coalesced.
 
 Axes of the source: first, middle (walked by the grid), last; the result has first and last exchanged.
 """
@@ -15,7 +16,8 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# A side of 64 values is a run of 256 bytes in fp32 and of 128 in bf16; the tile takes 16 KiB of shared memory on its way. Not yet measured.
+# A side of 64 values is a run of 256 bytes in fp32 and of 128 in bf16; the tile takes 16 KiB of shared memory on its
+# way. Not yet measured.
 MAX_SIDE = 64
 NUM_WARPS = 4
 

@@ -1,7 +1,8 @@
-"""Rows of tokens brought into the order of their experts, and the experts' outputs summed back: raw operations without a graph.
+"""Rows of tokens brought into the order of their experts, and the experts' outputs summed back: raw operations without
+a graph.
 
-Each is the other's backward: the gradient of ``gather_rows`` is ``combine_rows`` without weights, that of ``combine_rows`` is ``gather_rows`` times
-the weights, in the rows that have an expert. Callers write both.
+Each is the other's backward: the gradient of ``gather_rows`` is ``combine_rows`` without weights, that of
+``combine_rows`` is ``gather_rows`` times the weights, in the rows that have an expert. Callers write both.
 
 Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, D model width.
 """
@@ -19,16 +20,21 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
 
-def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int, backend: str = "auto") -> torch.Tensor:
+def gather_rows(
+    x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int, backend: str = "auto"
+) -> torch.Tensor:
     """Return the row of the token that each routed slot belongs to, bit for bit: ``x_TD[slot_N // K]``.
 
-    A slot outside the tokens gives a row of NaN on CUDA, where nobody could be told without a wait, and an error elsewhere.
+    A slot outside the tokens gives a row of NaN on CUDA, where nobody could be told without a wait, and an error
+    elsewhere.
 
     Args:
         x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or float64; last axis contiguous, rows any distance apart.
-        slot_N: Slots (``token * K + choice``) in the wanted order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or int64; any stride.
+        slot_N: Slots (``token * K + choice``) in the wanted order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or
+            int64; any stride.
         num_experts_per_token: K, at least 1.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference" elsewhere.
+        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
+            elsewhere.
 
     Returns:
         y_ND: Shape (N, D), contiguous; dtype and device of x_TD; no gradient.
@@ -70,18 +76,25 @@ def combine_rows(
     addend_TD: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return, for each token, the weighted sum of the rows of its routed slots: ``sum over k of weight_TK[t, k] * y_ND[place_TK[t, k]]``.
+    """Return, for each token, the weighted sum of the rows of its routed slots: ``sum over k of weight_TK[t, k] *
+    y_ND[place_TK[t, k]]``.
 
-    Terms are added for k = 0 to K - 1 in that order, then the addend; products and sums are fp32 (float64 for float64 rows), and the result is
-    rounded once to the dtype of y_ND. A place at or behind ``end_E[-1]`` has no expert: it adds exactly 0, and its row and weight may hold NaN.
+    Terms are added for k = 0 to K - 1 in that order, then the addend; products and sums are fp32 (float64 for float64
+    rows), and the result is rounded once to the dtype of y_ND. A place at or behind ``end_E[-1]`` has no expert: it
+    adds exactly 0, and its row and weight may hold NaN.
 
     Args:
-        y_ND: Outputs of the experts, in sorted order. Shape (N, D); bf16, fp16, fp32 or float64; last axis contiguous, rows any distance apart.
-        place_TK: Place of each slot in the sorted order, as ``ExpertOrder.place_TK``. Shape (T, K) with T * K = N; int32 or int64; any strides.
-        end_E: One past the last place of each expert, as ``ExpertOrder.end_E``. Shape (E,), int32 or int64; only its last entry is read.
+        y_ND: Outputs of the experts, in sorted order. Shape (N, D); bf16, fp16, fp32 or float64; last axis contiguous,
+            rows any distance apart.
+        place_TK: Place of each slot in the sorted order, as ``ExpertOrder.place_TK``. Shape (T, K) with T * K = N;
+            int32 or int64; any strides.
+        end_E: One past the last place of each expert, as ``ExpertOrder.end_E``. Shape (E,), int32 or int64; only its
+            last entry is read.
         weight_TK: Routing weights. Shape (T, K); any floating dtype; any strides; None for weights of 1.
-        addend_TD: Added to each token, like the output of a shared expert. Shape (T, D); any floating dtype; last axis contiguous; None for none.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference" elsewhere. Both are bit-equal.
+        addend_TD: Added to each token, like the output of a shared expert. Shape (T, D); any floating dtype; last axis
+            contiguous; None for none.
+        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
+            elsewhere. Both are bit-equal.
 
     Returns:
         Shape (T, D), contiguous; dtype and device of y_ND; no gradient.
@@ -91,7 +104,8 @@ def combine_rows(
         OptionError: backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
-        Triton: each row of y_ND with an expert is read once, the result written once, in one launch; no atomics, no host synchronisation.
+        Triton: each row of y_ND with an expert is read once, the result written once, in one launch; no atomics, no
+            host synchronisation.
 
     Source:
         own
@@ -106,14 +120,21 @@ def combine_rows(
     check_tensor("place_TK", place_TK, ndim=2, dtypes=_INDICES)
     check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES)
     if place_TK.shape[1] < 1 or place_TK.numel() != y_ND.shape[0]:
-        raise ShapeError(f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows: one row per place, K of at least 1.")
+        raise ShapeError(
+            f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows: one row per place, K of at "
+            "least 1."
+        )
     if end_E.shape[0] < 1:
         raise ShapeError("end_E is empty; it needs an entry per expert, at least one.")
     if weight_TK is not None and check_tensor("weight_TK", weight_TK, ndim=2, dtypes=_FLOATING).shape != place_TK.shape:
-        raise ShapeError(f"weight_TK has shape {tuple(weight_TK.shape)}, place_TK has {tuple(place_TK.shape)}; they must be equal.")
+        raise ShapeError(
+            f"weight_TK has shape {tuple(weight_TK.shape)}, place_TK has {tuple(place_TK.shape)}; they must be equal."
+        )
     expected_shape = (place_TK.shape[0], y_ND.shape[1])
     if addend_TD is not None and _check_rows("addend_TD", addend_TD).shape != expected_shape:
-        raise ShapeError(f"addend_TD has shape {tuple(addend_TD.shape)}, the result has {expected_shape}; they must be equal.")
+        raise ShapeError(
+            f"addend_TD has shape {tuple(addend_TD.shape)}, the result has {expected_shape}; they must be equal."
+        )
     _check_devices(y_ND=y_ND, place_TK=place_TK, end_E=end_E, weight_TK=weight_TK, addend_TD=addend_TD)
     if not uses_triton(backend, y_ND.device):
         with torch.no_grad():

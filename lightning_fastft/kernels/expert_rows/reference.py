@@ -18,11 +18,18 @@ def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_tok
 
 
 def combine_rows(
-    y_ND: torch.Tensor, place_TK: torch.Tensor, end_E: torch.Tensor, *, weight_TK: torch.Tensor | None = None, addend_TD: torch.Tensor | None = None
+    y_ND: torch.Tensor,
+    place_TK: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    weight_TK: torch.Tensor | None = None,
+    addend_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum over k, in ascending order, of ``weight_TK[:, k] * y_ND[place_TK[:, k]]``, plus the addend, rounded once.
+    """Return the sum over k, in ascending order, of ``weight_TK[:, k] * y_ND[place_TK[:, k]]``, plus the addend,
+    rounded once.
 
-    Arithmetic is fp32 (float64 for float64 rows). A place at or behind end_E[-1] contributes exactly 0, whatever its row and its weight hold.
+    Arithmetic is fp32 (float64 for float64 rows). A place at or behind end_E[-1] contributes exactly 0, whatever its
+    row and its weight hold.
     """
     wide = torch.float64 if y_ND.dtype is torch.float64 else torch.float32
     num_tokens, num_choices = place_TK.shape

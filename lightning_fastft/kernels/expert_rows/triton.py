@@ -1,6 +1,8 @@
-"""Rows in expert order and back on a GPU: each row is read once and written once, and no sum depends on the order in which programs run.
+"""Rows in expert order and back on a GPU: each row is read once and written once, and no sum depends on the order in
+which programs run.
 
-Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, D model width (walked in tiles, one program per row and tile).
+Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, D model width (walked in tiles, one
+    program per row and tile).
 """
 
 # A jit body has no types that Python could check.
@@ -76,7 +78,9 @@ def _combine_rows_kernel(
         num_readable = tl.where(is_owned, num_columns, 0)
         value = tl.load(y_ptr + place * y_stride + cols, mask=cols < num_readable, other=0.0).to(WIDE)
         if HAS_WEIGHT:
-            weight = tl.load(weight_ptr + row * weight_token_stride + choice * weight_choice_stride, mask=is_owned, other=0.0)
+            weight = tl.load(
+                weight_ptr + row * weight_token_stride + choice * weight_choice_stride, mask=is_owned, other=0.0
+            )
             value = weight.to(WIDE) * value
         total += value
     if HAS_ADDEND:
@@ -107,7 +111,12 @@ def gather_rows(x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_tok
 
 
 def combine_rows(
-    y_ND: torch.Tensor, place_TK: torch.Tensor, end_E: torch.Tensor, *, weight_TK: torch.Tensor | None = None, addend_TD: torch.Tensor | None = None
+    y_ND: torch.Tensor,
+    place_TK: torch.Tensor,
+    end_E: torch.Tensor,
+    *,
+    weight_TK: torch.Tensor | None = None,
+    addend_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's rows, plus the addend; same contract as the reference, bit for bit."""
     (num_tokens, num_choices), num_columns = place_TK.shape, y_ND.shape[1]
@@ -133,7 +142,8 @@ def combine_rows(
         WIDE=tl.float64 if y_ND.dtype is torch.float64 else tl.float32,
         BLOCK=block,
         num_warps=NUM_WARPS,
-        # A product fused with its sum is rounded once instead of twice: reading the rows takes far longer, and the plain twin stays bit-equal.
+        # A product fused with its sum is rounded once instead of twice: reading the rows takes far longer, and the
+        # plain twin stays bit-equal.
         enable_fp_fusion=False,
     )
     return out_TD

@@ -1,4 +1,5 @@
-"""Routed slots in the order of their experts: what grouped products and the way back need, from one stable sort and one count.
+"""Routed slots in the order of their experts: what grouped products and the way back need, from one stable sort and one
+count.
 
 Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts.
 """
@@ -24,13 +25,15 @@ _MAX_SLOTS = 2**31 - 2**12
 def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = "auto") -> ExpertOrder:
     """Return the routed slots in the stable order of their experts, its inverse, and where each expert ends.
 
-    Slots of one expert keep the order of their tokens. An id of num_experts or above, or below 0, names no expert (expert parallelism marks slots of
-    other ranks so): such slots come last, behind ``end_E[-1]``, in the order of their slots whatever their ids.
+    Slots of one expert keep the order of their tokens. An id of num_experts or above, or below 0, names no expert
+    (expert parallelism marks slots of other ranks so): such slots come last, behind ``end_E[-1]``, in the order of
+    their slots whatever their ids.
 
     Args:
         expert_TK: The experts of each token. Shape (T, K) with K of at least 1; int64 or int32; any strides.
         num_experts: E, between 1 and 4096.
-        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference" elsewhere. Both are bit-equal.
+        backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
+            elsewhere. Both are bit-equal.
 
     Returns:
         An ``ExpertOrder`` of three contiguous int32 tensors on the device of expert_TK: slot_N, place_TK and end_E.
@@ -40,10 +43,12 @@ def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = 
         OptionError: num_experts or backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
-        Triton: three launches, N (E + 256) comparisons, and N E / 256 counts of scratch; no atomics, no host synchronisation.
+        Triton: three launches, N (E + 256) comparisons, and N E / 256 counts of scratch; no atomics, no host
+            synchronisation.
 
     Source:
-        Counting sort: H. H. Seward, MIT report R-232 (1954), as in Knuth, The Art of Computer Programming 3, 5.2; the division into blocks is own.
+        Counting sort: H. H. Seward, MIT report R-232 (1954), as in Knuth, The Art of Computer Programming 3, 5.2; the
+        division into blocks is own.
 
     Example:
         >>> order = sort_by_expert(torch.tensor([[2, 0], [0, 9], [1, 0]]), num_experts=3)
@@ -55,9 +60,14 @@ def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = 
     check_tensor("expert_TK", expert_TK, ndim=2, dtypes=(torch.int64, torch.int32))
     check_int("num_experts", num_experts, low=1, high=MAX_EXPERTS)
     if expert_TK.shape[1] < 1:
-        raise ShapeError(f"expert_TK has shape {tuple(expert_TK.shape)}: each token needs at least one expert (K >= 1).")
+        raise ShapeError(
+            f"expert_TK has shape {tuple(expert_TK.shape)}: each token needs at least one expert (K >= 1)."
+        )
     if expert_TK.numel() > _MAX_SLOTS:
-        raise ShapeError(f"expert_TK has {expert_TK.numel()} slots, at most {_MAX_SLOTS} can be numbered in int32: sort fewer tokens at a time.")
+        raise ShapeError(
+            f"expert_TK has {expert_TK.numel()} slots, at most {_MAX_SLOTS} can be numbered in int32: sort fewer "
+            "tokens at a time."
+        )
     if not uses_triton(backend, expert_TK.device):
         return reference.sort_slots(expert_TK, num_experts=num_experts)
 

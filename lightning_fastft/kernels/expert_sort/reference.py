@@ -11,9 +11,11 @@ import torch
 
 
 class ExpertOrder(NamedTuple):
-    """Routed slots sorted by expert: slots of one expert stand together, in the order of their tokens; all three are int32.
+    """Routed slots sorted by expert: slots of one expert stand together, in the order of their tokens; all three are
+    int32.
 
-    A slot is ``token * K + choice``. Slots without an expert (sentinels) stand behind the last expert, at ``end_E[-1]`` and above.
+    A slot is ``token * K + choice``. Slots without an expert (sentinels) stand behind the last expert, at ``end_E[-1]``
+    and above.
 
     Args:
         slot_N: The slot at each place of the sorted order.
@@ -27,7 +29,9 @@ class ExpertOrder(NamedTuple):
 
 
 def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
-    """Return the slots in the stable order of their experts; ids outside [0, num_experts) come last, in the order of their slots."""
+    """Return the slots in the stable order of their experts; ids outside [0, num_experts) come last, in the order
+    of their slots.
+    """
     expert_N = expert_TK.reshape(-1)
     is_known_N = (expert_N >= 0) & (expert_N < num_experts)
     key_N = torch.where(is_known_N, expert_N, num_experts).to(torch.int32)

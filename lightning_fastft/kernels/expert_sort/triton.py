@@ -1,8 +1,10 @@
 """A stable counting sort of expert ids on a GPU: three launches, no atomics, bit-equal to a stable argsort.
 
-Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, G bins (the experts and one for slots without an expert),
-B blocks of slots. Counted are the slots of each bin in each block (G x B cells); summed over blocks they say how many slots of its bin lie before a
-block, and summed over experts where an expert begins; the rank inside a block comes from comparing its slots with each other.
+Axes: T tokens of the pack, K experts per token, N routed slots (T * K), E experts, G bins (the experts and one for
+    slots without an expert),
+B blocks of slots. Counted are the slots of each bin in each block (G x B cells); summed over blocks they say how many
+slots of its bin lie before a block, and summed over experts where an expert begins; the rank inside a block comes from
+comparing its slots with each other.
 """
 
 # A jit body has no types that Python could check.
@@ -30,7 +32,9 @@ NUM_WARPS = 4
 
 @triton.jit
 def _load_bins(expert_ptr, slot, num_slots, token_stride, choice_stride, num_experts, K: tl.constexpr):
-    """Return the bin of each slot: its expert, num_experts for a slot without an expert, one more behind the last slot."""
+    """Return the bin of each slot: its expert, num_experts for a slot without an expert, one more behind the last
+    slot.
+    """
     inside = slot < num_slots
     expert = tl.load(expert_ptr + (slot // K) * token_stride + (slot % K) * choice_stride, mask=inside, other=0)
     is_known = (expert >= 0) & (expert < num_experts)
@@ -62,7 +66,9 @@ def _count_kernel(
 
 @triton.jit
 def _sum_blocks_kernel(count_ptr, total_ptr, num_blocks, BLOCK_BLOCKS: tl.constexpr):
-    """One program per bin: each count becomes the number of slots of this bin in earlier blocks; their total is kept apart."""
+    """One program per bin: each count becomes the number of slots of this bin in earlier blocks; their total is
+    kept apart.
+    """
     row = tl.program_id(0).to(tl.int64)
     total = 0
     for start in range(0, num_blocks, BLOCK_BLOCKS):
@@ -93,7 +99,9 @@ def _place_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_EARLIER: tl.constexpr,
 ):
-    """One program per block of slots: place = where its expert begins + slots of it in earlier blocks + slots of it before this one in the block."""
+    """One program per block of slots: place = where its expert begins + slots of it in earlier blocks + slots of
+    it before this one in the block.
+    """
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_SLOTS)
     slot = block * BLOCK_SLOTS + lane
@@ -129,7 +137,11 @@ def sort_slots(expert_TK: torch.Tensor, *, num_experts: int) -> ExpertOrder:
     if num_slots == 0:
         return ExpertOrder(slot_N, place_TK, torch.zeros(num_experts, dtype=torch.int32, device=device))
     num_blocks = ceil_div(num_slots, BLOCK_SLOTS)
-    end_E, count_GB, total_G = _empty((num_experts,), device), _empty((num_bins, num_blocks), device), _empty((num_bins,), device)
+    end_E, count_GB, total_G = (
+        _empty((num_experts,), device),
+        _empty((num_bins, num_blocks), device),
+        _empty((num_bins,), device),
+    )
     given = (num_slots, *expert_TK.stride(), num_experts, num_blocks)
     _count_kernel[(num_blocks, ceil_div(num_bins, BLOCK_BINS))](
         expert_TK, count_GB, *given, K=num_choices, BLOCK_SLOTS=BLOCK_SLOTS, BLOCK_BINS=BLOCK_BINS, num_warps=NUM_WARPS

@@ -1,14 +1,17 @@
-"""Products of frozen linear layers in fp8 (e4m3 x e4m3): rows scaled one by one as they come, weights by their output columns.
+"""Products of frozen linear layers in fp8 (e4m3 x e4m3): rows scaled one by one as they come, weights by their output
+columns.
 
-Forward, ``y = x @ W^T``, the sum runs over input columns: the scales of rows and of output columns stand outside of it. Backward, ``d_x = d_y @ W``,
-it runs over output columns, so their scales are multiplied into d_y before its rows are quantised; the numbers of the weight are the same, which
-makes the gradient that of the forward. Scales of weights are powers of 2: bf16 holds them exactly, so that half the bytes are read for every number
-of d_y, and a number loses no digit by them, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too: with a scale of its
-own each row uses the range (its largest number is 448, and numbers 29,000 times smaller are still normal), and e5m2 has half the digits. On Gaussian
-rows the relative error of a product with e4m3 weights is 3.7 % with e4m3 gradients and 5.7 % with e5m2 ones, 2.6 % of it from the weights
-(tests/kernels/test_fp8_linear.py).
+Forward, ``y = x @ W^T``, the sum runs over input columns: the scales of rows and of output columns stand outside of it.
+Backward, ``d_x = d_y @ W``, it runs over output columns, so their scales are multiplied into d_y before its rows are
+quantised; the numbers of the weight are the same, which makes the gradient that of the forward. Scales of weights are
+powers of 2: bf16 holds them exactly, so that half the bytes are read for every number of d_y, and a number loses no
+digit by them, only up to one of the 18 bits that the range of e4m3 spans. Gradients are e4m3 too: with a scale of its
+own each row uses the range (its largest number is 448, and numbers 29,000 times smaller are still normal), and e5m2 has
+half the digits. On Gaussian rows the relative error of a product with e4m3 weights is 3.7 % with e4m3 gradients and 5.7
+% with e5m2 ones, 2.6 % of it from the weights (tests/kernels/test_fp8_linear.py).
 
-Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight. Nothing here builds a graph.
+Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight. Nothing here builds
+    a graph.
 """
 
 from __future__ import annotations
@@ -46,19 +49,30 @@ def find_obstacle(device: torch.device) -> str:
         >>> find_obstacle(torch.device("cpu"))
         'fp8 products need a CUDA device of compute capability 8.9 or higher, and the weights are on cpu'
     """
-    needs = f"fp8 products need a CUDA device of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or higher, and"
+    needs = (
+        f"fp8 products need a CUDA device of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or higher, and"
+    )
     if device.type != "cuda":
         return f"{needs} the weights are on {device}"
     capability = torch.cuda.get_device_capability(device)
-    return "" if capability >= LEAST_CAPABILITY else f"{needs} {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+    return (
+        ""
+        if capability >= LEAST_CAPABILITY
+        else f"{needs} {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+    )
 
 
 def quantise_rows(
-    x_TI: torch.Tensor, *, factor_I: torch.Tensor | None = None, round_scales_to_power_of_2: bool = False, backend: str = "auto"
+    x_TI: torch.Tensor,
+    *,
+    factor_I: torch.Tensor | None = None,
+    round_scales_to_power_of_2: bool = False,
+    backend: str = "auto",
 ) -> Fp8Rows:
     """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes 448, or nearly so.
 
-    The arithmetic is fp32, each number is rounded to e4m3 once. Rows do not mix: a row with NaN or infinity gives NaN in its products, others stay.
+    The arithmetic is fp32, each number is rounded to e4m3 once. Rows do not mix: a row with NaN or infinity gives NaN
+    in its products, others stay.
 
     Args:
         x_TI: Rows. Shape (T, I), I > 0; bf16, fp16 or fp32; last axis contiguous, any distance between rows.
@@ -74,7 +88,8 @@ def quantise_rows(
         OptionError: The backend is unknown or cannot serve these tensors.
 
     Cost:
-        Reads x_TI once and writes a byte per number; one launch, no host synchronisation. "reference" makes fp32 copies.
+        Reads x_TI once and writes a byte per number; one launch, no host synchronisation. "reference" makes fp32
+        copies.
 
     Source:
         e4m3: arXiv 2209.05433; scales by row: torchao's row-wise recipe.
@@ -95,21 +110,26 @@ def quantise_rows(
         check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32, torch.bfloat16))
         if len(factor_I) != num_columns or factor_I.device != x_TI.device or not factor_I.is_contiguous():
             raise ShapeError(
-                f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI asks for {num_columns} on "
+                f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI "
+                f"asks for {num_columns} on "
                 f"{x_TI.device}, contiguous."
             )
     with torch.no_grad():
-        return _choose(backend, x_TI.device).quantise_rows(x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2)
+        return _choose(backend, x_TI.device).quantise_rows(
+            x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2
+        )
 
 
 def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tensor], backend: str = "auto") -> None:
-    """Write the scale that each row of NF4 weights has in e4m3: a power of 2, the first at which no number of the row exceeds 448.
+    """Write the scale that each row of NF4 weights has in e4m3: a power of 2, the first at which no number of the row
+    exceeds 448.
 
     A row is bounded by the largest scale among its blocks of 64, since the NF4 table ends at 1.
 
     Args:
         weights: From ``read_params4bit``, any number.
-        scales: Where the scales of their rows go, one for each. Shape (O,), fp32, contiguous; O divides the blocks of the weight.
+        scales: Where the scales of their rows go, one for each. Shape (O,), fp32, contiguous; O divides the blocks of
+            the weight.
         backend: As in ``quantise_rows``.
 
     Raises:
@@ -136,9 +156,14 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         check_tensor(f"scales[{place}]", scale_O, ndim=1, dtypes=(torch.float32,))
         _check_weight(weight)
         num_blocks = len(weight.absmax_Q)
-        if not scale_O.is_contiguous() or scale_O.device != scales[0].device or (num_blocks % len(scale_O) if len(scale_O) else num_blocks):
+        if (
+            not scale_O.is_contiguous()
+            or scale_O.device != scales[0].device
+            or (num_blocks % len(scale_O) if len(scale_O) else num_blocks)
+        ):
             raise ShapeError(
-                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device} with stride {scale_O.stride(0)}; give a contiguous one for each row "
+                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device} with stride {scale_O.stride(0)}; give "
+                "a contiguous one for each row "
                 f"of a weight of {num_blocks} blocks, all on one device."
             )
         # Parts are held against an output, of which there is none here: one number seen as all of them.
@@ -160,20 +185,21 @@ def quantise_nf4(
 
     Args:
         weights: From ``read_params4bit``, any number, all of I input columns.
-        values: Where they go, one for each. Shape (O, I), or (I, O) where transposed; e4m3; last axis contiguous, rows any distance apart, so they
-            may be pieces of one buffer; overwritten whole, and nothing beside them.
-        scales: Of their rows, from ``nf4_row_scales``, one for each; others than powers of 2 are not rounded alike by every backend. Shape (O,),
-            fp32, contiguous.
+        values: Where they go, one for each. Shape (O, I), or (I, O) where transposed; e4m3; last axis contiguous, rows
+            any distance apart, so they may be pieces of one buffer; overwritten whole, and nothing beside them.
+        scales: Of their rows, from ``nf4_row_scales``, one for each; others than powers of 2 are not rounded alike by
+            every backend. Shape (O,), fp32, contiguous.
         is_transposed: Write (I, O), as a product over output columns reads it.
         backend: As in ``quantise_rows``.
 
     Raises:
-        OptionError: I is no multiple of 64, numbers of weights and outputs differ, or the backend is unknown or cannot serve this device.
+        OptionError: I is no multiple of 64, numbers of weights and outputs differ, or the backend is unknown or cannot
+            serve this device.
         ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
 
     Cost:
-        Reads 0.52 bytes and writes 1 byte per weight, in one launch for every four weights; no memory besides and no host synchronisation.
-        "reference" makes copies of about 20 bytes per weight.
+        Reads 0.52 bytes and writes 1 byte per weight, in one launch for every four weights; no memory besides and no
+        host synchronisation. "reference" makes copies of about 20 bytes per weight.
 
     Source:
         own; NF4: arXiv 2305.14314.
@@ -189,7 +215,10 @@ def quantise_nf4(
     check_choice("backend", backend, BACKENDS)
     check_bool("is_transposed", is_transposed)
     if not len(weights) == len(values) == len(scales):
-        raise OptionError(f"There are {len(weights)} weights, {len(values)} values and {len(scales)} scales; give one of each for each weight.")
+        raise OptionError(
+            f"There are {len(weights)} weights, {len(values)} values and {len(scales)} scales; give one of each for "
+            "each weight."
+        )
     axis = 0 if is_transposed else 1
     for place, (weight, value, scale_O) in enumerate(zip(weights, values, scales)):
         check_tensor(f"values[{place}]", value, ndim=2, dtypes=(FP8,))
@@ -199,11 +228,18 @@ def quantise_nf4(
         num_inputs, num_outputs = value.shape[axis], value.shape[1 - axis]
         if num_inputs % BLOCK_WEIGHTS or num_inputs != values[0].shape[axis]:
             raise OptionError(
-                f"values[{place}] has {num_inputs} input columns, values[0] {values[0].shape[axis]}; give all the same multiple of {BLOCK_WEIGHTS}."
+                f"values[{place}] has {num_inputs} input columns, values[0] {values[0].shape[axis]}; give all the same "
+                f"multiple of {BLOCK_WEIGHTS}."
             )
-        if value.device != values[0].device or scale_O.device != value.device or len(scale_O) != num_outputs or not scale_O.is_contiguous():
+        if (
+            value.device != values[0].device
+            or scale_O.device != value.device
+            or len(scale_O) != num_outputs
+            or not scale_O.is_contiguous()
+        ):
             raise ShapeError(
-                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device}, values[{place}] is {tuple(value.shape)} on {value.device}; give a "
+                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device}, values[{place}] is "
+                f"{tuple(value.shape)} on {value.device}; give a "
                 f"contiguous scale for each of {num_outputs} output columns, all on one device."
             )
         _check_weight(weight)
@@ -213,7 +249,9 @@ def quantise_nf4(
             _choose(backend, values[0].device).quantise_nf4(weights, values, scales, is_transposed=is_transposed)
 
 
-def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
+def multiply(
+    rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype, backend: str = "auto"
+) -> torch.Tensor:
     """Return ``rows @ weight^T`` with all scales applied.
 
     Args:
@@ -245,15 +283,26 @@ def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | Non
     check_choice("dtype", dtype, TRITON_DTYPES)
     for name, tensor in (("rows.values_TI", rows.values_TI), ("weight_OI", weight_OI)):
         check_tensor(name, tensor, ndim=2, dtypes=(FP8,))
-    if rows.values_TI.shape[1] != weight_OI.shape[1] or not (rows.values_TI.is_contiguous() and weight_OI.is_contiguous()):
-        raise ShapeError(f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both need as many columns, contiguous.")
-    if scale_O is not None and (scale_O.shape != weight_OI.shape[:1] or scale_O.dtype is not torch.float32 or not scale_O.is_contiguous()):
-        raise ShapeError(f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI asks for {tuple(weight_OI.shape[:1])} in fp32, contiguous.")
+    if rows.values_TI.shape[1] != weight_OI.shape[1] or not (
+        rows.values_TI.is_contiguous() and weight_OI.is_contiguous()
+    ):
+        raise ShapeError(
+            f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both need as many "
+            "columns, contiguous."
+        )
+    if scale_O is not None and (
+        scale_O.shape != weight_OI.shape[:1] or scale_O.dtype is not torch.float32 or not scale_O.is_contiguous()
+    ):
+        raise ShapeError(
+            f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI asks for {tuple(weight_OI.shape[:1])} in "
+            "fp32, contiguous."
+        )
     module = _choose(backend, weight_OI.device)
     if module is not reference:
         if dtype is not torch.bfloat16 or any(size % ALIGNED_COLUMNS for size in weight_OI.shape):
             raise OptionError(
-                f"torch's scaled GEMM gives bf16 for weights whose sizes are multiples of {ALIGNED_COLUMNS}, got {dtype} for "
+                f"torch's scaled GEMM gives bf16 for weights whose sizes are multiples of {ALIGNED_COLUMNS}, got "
+                f"{dtype} for "
                 f"{tuple(weight_OI.shape)}; use 'reference' for others."
             )
         if rows.values_TI.shape[0] == 0:

@@ -1,6 +1,7 @@
 """Rows, dense weights and NF4 weights in e4m3 with one scale per row, and their product, in plain PyTorch.
 
-Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight; Q = O I / 64 blocks of NF4 that share a scale.
+Axes: T rows, I columns that a product sums over; O output columns and I input columns of a weight; Q = O I / 64 blocks
+    of NF4 that share a scale.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Fp8Rows(NamedTuple):
 
 
 def quantise_rows(x_TI: torch.Tensor, *, factor_I: torch.Tensor | None, round_scales_to_power_of_2: bool) -> Fp8Rows:
-    """Return ``x * factor`` by rows, each scaled so that its largest number fits e4m3; arithmetic in fp32, one rounding to e4m3."""
+    """Return ``x * factor`` by rows, each scaled so that its largest number fits e4m3; arithmetic in fp32, one
+    rounding to e4m3.
+    """
     wide_TI = x_TI.float() if factor_I is None else x_TI.float() * factor_I.float()
     peak_T = wide_TI.abs().amax(1).clamp(min=LEAST_PEAK)
     # Quotients rounded once, unlike those with a number.
@@ -56,7 +59,9 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
             scale_O.copy_(_round_up_to_power_of_2(peak_O / torch.full_like(peak_O, LARGEST)))
 
 
-def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool) -> None:
+def quantise_nf4(
+    weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool
+) -> None:
     """Write each weight in e4m3, transposed where asked."""
     for weight, value, scale_O in zip(weights, values, scales):
         if value.numel() == 0:
@@ -67,14 +72,18 @@ def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], s
         value.copy_(narrow_OI.T if is_transposed else narrow_OI)
 
 
-def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype) -> torch.Tensor:
+def multiply(
+    rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype
+) -> torch.Tensor:
     """Return the product of the numbers that rows and weight stand for, summed in fp32 and rounded once."""
     y_TO = rows.values_TI.float() @ weight_OI.float().T * rows.scale_T[:, None]
     return (y_TO if scale_O is None else y_TO * scale_O).to(dtype)
 
 
 def _round_up_to_power_of_2(scale: torch.Tensor) -> torch.Tensor:
-    """Return the power of 2 that is at least a positive fp32 number: where its fraction is not 0, its exponent grows by 1."""
+    """Return the power of 2 that is at least a positive fp32 number: where its fraction is not 0, its exponent
+    grows by 1.
+    """
     return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
 
 

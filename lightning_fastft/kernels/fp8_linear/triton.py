@@ -1,8 +1,9 @@
 """Rows and NF4 weights in e4m3 on a GPU, one launch each; products of them are torch's.
 
-Axes: T rows of I columns, a program per row, its columns in tiles that stay in registers between the look for the largest number and the cast;
-O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks of blocks of 64 columns; Q = O I / 64 blocks
-that share a scale, G groups of 256 blocks that share a scale of scales.
+Axes: T rows of I columns, a program per row, its columns in tiles that stay in registers between the look for the
+    largest number and the cast;
+O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of rows and chunks of blocks of 64
+columns; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales.
 """
 
 # A jit body has no types that Python could check.
@@ -23,14 +24,16 @@ from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.nf4_linear.triton import block_scale
 from lightning_fastft.kernels.sizes import ceil_div
 
-# Measured: python -m benchmarks.row_kernels --only fp8 --tiles. A tile is 8 columns a thread, so that each reads 16 bytes at once. Of 34,816 columns
-# a thread would hold 136 and take 349 us; rows of more tiles than MAX_TILES get tiles and warps twice as large, and take 241 us.
+# Measured: python -m benchmarks.row_kernels --only fp8 --tiles. A tile is 8 columns a thread, so that each reads 16
+# bytes at once. Of 34,816 columns a thread would hold 136 and take 349 us; rows of more tiles than MAX_TILES get tiles
+# and warps twice as large, and take 241 us.
 TILE_COLUMNS = 2048
 NUM_WARPS = 8
 MAX_TILES = 8
 # q, k and v, with one to spare, as in the kernel that makes NF4 dense.
 MAX_WEIGHTS = 4
-# Of a program, which writes 64 bytes in a row, or 128 where weights are transposed: 178 million weights take 114 and 129 us.
+# Of a program, which writes 64 bytes in a row, or 128 where weights are transposed: 178 million weights take 114 and
+# 129 us.
 BLOCK_ROWS = 64
 TRANSPOSED_BLOCK_ROWS = 128
 CHUNK_BLOCKS = 4
@@ -41,7 +44,9 @@ SCALE_ROWS, SCALE_BLOCKS = 64, 32
 
 @triton.jit
 def _round_up_to_power_of_2(scale):
-    """Return the power of 2 that is at least a positive number: where its fraction is not 0, its exponent grows by 1."""
+    """Return the power of 2 that is at least a positive number: where its fraction is not 0, its exponent grows
+    by 1.
+    """
     bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
     return bits.to(tl.float32, bitcast=True)
 
@@ -87,7 +92,11 @@ def _quantise_rows_kernel(
         cols = index * TILE + tile_cols
         value = _scaled(tiles[index], factor_ptr, cols, num_columns, HAS_FACTOR)
         # NaN stays NaN, and infinity times the 0 that is then the inverse becomes it.
-        tl.store(values_ptr + row * num_columns + cols, (value * inverse).to(values_ptr.dtype.element_ty), mask=cols < num_columns)
+        tl.store(
+            values_ptr + row * num_columns + cols,
+            (value * inverse).to(values_ptr.dtype.element_ty),
+            mask=cols < num_columns,
+        )
 
 
 @triton.jit
@@ -121,7 +130,11 @@ def _row_scales_kernel(
         scale = block_scale(weight, rows[:, None] * NUM_BLOCKS + places[None, :], held, GROUP)
         peak = tl.maximum(peak, tl.max(tl.where(held, tl.abs(scale), 0.0), axis=1))
     peak = tl.maximum(peak, LEAST_PEAK)
-    tl.store(scale_ptr + rows, _round_up_to_power_of_2(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32))), mask=inside)
+    tl.store(
+        scale_ptr + rows,
+        _round_up_to_power_of_2(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32))),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -149,13 +162,19 @@ def _write_tile(
     for place in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, NUM_BLOCKS)):
         block = rows * NUM_BLOCKS + place
         scale = block_scale(weight, block, inside, GROUP) * inverse
-        pair = tl.load(packed_ptr + (block * 32)[:, None] + tl.arange(0, 32)[None, :], mask=inside[:, None], other=0).to(tl.int32)
+        pair = tl.load(
+            packed_ptr + (block * 32)[:, None] + tl.arange(0, 32)[None, :], mask=inside[:, None], other=0
+        ).to(tl.int32)
         # The earlier weight is in the high half.
         first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
         second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
         value = tl.interleave(first, second).to(values_ptr.dtype.element_ty)
         cols = place * 64 + tl.arange(0, 64).to(tl.int64)
-        cell = cols[None, :] * values_stride + rows[:, None] if IS_TRANSPOSED else rows[:, None] * values_stride + cols[None, :]
+        cell = (
+            cols[None, :] * values_stride + rows[:, None]
+            if IS_TRANSPOSED
+            else rows[:, None] * values_stride + cols[None, :]
+        )
         tl.store(values_ptr + cell, value, mask=inside[:, None])
 
 
@@ -173,15 +192,27 @@ def _quantise_nf4_kernel(
     BLOCK_O: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per weight, tile of rows and chunk of columns; the tiles of a weight follow those of the one before."""
+    """One program per weight, tile of rows and chunk of columns; the tiles of a weight follow those of the one
+    before.
+    """
     tile = tl.program_id(0)
     for index in tl.static_range(COUNT):
         num_tiles = tl.cdiv(num_rows[index], BLOCK_O)
         if (tile >= 0) & (tile < num_tiles):
             _write_tile(
-                weights[index], values[index], scales[index], num_rows[index], values_strides[index], tile, tl.program_id(1),
-                NUM_BLOCKS, IS_TRANSPOSED, GROUP, BLOCK_O, CHUNK,
-            )  # fmt: skip
+                weights[index],
+                values[index],
+                scales[index],
+                num_rows[index],
+                values_strides[index],
+                tile,
+                tl.program_id(1),
+                NUM_BLOCKS,
+                IS_TRANSPOSED,
+                GROUP,
+                BLOCK_O,
+                CHUNK,
+            )
         tile -= num_tiles
 
 
@@ -230,7 +261,9 @@ def nf4_row_scales(weights: Sequence[NF4Weight], scales: Sequence[torch.Tensor])
             )
 
 
-def quantise_nf4(weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool) -> None:
+def quantise_nf4(
+    weights: Sequence[NF4Weight], values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, is_transposed: bool
+) -> None:
     """Write each weight; same contract as the reference."""
     filled = [each for each in zip(weights, values, scales) if each[1].numel()]
     for start in range(0, len(filled), MAX_WEIGHTS):
@@ -265,11 +298,19 @@ def _parts(weight: NF4Weight) -> tuple[torch.Tensor, ...]:
     return tuple(weight.absmax_Q if part is None else part for part in weight)
 
 
-def multiply(rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype) -> torch.Tensor:
+def multiply(
+    rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype
+) -> torch.Tensor:
     """Return the product by torch's row-wise scaled GEMM, in bf16."""
     if scale_O is None:
         scale_O = rows.scale_T.new_ones(weight_OI.shape[0])
-    # Sums of the tensor cores are not carried over to fp32 on the way: torchao's choice for row-wise scales too, forward and backward.
+    # Sums of the tensor cores are not carried over to fp32 on the way: torchao's choice for row-wise scales too,
+    # forward and backward.
     return torch._scaled_mm(
-        rows.values_TI, weight_OI.T, scale_a=rows.scale_T[:, None], scale_b=scale_O[None, :], out_dtype=dtype, use_fast_accum=True
+        rows.values_TI,
+        weight_OI.T,
+        scale_a=rows.scale_T[:, None],
+        scale_b=scale_O[None, :],
+        out_dtype=dtype,
+        use_fast_accum=True,
     )

@@ -1,4 +1,5 @@
-"""Products of sorted rows with one matrix per expert: the public functions, and the choice between torch's grouped GEMM and our own.
+"""Products of sorted rows with one matrix per expert: the public functions, and the choice between torch's grouped GEMM
+and our own.
 
 Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank.
 """
@@ -15,10 +16,12 @@ from lightning_fastft.kernels.grouped_mm import reference
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
 
 BACKENDS = ("auto", "torch", "triton", "reference")
-# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, but what is added costs one more pass over its result. Our
-# kernel, which adds within its only pass, took 0.74 to 0.98 of that time there (benchmarks/grouped_mm.py --adapters); elsewhere it is not measured.
+# torch's grouped GEMM reached 637 to 694 TFLOP/s on an H200, 0.9 of a dense product there, but what is added costs one
+# more pass over its result. Our kernel, which adds within its only pass, took 0.74 to 0.98 of that time there
+# (benchmarks/grouped_mm.py --adapters); elsewhere it is not measured.
 _ADDEND_CAPABILITIES = (9,)
-# CUTLASS kernels exist for these major compute capabilities; everywhere else torch loops over experts on the host, with waits (GroupedMMUtils.h).
+# CUTLASS kernels exist for these major compute capabilities; everywhere else torch loops over experts on the host, with
+# waits (GroupedMMUtils.h).
 _TORCH_CAPABILITIES = (9, 10)
 # On 10.x the gradient of an expert without rows is not 0 (https://github.com/pytorch/pytorch/issues/172439).
 _TORCH_GRAD_CAPABILITIES = (9,)
@@ -40,23 +43,27 @@ def grouped_mm(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return the product of each row with the matrix of its expert, plus the expert's bias and a scaled low-rank product where given.
+    """Return the product of each row with the matrix of its expert, plus the expert's bias and a scaled low-rank
+    product where given.
 
-    ``y[n] = x[n] @ weight[e(n)] + bias[e(n)] + low_scale * low[n] @ low_ERO[e(n)]``, where expert e owns the rows end_E[e - 1] to end_E[e]. Sums are
-    fp32; the kernels of "triton" and "reference" round once, "torch" rounds the product before it adds. Rows at or behind end_E[-1] are not
-    written and hold anything.
+    ``y[n] = x[n] @ weight[e(n)] + bias[e(n)] + low_scale * low[n] @ low_ERO[e(n)]``, where expert e owns the rows
+    end_E[e - 1] to end_E[e]. Sums are fp32; the kernels of "triton" and "reference" round once, "torch" rounds the
+    product before it adds. Rows at or behind end_E[-1] are not written and hold anything.
 
     Args:
-        x_NI: Rows sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous. Or GatheredRows, which "triton" reads
-            where they lie and the others copy first.
+        x_NI: Rows sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous. Or
+            GatheredRows, which "triton" reads where they lie and the others copy first.
         weight_EIO: One matrix per expert. Shape (E, I, O); dtype of x_NI; any view with a stride of 1 along I or O.
         end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
         bias_EO: Shape (E, O); dtype of x_NI; last axis contiguous.
-        low_NR: Rows of the low-rank product, sorted as x_NI. Shape (N, R); dtype of x_NI; last axis contiguous; given with low_ERO or not at all.
+        low_NR: Rows of the low-rank product, sorted as x_NI. Shape (N, R); dtype of x_NI; last axis contiguous; given
+            with low_ERO or not at all.
         low_ERO: Its matrices. Shape (E, R, O); dtype of x_NI; contiguous.
         low_scale: Factor on the low-rank product.
-        out: Where the result goes. Shape (N, O); dtype of x_NI; last axis contiguous; shares no memory with the other arguments.
-        backend: "torch" (torch.nn.functional.grouped_mm), "triton" (our own kernel), "reference" (a loop over experts), or "auto" (choose_backend).
+        out: Where the result goes. Shape (N, O); dtype of x_NI; last axis contiguous; shares no memory with the other
+            arguments.
+        backend: "torch" (torch.nn.functional.grouped_mm), "triton" (our own kernel), "reference" (a loop over experts),
+            or "auto" (choose_backend).
 
     Returns:
         out, or a new tensor: shape (N, O), dtype and device of x_NI; no gradient.
@@ -66,8 +73,8 @@ def grouped_mm(
         OptionError: backend is unknown or cannot run these tensors here, or low_scale is not finite.
 
     Cost:
-        2 N I O FLOP; x_NI, the weights and the result cross memory once, and "torch" reads and writes the result once more for bias and low-rank
-        product, or to fill out where there are neither. No host synchronisation on CUDA.
+        2 N I O FLOP; x_NI, the weights and the result cross memory once, and "torch" reads and writes the result once
+        more for bias and low-rank product, or to fill out where there are neither. No host synchronisation on CUDA.
 
     Source:
         own; the low-rank product as in LoRA (arXiv 2106.09685)
@@ -105,14 +112,18 @@ def grouped_weight_grad(
     row_weight_N: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return the gradient of each expert's matrix: ``g[e] = scale * (w * x)[rows of e]^T @ d[rows of e]``, exactly 0 for an expert without rows.
+    """Return the gradient of each expert's matrix: ``g[e] = scale * (w * x)[rows of e]^T @ d[rows of e]``, exactly 0
+    for an expert without rows.
 
-    Sums are fp32, scaled and rounded once; the weights w are multiplied in fp32 onto the rows of the thinner operand, which are then rounded to their
-    own dtype again. Rows at or behind end_E[-1] take no part, whatever they and their weights hold.
+    Sums are fp32, scaled and rounded once; the weights w are multiplied in fp32 onto the rows of the thinner operand,
+    which are then rounded to their own dtype again. Rows at or behind end_E[-1] take no part, whatever they and their
+    weights hold.
 
     Args:
-        x_NI: Inputs of the product, sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis contiguous. Or GatheredRows.
-        d_NO: Gradient of its result. Shape (N, O); dtype of x_NI; last axis contiguous. Or GatheredRows, of the same slots where both are.
+        x_NI: Inputs of the product, sorted by expert. Shape (N, I); bf16, fp16, fp32 or, on a CPU, float64; last axis
+            contiguous. Or GatheredRows.
+        d_NO: Gradient of its result. Shape (N, O); dtype of x_NI; last axis contiguous. Or GatheredRows, of the same
+            slots where both are.
         end_E: One past the last row of each expert. Shape (E,); int32, contiguous; rising, at most N.
         dtype: Dtype of the gradient, one of those of x_NI; None for that of x_NI. "torch" has no other.
         scale: Factor on the whole gradient.
@@ -127,8 +138,8 @@ def grouped_weight_grad(
         OptionError: backend is unknown or cannot run these tensors here, or scale is not finite.
 
     Cost:
-        2 N I O FLOP; no host synchronisation on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy of the weighted rows and one
-        more pass over a scaled gradient.
+        2 N I O FLOP; no host synchronisation on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy
+        of the weighted rows and one more pass over a scaled gradient.
 
     Source:
         own
@@ -143,10 +154,15 @@ def grouped_weight_grad(
     _check_either("d_NO", d_NO, like=like)
     _check_ends(end_E, like=like)
     if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
-        raise ShapeError("x_NI and d_NO are gathered by different slots; both operands of a gradient have the same rows.")
+        raise ShapeError(
+            "x_NI and d_NO are gathered by different slots; both operands of a gradient have the same rows."
+        )
     dtype = dtype or like.dtype
     if dtype not in _FLOATING or (dtype is torch.float64) != (like.dtype is torch.float64):
-        raise ShapeError(f"dtype is {dtype} for rows in {like.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in float64.")
+        raise ShapeError(
+            f"dtype is {dtype} for rows in {like.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in "
+            "float64."
+        )
     check_float("scale", scale, low=-float("inf"))
     if row_weight_N is not None:
         _check_row_weight(row_weight_N, num_rows=x_NI.shape[0], like=like)
@@ -154,7 +170,11 @@ def grouped_weight_grad(
     if name == "auto":
         name = choose_grad_backend(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype)
     else:
-        _check_forced(name, like, _why_not_torch_grad(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype) if name == "torch" else None)
+        _check_forced(
+            name,
+            like,
+            _why_not_torch_grad(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype) if name == "torch" else None,
+        )
     with plain_numbers(end_E.device.type):
         if name == "torch":
             weighted_NI, weighted_NO = reference.weigh_rows(_copy_rows(x_NI), _copy_rows(d_NO), row_weight_N)
@@ -170,8 +190,9 @@ def grouped_weight_grad(
 def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = False) -> str:
     """Return what grouped_mm picks under backend="auto".
 
-    On a CPU "reference"; on CUDA "torch" where its kernel takes these tensors (bf16 on compute capability 9.x or 10.x, strides and sizes in whole
-    16 bytes), there are more than 64 output columns, and on 9.x nothing is added; else "triton".
+    On a CPU "reference"; on CUDA "torch" where its kernel takes these tensors (bf16 on compute capability 9.x or 10.x,
+    strides and sizes in whole 16 bytes), there are more than 64 output columns, and on 9.x nothing is added; else
+    "triton".
 
     Args:
         x_NI: Rows sorted by expert, shape (N, I); only dtype, device and layout count.
@@ -193,7 +214,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
     """
     if not weight_EIO.is_cuda:
         return "reference"
-    # Tiles of torch's grouped GEMM are made for wide results: with 16 columns it took 0.14 ms where reading the rows takes 0.06 (H200).
+    # Tiles of torch's grouped GEMM are made for wide results: with 16 columns it took 0.14 ms where reading the rows
+    # takes 0.06 (H200).
     if weight_EIO.shape[2] <= THIN_COLUMNS:
         return "triton"
     if has_addend and torch.cuda.get_device_capability(weight_EIO.device)[0] in _ADDEND_CAPABILITIES:
@@ -204,8 +226,8 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
 def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torch.dtype | None = None) -> str:
     """Return what grouped_weight_grad picks under backend="auto".
 
-    As choose_backend, with "torch" on compute capability 9.x only (on 10.x it gives experts without rows a gradient), and only where neither operand
-    is thin.
+    As choose_backend, with "torch" on compute capability 9.x only (on 10.x it gives experts without rows a gradient),
+    and only where neither operand is thin.
 
     Args:
         x_NI: Inputs of the product, shape (N, I); only dtype, device and layout count.
@@ -236,13 +258,19 @@ def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torc
 
 def _copy_rows(rows: Rows) -> torch.Tensor:
     """Return rows as a tensor of shape (N, I)."""
-    return gather_rows(rows.x_TI, rows.slot_N, num_experts_per_token=rows.num_slots_per_row) if isinstance(rows, GatheredRows) else rows
+    return (
+        gather_rows(rows.x_TI, rows.slot_N, num_experts_per_token=rows.num_slots_per_row)
+        if isinstance(rows, GatheredRows)
+        else rows
+    )
 
 
 def _torch_product(
     x_NI: torch.Tensor, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None
 ) -> torch.Tensor:
-    """Run torch's grouped GEMM, then one pass for all that is added: the low-rank product is formed tile by tile within it, never in memory."""
+    """Run torch's grouped GEMM, then one pass for all that is added: the low-rank product is formed tile by tile
+    within it, never in memory.
+    """
     y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EIO, offs=end_E)
     if addend.is_empty:
         return y_NO if out_NO is None else out_NO.copy_(y_NO)
@@ -255,7 +283,9 @@ def _torch_product(
 
 
 def _why_not_torch(x_NI: Rows, weight_EIO: torch.Tensor) -> str | None:
-    """Return why torch's grouped GEMM does not take these tensors, or would loop on the host; None where it does its work in one launch."""
+    """Return why torch's grouped GEMM does not take these tensors, or would loop on the host; None where it does
+    its work in one launch.
+    """
     misfit = _device_misfit(rows_of(x_NI), capabilities=_TORCH_CAPABILITIES) or _size_misfit(
         weight_EIO.dtype, num_experts=weight_EIO.shape[0], sizes=(x_NI.shape[0], *weight_EIO.shape[1:])
     )
@@ -282,8 +312,15 @@ def _device_misfit(x_NI: torch.Tensor, *, capabilities: tuple[int, ...]) -> str 
         return None
     allowed = " and ".join(f"{capability}.x" for capability in capabilities)
     is_wrong = x_NI.dtype is torch.bfloat16 and major in _TORCH_CAPABILITIES
-    fault = "gives experts without rows a gradient" if is_wrong else "loops over the experts and waits for the device at each call"
-    return f"it serves bf16 on compute capability {allowed}, and these are {x_NI.dtype} on {major}.{minor}, where it {fault}"
+    fault = (
+        "gives experts without rows a gradient"
+        if is_wrong
+        else "loops over the experts and waits for the device at each call"
+    )
+    return (
+        f"it serves bf16 on compute capability {allowed}, and these are {x_NI.dtype} on {major}.{minor}, where it "
+        f"{fault}"
+    )
 
 
 def _size_misfit(dtype: torch.dtype, *, num_experts: int, sizes: tuple[int, int, int]) -> str | None:
@@ -292,12 +329,17 @@ def _size_misfit(dtype: torch.dtype, *, num_experts: int, sizes: tuple[int, int,
         return f"it takes 1 to {_MAX_TORCH_EXPERTS} experts, and there are {num_experts}"
     step = _ALIGNMENT_BYTES // dtype.itemsize
     if min(sizes) == 0 or any(size % step for size in sizes[1:]):
-        return f"it takes rows and columns above 0, columns in multiples of {step}, and there are {sizes[0]} rows, {sizes[1]} and {sizes[2]} columns"
+        return (
+            f"it takes rows and columns above 0, columns in multiples of {step}, and there are {sizes[0]} rows, "
+            f"{sizes[1]} and {sizes[2]} columns"
+        )
     return None
 
 
 def _layout_misfit(name: str, tensor: Rows) -> str | None:
-    """Of the last two axes one has stride 1, the other one of whole 16 bytes and no overlap; so has the first of three (TMA)."""
+    """Of the last two axes one has stride 1, the other one of whole 16 bytes and no overlap; so has the first of
+    three (TMA).
+    """
     if isinstance(tensor, GatheredRows):
         # Copied first, into rows that lie one behind the other.
         return None
@@ -310,23 +352,33 @@ def _layout_misfit(name: str, tensor: Rows) -> str | None:
     is_aligned = all(stride % step == 0 for stride in (slow, *outer, tensor.storage_offset()))
     if fast == 1 and slow >= fast_size and is_aligned:
         return None
-    return f"{name} with strides {tuple(tensor.stride())} does not begin every row at a multiple of {_ALIGNMENT_BYTES} bytes"
+    return (
+        f"{name} with strides {tuple(tensor.stride())} does not begin every row at a multiple of "
+        f"{_ALIGNMENT_BYTES} "
+        "bytes"
+    )
 
 
 def _check_forced(name: str, x_NI: torch.Tensor, misfit: str | None) -> None:
     """Refuse a named backend that cannot run here, or would wait."""
     if name == "reference" and x_NI.is_cuda:
         raise OptionError(
-            'backend="reference" reads end_E on the host, which waits for a CUDA device; allowed there are "auto", "torch" and "triton".'
+            'backend="reference" reads end_E on the host, which waits for a CUDA device; allowed there are "auto", '
+            '"torch" and "triton".'
         )
     if name == "triton" and not x_NI.is_cuda:
-        raise OptionError(f'backend="triton" needs tensors on CUDA, got {x_NI.device}; allowed there are "auto", "reference" and "torch".')
+        raise OptionError(
+            f'backend="triton" needs tensors on CUDA, got {x_NI.device}; allowed there are "auto", "reference" and '
+            '"torch".'
+        )
     if misfit:
         other = "triton" if x_NI.is_cuda else "reference"
         raise OptionError(f'backend="torch" cannot run: {misfit}. Use "auto" or "{other}".')
 
 
-def _check_product(x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None) -> None:
+def _check_product(
+    x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor | None
+) -> None:
     """Refuse what a kernel would read or write wrongly."""
     like = rows_of(x_NI)
     _check_either("x_NI", x_NI, like=like)
@@ -335,20 +387,34 @@ def _check_product(x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *,
     num_experts, num_inputs, num_outputs = weight_EIO.shape
     if end_E.shape[0] != num_experts or x_NI.shape[1] != num_inputs:
         raise ShapeError(
-            f"weight_EIO has shape {tuple(weight_EIO.shape)}, x_NI {tuple(x_NI.shape)} and end_E {tuple(end_E.shape)}; experts and inputs must agree."
+            f"weight_EIO has shape {tuple(weight_EIO.shape)}, x_NI {tuple(x_NI.shape)} and end_E {tuple(end_E.shape)}; "
+            "experts and inputs must agree."
         )
     if not any(stride == 1 or size <= 1 for stride, size in zip(weight_EIO.stride()[1:], weight_EIO.shape[1:])):
-        raise ShapeError(f"weight_EIO has strides {weight_EIO.stride()}; one of its last two axes must be contiguous. Call .contiguous() once.")
+        raise ShapeError(
+            f"weight_EIO has strides {weight_EIO.stride()}; one of its last two axes must be contiguous. Call "
+            ".contiguous() once."
+        )
     if addend.bias_EO is not None:
         _check_rows("bias_EO", addend.bias_EO, like=like, shape=(num_experts, num_outputs))
     if (addend.low_NR is None) != (addend.low_ERO is None):
         raise ShapeError("low_NR and low_ERO must be given together; one of them is None.")
     if addend.low_NR is not None and addend.low_ERO is not None:
-        _check_rows("low_NR", addend.low_NR, like=like, shape=(x_NI.shape[0], addend.low_ERO.shape[1] if addend.low_ERO.ndim == 3 else 0))
+        _check_rows(
+            "low_NR",
+            addend.low_NR,
+            like=like,
+            shape=(x_NI.shape[0], addend.low_ERO.shape[1] if addend.low_ERO.ndim == 3 else 0),
+        )
         _check_like("low_ERO", addend.low_ERO, ndim=3, like=like)
-        if addend.low_ERO.shape[::2] != (num_experts, num_outputs) or addend.low_ERO.shape[1] == 0 or not addend.low_ERO.is_contiguous():
+        if (
+            addend.low_ERO.shape[::2] != (num_experts, num_outputs)
+            or addend.low_ERO.shape[1] == 0
+            or not addend.low_ERO.is_contiguous()
+        ):
             raise ShapeError(
-                f"low_ERO has shape {tuple(addend.low_ERO.shape)} and strides {addend.low_ERO.stride()}; it must be contiguous, with "
+                f"low_ERO has shape {tuple(addend.low_ERO.shape)} and strides {addend.low_ERO.stride()}; it must be "
+                "contiguous, with "
                 f"{num_experts} experts, a rank above 0 and {num_outputs} outputs."
             )
     if out_NO is not None:
@@ -372,9 +438,14 @@ def _check_either(name: str, rows: Rows, *, like: torch.Tensor) -> None:
     if isinstance(rows, GatheredRows):
         slot_N = check_tensor(f"slot_N of {name}", rows.slot_N, ndim=1, dtypes=(torch.int32, torch.int64))
         check_int(f"num_slots_per_row of {name}", rows.num_slots_per_row, low=1)
-        if slot_N.device != like.device or not slot_N.is_contiguous() or slot_N.shape[0] != rows.x_TI.shape[0] * rows.num_slots_per_row:
+        if (
+            slot_N.device != like.device
+            or not slot_N.is_contiguous()
+            or slot_N.shape[0] != rows.x_TI.shape[0] * rows.num_slots_per_row
+        ):
             raise ShapeError(
-                f"slot_N of {name} has {slot_N.shape[0]} entries on {slot_N.device} with stride {slot_N.stride(0)}; it must be contiguous, on "
+                f"slot_N of {name} has {slot_N.shape[0]} entries on {slot_N.device} with stride {slot_N.stride(0)}; it "
+                "must be contiguous, on "
                 f"{like.device}, with {rows.num_slots_per_row} for each of the {rows.x_TI.shape[0]} rows."
             )
 
@@ -389,7 +460,8 @@ def _check_row_weight(row_weight_N: torch.Tensor, *, num_rows: int, like: torch.
     check_tensor("row_weight_N", row_weight_N, ndim=1, dtypes=_FLOATING)
     if row_weight_N.shape[0] != num_rows or row_weight_N.device != like.device:
         raise ShapeError(
-            f"row_weight_N has {row_weight_N.shape[0]} entries on {row_weight_N.device}; x_NI has {num_rows} rows on {like.device}, and each "
+            f"row_weight_N has {row_weight_N.shape[0]} entries on {row_weight_N.device}; x_NI has {num_rows} rows on "
+            f"{like.device}, and each "
             "needs one."
         )
 
@@ -397,12 +469,19 @@ def _check_row_weight(row_weight_N: torch.Tensor, *, num_rows: int, like: torch.
 def _check_like(name: str, tensor: torch.Tensor, *, ndim: int, like: torch.Tensor) -> None:
     check_tensor(name, tensor, ndim=ndim, dtypes=_FLOATING)
     if tensor.dtype is not like.dtype or tensor.device != like.device:
-        raise ShapeError(f"{name} is {tensor.dtype} on {tensor.device}, x_NI is {like.dtype} on {like.device}; cast or move one of them.")
+        raise ShapeError(
+            f"{name} is {tensor.dtype} on {tensor.device}, x_NI is {like.dtype} on {like.device}; cast or move one of "
+            "them."
+        )
     if tensor.is_cuda and tensor.dtype is torch.float64:
-        raise ShapeError(f"{name} is float64 on {tensor.device}; float64 runs on a CPU only, allowed are bf16, fp16 and fp32.")
+        raise ShapeError(
+            f"{name} is float64 on {tensor.device}; float64 runs on a CPU only, allowed are bf16, fp16 and fp32."
+        )
 
 
 def _check_ends(end_E: torch.Tensor, *, like: torch.Tensor) -> None:
     check_tensor("end_E", end_E, ndim=1, dtypes=(torch.int32,))
     if end_E.device != like.device or not end_E.is_contiguous():
-        raise ShapeError(f"end_E is on {end_E.device} with stride {end_E.stride(0)}; it must be contiguous and on {like.device}.")
+        raise ShapeError(
+            f"end_E is on {end_E.device} with stride {end_E.stride(0)}; it must be contiguous and on {like.device}."
+        )

@@ -13,12 +13,14 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 
-# Products with no more output columns than this (the rows of an adapter's rank) do little arithmetic for each row they read: memory bounds them.
+# Products with no more output columns than this (the rows of an adapter's rank) do little arithmetic for each row they
+# read: memory bounds them.
 THIN_COLUMNS = 64
 
 
 class GatheredRows(NamedTuple):
-    """Rows in the order of their experts that were never copied there: row n is ``x_TI[slot_N[n] // num_slots_per_row]``.
+    """Rows in the order of their experts that were never copied there: row n is ``x_TI[slot_N[n] //
+    num_slots_per_row]``.
 
     Args:
         x_TI: Rows of tokens. Shape (T, I); last axis contiguous.
@@ -54,7 +56,8 @@ def read_rows(rows: Rows) -> torch.Tensor:
 
 
 class RowAddend(NamedTuple):
-    """What is added to each product before it is rounded: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None leaves a part out.
+    """What is added to each product before it is rounded: ``bias[e] + low_scale * low[n] @ low_ERO[e]``; None leaves a
+    part out.
 
     Args:
         bias_EO: One row per expert. Shape (E, O).
@@ -74,7 +77,9 @@ class RowAddend(NamedTuple):
         return self.bias_EO is None and self.low_NR is None
 
 
-def grouped_mm(x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor) -> torch.Tensor:
+def grouped_mm(
+    x_NI: Rows, weight_EIO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor
+) -> torch.Tensor:
     """Write ``x[n] @ weight[e(n)]`` and what is added to it, rounded once; float64 is allowed.
 
     Raises:
@@ -118,8 +123,12 @@ def grouped_weight_grad(
     return grad_EIO
 
 
-def weigh_rows(x_NI: torch.Tensor, d_NO: torch.Tensor, row_weight_N: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both operands of a gradient with the weights on the rows of the thinner one: a wide product, rounded to the dtype of the rows."""
+def weigh_rows(
+    x_NI: torch.Tensor, d_NO: torch.Tensor, row_weight_N: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both operands of a gradient with the weights on the rows of the thinner one: a wide product, rounded
+    to the dtype of the rows.
+    """
     if row_weight_N is None:
         return x_NI, d_NO
     wide = _wide_dtype(x_NI.dtype)
@@ -137,7 +146,9 @@ def has_thin_inputs(x_NI: Rows, d_NO: Rows) -> bool:
 def _add_to(product: torch.Tensor, expert: int, rows: slice, *, addend: RowAddend) -> torch.Tensor:
     """Return the wide product of one expert's rows with its low-rank part and bias added."""
     if addend.low_NR is not None and addend.low_ERO is not None:
-        product = product + addend.low_scale * (addend.low_NR[rows].to(product.dtype) @ addend.low_ERO[expert].to(product.dtype))
+        product = product + addend.low_scale * (
+            addend.low_NR[rows].to(product.dtype) @ addend.low_ERO[expert].to(product.dtype)
+        )
     if addend.bias_EO is not None:
         product = product + addend.bias_EO[expert].to(product.dtype)
     return product
@@ -147,7 +158,10 @@ def _rows_of_experts(end_E: torch.Tensor, *, num_rows: int) -> list[slice]:
     """Read the borders on the host, which costs nothing where they are already there."""
     borders = [0, *end_E.tolist()]
     if borders != sorted(borders) or borders[-1] > num_rows:
-        raise ShapeError(f"end_E must rise from 0 to at most the {num_rows} rows, got {borders[1:]}; it holds one past the last row of each expert.")
+        raise ShapeError(
+            f"end_E must rise from 0 to at most the {num_rows} rows, got {borders[1:]}; it holds one past the last row "
+            "of each expert."
+        )
     return [slice(begin, end) for begin, end in pairwise(borders)]
 
 

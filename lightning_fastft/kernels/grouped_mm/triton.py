@@ -1,8 +1,11 @@
-"""Products of sorted rows with one matrix per expert on a GPU: one launch, and the device finds out which rows are whose.
+"""Products of sorted rows with one matrix per expert on a GPU: one launch, and the device finds out which rows are
+whose.
 
-Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank. The host knows only N and E, so the grid has
-``N // BLOCK_N + E`` tiles of rows, which is enough for any borders: those of expert e begin at tile ``start // BLOCK_N + e``, where start is its
-first row, and a tile without rows of its own ends at once. Rows at or behind the last border are neither read as operands of others nor written.
+Axes: N rows, sorted by expert, E experts, I input columns, O output columns, R adapter rank. The host knows only N and
+    E, so the grid has
+``N // BLOCK_N + E`` tiles of rows, which is enough for any borders: those of expert e begin at tile ``start // BLOCK_N
++ e``, where start is its first row, and a tile without rows of its own ends at once. Rows at or behind the last border
+are neither read as operands of others nor written.
 """
 
 # A jit body has no types that Python could check.
@@ -50,10 +53,12 @@ class Tiles(NamedTuple):
 # Fit the 99 KiB of shared memory of compute capability 8.6 and 8.9, which a test checks; not yet measured there.
 PRODUCT_TILES_MANY = Tiles(rows=128, inputs=64, outputs=128, num_warps=8, num_stages=3)
 PRODUCT_TILES_FEW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
-# Where a program may have 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above (benchmarks/grouped_mm.py --adapters).
+# Where a program may have 160 KiB (8.0, 9.0, 10.0): on an H200 0.67 to 0.94 of the time of the tiles above
+# (benchmarks/grouped_mm.py --adapters).
 PRODUCT_TILES_LARGE = Tiles(rows=128, inputs=64, outputs=256, num_warps=8, num_stages=3)
 LARGE_SHARED_BYTES = 160 * 1024
-# Thin results: the rows cross memory once, in tiles as deep as fit, with two on their way in each of three programs of a multiprocessor (H200).
+# Thin results: the rows cross memory once, in tiles as deep as fit, with two on their way in each of three programs of
+# a multiprocessor (H200).
 PRODUCT_TILES_THIN = Tiles(rows=64, inputs=128, outputs=32, num_warps=4, num_stages=3)
 PRODUCT_TILES_HALF_THIN = Tiles(rows=64, inputs=64, outputs=64, num_warps=4, num_stages=4)
 # Few inputs: one step, so there is nothing to load ahead, and the result is what crosses memory.
@@ -61,14 +66,26 @@ PRODUCT_TILES_SHALLOW = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_
 PRODUCT_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
 ADD_TILES = Tiles(rows=64, inputs=32, outputs=128, num_warps=4, num_stages=1)
 GRAD_TILES = Tiles(rows=64, inputs=128, outputs=128, num_warps=8, num_stages=3)
-# Of a thin matrix, which is as many rows high as a rank; the same sizes the other way round where it is as many columns wide.
+# Of a thin matrix, which is as many rows high as a rank; the same sizes the other way round where it is as many columns
+# wide.
 GRAD_TILES_THIN = Tiles(rows=64, inputs=64, outputs=128, num_warps=4, num_stages=3)
 GRAD_TILES_FP32 = Tiles(rows=32, inputs=32, outputs=64, num_warps=4, num_stages=2)
 
 
 @triton.jit
-def _find_tile(end_ptr, num_rows, num_experts, num_outputs, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr):
-    """Return whether this program has rows at all, their expert, the rows and columns of its tile, and which of them exist."""
+def _find_tile(
+    end_ptr,
+    num_rows,
+    num_experts,
+    num_outputs,
+    BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return whether this program has rows at all, their expert, the rows and columns of its tile, and which of
+    them exist.
+    """
     num_row_tiles = num_rows // BLOCK_N + num_experts
     num_column_tiles = tl.cdiv(num_outputs, BLOCK_O)
     program = tl.program_id(0)
@@ -120,9 +137,17 @@ def _load_addend(
     for start in tl.range(0, RANK, BLOCK_R, num_stages=1):
         ranks = start + tl.arange(0, BLOCK_R)
         inside_ranks = ranks < RANK
-        low = tl.load(low_ptr + rows[:, None] * low_stride + ranks[None, :], mask=inside_rows[:, None] & inside_ranks[None, :], other=0.0)
+        low = tl.load(
+            low_ptr + rows[:, None] * low_stride + ranks[None, :],
+            mask=inside_rows[:, None] & inside_ranks[None, :],
+            other=0.0,
+        )
         factor_row = expert * RANK + ranks
-        factor = tl.load(factor_ptr + factor_row[:, None] * num_outputs + cols[None, :], mask=inside_ranks[:, None] & inside_cols[None, :], other=0.0)
+        factor = tl.load(
+            factor_ptr + factor_row[:, None] * num_outputs + cols[None, :],
+            mask=inside_ranks[:, None] & inside_cols[None, :],
+            other=0.0,
+        )
         total = tl.dot(low, factor, total, input_precision="ieee")
     if RANK > 0:
         total *= low_scale
@@ -133,9 +158,12 @@ def _load_addend(
 
 @triton.jit
 def _add_step(total, lost, a, b, IS_COMPENSATED: tl.constexpr):
-    """Return the sum after one more step and what its rounding lost, which the next step begins with; without compensation one chain runs on."""
+    """Return the sum after one more step and what its rounding lost, which the next step begins with; without
+    compensation one chain runs on.
+    """
     if IS_COMPENSATED:
-        # `total + tl.dot(a, b)` would not do: Triton turns it into the one chain. A sum that overflows ends as NaN, not as infinity.
+        # `total + tl.dot(a, b)` would not do: Triton turns it into the one chain. A sum that overflows ends as NaN, not
+        # as infinity.
         part = tl.dot(a, b, lost, input_precision="ieee")
         new_total = total + part
         lost = part - (new_total - total)
@@ -189,19 +217,41 @@ def _grouped_mm_kernel(
     GROUP: tl.constexpr,
 ):
     """One program per tile of rows of one expert and tile of output columns."""
-    has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(end_ptr, num_rows, num_experts, num_outputs, BLOCK_N, BLOCK_O, BLOCK_E, GROUP)
+    has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(
+        end_ptr, num_rows, num_experts, num_outputs, BLOCK_N, BLOCK_O, BLOCK_E, GROUP
+    )
     if not has_rows:
         return
     # First what is added: its own accumulator would cost a second tile of registers.
     total = _load_addend(
-        low_ptr, factor_ptr, bias_ptr, expert, rows, cols, inside_rows, inside_cols, low_stride, bias_stride, num_outputs, low_scale,
-        RANK, HAS_BIAS, BLOCK_N, BLOCK_O, BLOCK_R,
-    )  # fmt: skip
+        low_ptr,
+        factor_ptr,
+        bias_ptr,
+        expert,
+        rows,
+        cols,
+        inside_rows,
+        inside_cols,
+        low_stride,
+        bias_stride,
+        num_outputs,
+        low_scale,
+        RANK,
+        HAS_BIAS,
+        BLOCK_N,
+        BLOCK_O,
+        BLOCK_R,
+    )
 
     inputs = tl.arange(0, BLOCK_I).to(tl.int64)
     sources = _find_sources(slot_ptr, rows, inside_rows, SLOTS_PER_ROW)
     x_ptrs = x_ptr + sources[:, None] * x_stride + inputs[None, :]
-    weight_ptrs = weight_ptr + expert * weight_stride_expert + inputs[:, None] * weight_stride_input + cols[None, :] * weight_stride_output
+    weight_ptrs = (
+        weight_ptr
+        + expert * weight_stride_expert
+        + inputs[:, None] * weight_stride_input
+        + cols[None, :] * weight_stride_output
+    )
     weight_step = tl.full((), BLOCK_I, tl.int64) * weight_stride_input
     lost = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)
     for start in range(0, num_inputs, BLOCK_I):
@@ -243,14 +293,33 @@ def _add_to_rows_kernel(
     BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program per tile of rows of one expert and tile of columns; out may be y, as each tile is read before it is written."""
-    has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(end_ptr, num_rows, num_experts, num_outputs, BLOCK_N, BLOCK_O, BLOCK_E, GROUP)
+    """One program per tile of rows of one expert and tile of columns; out may be y, as each tile is read before
+    it is written.
+    """
+    has_rows, expert, rows, cols, inside_rows, inside_cols = _find_tile(
+        end_ptr, num_rows, num_experts, num_outputs, BLOCK_N, BLOCK_O, BLOCK_E, GROUP
+    )
     if not has_rows:
         return
     total = _load_addend(
-        low_ptr, factor_ptr, bias_ptr, expert, rows, cols, inside_rows, inside_cols, low_stride, bias_stride, num_outputs, low_scale,
-        RANK, HAS_BIAS, BLOCK_N, BLOCK_O, BLOCK_R,
-    )  # fmt: skip
+        low_ptr,
+        factor_ptr,
+        bias_ptr,
+        expert,
+        rows,
+        cols,
+        inside_rows,
+        inside_cols,
+        low_stride,
+        bias_stride,
+        num_outputs,
+        low_scale,
+        RANK,
+        HAS_BIAS,
+        BLOCK_N,
+        BLOCK_O,
+        BLOCK_R,
+    )
     inside = inside_rows[:, None] & inside_cols[None, :]
     total += tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -298,8 +367,16 @@ def _weight_grad_kernel(
         inside_rows = rows < stop
         x_rows = _find_sources(slot_ptr, rows, inside_rows, X_SLOTS_PER_ROW)
         d_rows = _find_sources(slot_ptr, rows, inside_rows, D_SLOTS_PER_ROW)
-        x = tl.load(x_ptr + x_rows[None, :] * x_stride + inputs[:, None], mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)
-        d = tl.load(d_ptr + d_rows[:, None] * d_stride + cols[None, :], mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + x_rows[None, :] * x_stride + inputs[:, None],
+            mask=inside_rows[None, :] & inside_inputs[:, None],
+            other=0.0,
+        )
+        d = tl.load(
+            d_ptr + d_rows[:, None] * d_stride + cols[None, :],
+            mask=inside_rows[:, None] & inside_cols[None, :],
+            other=0.0,
+        )
         if HAS_WEIGHT:
             row_weight = tl.load(row_weight_ptr + rows * row_weight_stride, mask=inside_rows, other=0.0).to(tl.float32)
             if IS_WEIGHT_ON_X:
@@ -313,8 +390,11 @@ def _weight_grad_kernel(
     tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), mask=inside_inputs[:, None] & inside_cols[None, :])
 
 
-def product_tiles(dtype: torch.dtype, *, rows_per_expert: int, num_inputs: int, num_outputs: int, shared_bytes: int = 0) -> Tiles:
-    """Return the tiles of a product; fp32 runs on the plain arithmetic units, where a large tile would not stay in registers.
+def product_tiles(
+    dtype: torch.dtype, *, rows_per_expert: int, num_inputs: int, num_outputs: int, shared_bytes: int = 0
+) -> Tiles:
+    """Return the tiles of a product; fp32 runs on the plain arithmetic units, where a large tile would not stay in
+    registers.
 
     ``shared_bytes`` is the shared memory that a program may have, 0 where it is not known.
     """
@@ -327,7 +407,11 @@ def product_tiles(dtype: torch.dtype, *, rows_per_expert: int, num_inputs: int, 
         return _trim(PRODUCT_TILES_SHALLOW, num_inputs=num_inputs)
     if rows_per_expert < MANY_ROWS:
         return PRODUCT_TILES_FEW
-    return PRODUCT_TILES_LARGE if shared_bytes >= LARGE_SHARED_BYTES and num_outputs >= PRODUCT_TILES_LARGE.outputs else PRODUCT_TILES_MANY
+    return (
+        PRODUCT_TILES_LARGE
+        if shared_bytes >= LARGE_SHARED_BYTES and num_outputs >= PRODUCT_TILES_LARGE.outputs
+        else PRODUCT_TILES_MANY
+    )
 
 
 @functools.cache
@@ -345,7 +429,10 @@ def grad_tiles(dtype: torch.dtype, *, num_inputs: int, num_outputs: int) -> Tile
     if num_inputs <= THIN_COLUMNS:
         return _trim(GRAD_TILES_THIN, num_inputs=num_inputs)
     if num_outputs <= THIN_COLUMNS:
-        return _trim(GRAD_TILES_THIN._replace(inputs=GRAD_TILES_THIN.outputs, outputs=GRAD_TILES_THIN.inputs), num_outputs=num_outputs)
+        return _trim(
+            GRAD_TILES_THIN._replace(inputs=GRAD_TILES_THIN.outputs, outputs=GRAD_TILES_THIN.inputs),
+            num_outputs=num_outputs,
+        )
     return GRAD_TILES
 
 
@@ -367,7 +454,9 @@ def grouped_mm(
     out_NO: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Write the products and what is added to them; same contract as the reference, save that impossible borders are cut off."""
+    """Write the products and what is added to them; same contract as the reference, save that impossible borders
+    are cut off.
+    """
     num_experts, num_inputs, num_outputs = weight_EIO.shape
     num_rows = x_NI.shape[0]
     if out_NO.numel() == 0 or num_experts == 0:
@@ -414,7 +503,9 @@ def grouped_mm(
     return out_NO
 
 
-def add_to_rows(y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor, tiles: Tiles = ADD_TILES) -> torch.Tensor:
+def add_to_rows(
+    y_NO: torch.Tensor, end_E: torch.Tensor, *, addend: RowAddend, out_NO: torch.Tensor, tiles: Tiles = ADD_TILES
+) -> torch.Tensor:
     """Write y and what is added to it; same contract as the reference."""
     num_rows, num_outputs = y_NO.shape
     num_experts = end_E.shape[0]
@@ -509,7 +600,9 @@ def _grid(num_rows: int, num_experts: int, num_outputs: int, tiles: Tiles) -> tu
 
 
 def _is_compensated(dtype: torch.dtype) -> bool:
-    """Only fp32: two products with chains of 2,048 and 768 terms were off by 1.4e-6 on an H200, with cuBLAS by 2.5e-7; narrow results hide it."""
+    """Only fp32: two products with chains of 2,048 and 768 terms were off by 1.4e-6 on an H200, with cuBLAS by
+    2.5e-7; narrow results hide it.
+    """
     return dtype is torch.float32
 
 
@@ -519,7 +612,9 @@ def _rank_block(rank: int, tiles: Tiles) -> int:
 
 
 def _or_stand_in(addend: RowAddend, out_NO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the parts of the addend; the launcher wants a tensor where there is none, and the kernel never reads it."""
+    """Return the parts of the addend; the launcher wants a tensor where there is none, and the kernel never reads
+    it.
+    """
     if addend.low_NR is None or addend.low_ERO is None:
         return out_NO, out_NO, out_NO if addend.bias_EO is None else addend.bias_EO
     return addend.low_NR, addend.low_ERO, out_NO if addend.bias_EO is None else addend.bias_EO

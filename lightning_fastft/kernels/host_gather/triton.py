@@ -1,8 +1,10 @@
 """Rows of a table in pinned host memory, read by the kernel itself over the bus.
 
-Axes: T tokens of the pack, V rows of the table, D model width (walked in tiles, one program per token and tile). Only the rows that are asked for
-cross the bus, and no copy of the table exists on the device: pinned memory has a device address (CUDA's unified virtual addressing), which Triton's
-launcher looks up for every pointer it is given (``CU_POINTER_ATTRIBUTE_DEVICE_POINTER`` in its driver.c; pinned tensors pass since triton#1197).
+Axes: T tokens of the pack, V rows of the table, D model width (walked in tiles, one program per token and tile). Only
+    the rows that are asked for
+cross the bus, and no copy of the table exists on the device: pinned memory has a device address (CUDA's unified virtual
+addressing), which Triton's launcher looks up for every pointer it is given (``CU_POINTER_ATTRIBUTE_DEVICE_POINTER`` in
+its driver.c; pinned tensors pass since triton#1197).
 """
 
 # A jit body has no types that Python could check.
@@ -17,7 +19,8 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 2048 bf16 columns on 4 warps: two reads of 16 bytes per thread on their way, and enough programs to fill the bus at any model width.
+# 2048 bf16 columns on 4 warps: two reads of 16 bytes per thread on their way, and enough programs to fill the bus at
+# any model width.
 MAX_BLOCK = 2048
 NUM_WARPS = 4
 

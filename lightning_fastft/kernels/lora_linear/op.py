@@ -25,8 +25,8 @@ def lora_addmm(
 ) -> torch.Tensor:
     """Return ``base + scale * (x A^T) B^T``, computed from the shadows, with gradients for the masters.
 
-    The masters are never read: the shadows stand for them. Gradients of the masters are accumulated and returned in the masters' dtype (fp32 products
-    of narrow factors), so that nothing is rounded between the GEMM and the optimizer.
+    The masters are never read: the shadows stand for them. Gradients of the masters are accumulated and returned in the
+    masters' dtype (fp32 products of narrow factors), so that nothing is rounded between the GEMM and the optimizer.
 
     Args:
         base: Output of the base layer. Shape (..., N).
@@ -44,7 +44,8 @@ def lora_addmm(
         ShapeError: Shapes or dtypes do not fit.
 
     Cost:
-        2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the shadows; no host synchronisation.
+        2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the shadows; no host
+        synchronisation.
 
     Source:
         LoRA, arXiv 2106.09685; masters and shadows as in mixed-precision training, arXiv 1710.03740.
@@ -60,11 +61,13 @@ def lora_addmm(
 
 
 class _LoraAddmm(torch.autograd.Function):
-    """Saves x, x A^T and the shadows; those through autograd, so that a refresh between forward and backward is an error, not a wrong gradient."""
+    """Saves x, x A^T and the shadows; those through autograd, so that a refresh between forward and backward is
+    an error, not a wrong gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         base: torch.Tensor,
         x: torch.Tensor,
         a_RD: torch.Tensor,
@@ -81,7 +84,7 @@ class _LoraAddmm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, low_TR, shadow_a_RD, shadow_b_NR = ctx.saved_tensors
         needs_base, needs_x, needs_a, needs_b = ctx.needs_input_grad[:4]
         d_out_TN = d_out.reshape(-1, d_out.shape[-1])
@@ -112,16 +115,26 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype)
     return left.to(dtype) @ right.to(dtype)
 
 
-def _check(base: torch.Tensor, x: torch.Tensor, *, masters: tuple[torch.Tensor, torch.Tensor], shadows: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _check(
+    base: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    masters: tuple[torch.Tensor, torch.Tensor],
+    shadows: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     """Refuse shapes and dtypes that would broadcast or cast silently."""
     a_RD, b_NR = masters
     if a_RD.ndim != 2 or b_NR.ndim != 2 or a_RD.shape[0] != b_NR.shape[1]:
         raise ShapeError(f"A has shape {tuple(a_RD.shape)}, B has {tuple(b_NR.shape)}; they must be (R, D) and (N, R).")
     if x.shape[-1] != a_RD.shape[1] or base.shape[-1] != b_NR.shape[0] or x.shape[:-1] != base.shape[:-1]:
-        raise ShapeError(f"x {tuple(x.shape)} and base {tuple(base.shape)} do not fit A {tuple(a_RD.shape)} and B {tuple(b_NR.shape)}.")
+        raise ShapeError(
+            f"x {tuple(x.shape)} and base {tuple(base.shape)} do not fit A {tuple(a_RD.shape)} and B "
+            f"{tuple(b_NR.shape)}."
+        )
     for name, shadow, master in zip(("A", "B"), shadows, masters):
         if shadow.shape != master.shape or shadow.dtype is not x.dtype or base.dtype is not x.dtype:
             raise ShapeError(
-                f"The compute copy of {name} is {shadow.dtype} {tuple(shadow.shape)}; x is {x.dtype}, base is {base.dtype}, the master has "
+                f"The compute copy of {name} is {shadow.dtype} {tuple(shadow.shape)}; x is {x.dtype}, base is "
+                f"{base.dtype}, the master has "
                 f"{tuple(master.shape)}."
             )

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 
-def lora_addmm_reference(base_TN: torch.Tensor, x_TD: torch.Tensor, a_RD: torch.Tensor, b_NR: torch.Tensor, *, scale: float) -> torch.Tensor:
+def lora_addmm_reference(
+    base_TN: torch.Tensor, x_TD: torch.Tensor, a_RD: torch.Tensor, b_NR: torch.Tensor, *, scale: float
+) -> torch.Tensor:
     """Return ``base + scale * (x A^T) B^T`` through PyTorch's own autograd, in whatever dtype the arguments share.
 
     Source:

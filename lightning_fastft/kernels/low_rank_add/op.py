@@ -29,28 +29,34 @@ def add_low_rank(
 ) -> torch.Tensor:
     """Return ``base + residual + low @ factor``.
 
-    Products and sums are fp32 (float64 for float64), and the result is rounded once. Sums have one order: two calls are bit-equal. Rows do not mix:
+    Products and sums are fp32 (float64 for float64), and the result is rounded once. Sums have one order: two calls are
+    bit-equal. Rows do not mix:
     a row of NaN stays alone.
 
     Args:
-        base_TN: What the product is added to. Shape (T, N); bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows.
-        low_TR: Narrow rows, their scale in them. Shape (T, R), any R; dtype and device of base_TN; last axis contiguous, any distance between rows.
-        factor_RN: Their matrix. Shape (R, N); dtype and device of base_TN; any strides: a transposed view is read where it is.
+        base_TN: What the product is added to. Shape (T, N); bf16, fp16, fp32 or float64; last axis contiguous, any
+            distance between rows.
+        low_TR: Narrow rows, their scale in them. Shape (T, R), any R; dtype and device of base_TN; last axis
+            contiguous, any distance between rows.
+        factor_RN: Their matrix. Shape (R, N); dtype and device of base_TN; any strides: a transposed view is read where
+            it is.
         residual_TN: A second summand, like base_TN, rows any distance apart. None for 0.
-        out: Where the sum is written: a tensor like base_TN in memory of its own, rows any distance apart, or base_TN or residual_TN itself, whose
-            values are then lost. None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        out: Where the sum is written: a tensor like base_TN in memory of its own, rows any distance apart, or base_TN
+            or residual_TN itself, whose values are then lost. None for new memory.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+            the second.
 
     Returns:
         sum_TN: Shape (T, N), dtype and device of base_TN, no graph; contiguous, or ``out``.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, or ``out`` overlaps an input without being base_TN or residual_TN.
+        ShapeError: Shape, dtype, device or layout is another, or ``out`` overlaps an input without being base_TN or
+            residual_TN.
         OptionError: The backend is unknown, or cannot serve these tensors.
 
     Cost:
-        Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; the narrow rows and their matrix come from the cache where they fit. No
-        host synchronisation. "reference" makes fp32 copies.
+        Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; the narrow rows and their matrix come
+        from the cache where they fit. No host synchronisation. "reference" makes fp32 copies.
 
     Source:
         LoRA, arXiv 2106.09685.
@@ -91,4 +97,7 @@ def _check_factors(low_TR: torch.Tensor, factor_RN: torch.Tensor, base_TN: torch
             raise ShapeError(f"{name} is on {tensor.device}, base_TN on {base_TN.device}.")
     check_columns("low_TR", low_TR)
     if (low_TR.shape[0], factor_RN.shape[1]) != base_TN.shape or low_TR.shape[1] != factor_RN.shape[0]:
-        raise ShapeError(f"low_TR is {tuple(low_TR.shape)} and factor_RN {tuple(factor_RN.shape)}; their product must be {tuple(base_TN.shape)}.")
+        raise ShapeError(
+            f"low_TR is {tuple(low_TR.shape)} and factor_RN {tuple(factor_RN.shape)}; their product must be "
+            f"{tuple(base_TN.shape)}."
+        )

@@ -1,7 +1,8 @@
 """A thin product added to a wide matrix on a GPU: one pass over memory.
 
 Axes: T rows and N columns (walked in tiles), R ranks (walked in steps).
-The base (and the residual) is read and the sum written; tiles of the same rows follow each other, so that their narrow rows come from the cache.
+The base (and the residual) is read and the sum written; tiles of the same rows follow each other, so that their narrow
+rows come from the cache.
 """
 
 # A jit body has no types that Python could check.
@@ -16,9 +17,11 @@ import triton.language as tl
 
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Every tile reads its part of the factor, from the L2 cache: 2 R / rows bytes per value in bf16, beside 4 from memory. On an H200, 32,768 x 4,096, 16
-# ranks: 141 us in place, 197 with a residual; other tiles on 4 warps 145 to 202 and 199 to 232, on 8 warps 148 to 307, and with the product as it
-# stands 154 and more (python -m benchmarks.row_kernels --only low_rank_add --rows 32768 --width 4096 --tiles).
+# Every tile reads its part of the factor, from the L2 cache: 2 R / rows bytes per value in bf16, beside 4 from memory.
+# On an H200, 32,768 x 4,096, 16
+# ranks: 141 us in place, 197 with a residual; other tiles on 4 warps 145 to 202 and 199 to 232, on 8 warps 148 to 307,
+# and with the product as it stands 154 and more (python -m benchmarks.row_kernels --only low_rank_add --rows 32768
+# --width 4096 --tiles).
 BLOCK_ROWS = 32
 BLOCK_COLUMNS = 128
 NUM_WARPS = 4
@@ -55,8 +58,9 @@ def _add_low_rank_kernel(
 ):
     """One program per tile, columns fastest.
 
-    The product is made before anything else is loaded. Transposed, its layout is changed once; as it stands, all that follows is computed in the
-    layout of tensor cores and changed piece by piece: 26 barriers instead of 5 (Triton 3.9 for Hopper, bf16, 16 ranks, a residual, in place).
+    The product is made before anything else is loaded. Transposed, its layout is changed once; as it stands, all that
+    follows is computed in the layout of tensor cores and changed piece by piece: 26 barriers instead of 5 (Triton 3.9
+    for Hopper, bf16, 16 ranks, a residual, in place).
     """
     tile = tl.program_id(0)
     num_column_tiles = tl.cdiv(num_columns, BLOCK_N)
@@ -83,7 +87,9 @@ def _add_low_rank_kernel(
     total = tl.trans(product) if TRANSPOSED else product
     total += tl.load(base_ptr + rows[:, None] * base_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
     if IN_PLACE:
         # A value may be read by more than one thread: all have read before one of them writes.
         tl.debug_barrier()

@@ -1,6 +1,7 @@
 """Stacks of expert weights held in NF4, brought back to a floating dtype in one pass.
 
-Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64 blocks that share a scale,
+Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64
+    blocks that share a scale,
 G groups of 256 blocks that share a scale of scales, M entries of a table.
 """
 
@@ -17,7 +18,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
-    """Write the weights of every expert of a stack, bit for bit those of ``bitsandbytes.functional.dequantize_4bit`` on each expert.
+    """Write the weights of every expert of a stack, bit for bit those of ``bitsandbytes.functional.dequantize_4bit`` on
+    each expert.
 
     Args:
         stack: The quantised weights; every tensor contiguous and on the device of out_EX.
@@ -30,7 +32,8 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
         ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
 
     Cost:
-        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host synchronisation.
+        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host
+        synchronisation.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -68,9 +71,15 @@ def _check(stack: NF4Stack, out_EX: torch.Tensor) -> None:
         (torch.float32, (256,)),
     )
     for name, tensor, (dtype, shape) in zip(stack._fields, stack, expected):
-        if tensor.dtype is not dtype or tuple(tensor.shape) != shape or tensor.device != out_EX.device or not tensor.is_contiguous():
+        if (
+            tensor.dtype is not dtype
+            or tuple(tensor.shape) != shape
+            or tensor.device != out_EX.device
+            or not tensor.is_contiguous()
+        ):
             raise ShapeError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; for out_EX of shape "
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; "
+                "for out_EX of shape "
                 f"{tuple(out_EX.shape)} on {out_EX.device} it must be {shape} {dtype} there, contiguous."
             )
     if not out_EX.is_contiguous():

@@ -1,6 +1,7 @@
 """Expert weights in NF4 with doubly quantised scales, brought back in plain PyTorch.
 
-Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64 blocks that share a scale,
+Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64
+    blocks that share a scale,
 G groups of 256 blocks that share a scale of scales, M entries of a table.
 """
 
@@ -36,7 +37,9 @@ class NF4Stack(NamedTuple):
 
 
 def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
-    """Write ``table[place] * (nested_table[scale] * nested_absmax + offset)`` to out_EX, each step rounded to fp32, the last one to its dtype."""
+    """Write ``table[place] * (nested_table[scale] * nested_absmax + offset)`` to out_EX, each step rounded to
+    fp32, the last one to its dtype.
+    """
     num_blocks = stack.absmax_EQ.shape[1]
     # An expert at a time: places as int64 take 16 times the memory of what they stand for.
     for expert, packed_C in enumerate(stack.packed_EC):

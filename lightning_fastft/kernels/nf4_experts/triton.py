@@ -1,6 +1,7 @@
 """Stacks of expert weights held in NF4, brought back to a floating dtype in one pass.
 
-Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64 blocks that share a scale
+Axes: E experts, C bytes of one expert (two weights each), X = 2 C weights of one expert in memory order, Q = X / 64
+    blocks that share a scale
 (walked in tiles, one program per expert and run of tiles), G groups of 256 blocks that share a scale of scales.
 """
 
@@ -51,7 +52,9 @@ def _dequantise_stack_kernel(
         place = tl.load(absmax_ptr + row, mask=inside, other=0).to(tl.int32)
         nested = tl.load(nested_absmax_ptr + expert * num_groups + block // GROUP, mask=inside, other=0.0)
         scale = tl.load(nested_quant_map_ptr + place) * nested + offset
-        pair = tl.load(packed_ptr + row[:, None] * BLOCK_BYTES + bytes_in[None, :], mask=inside[:, None], other=0).to(tl.int32)
+        pair = tl.load(packed_ptr + row[:, None] * BLOCK_BYTES + bytes_in[None, :], mask=inside[:, None], other=0).to(
+            tl.int32
+        )
         # The earlier weight is in the high half.
         first = tl.load(quant_map_ptr + (pair >> 4)) * scale[:, None]
         second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]

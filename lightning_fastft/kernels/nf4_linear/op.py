@@ -1,6 +1,7 @@
 """NF4 weights of linear layers made dense in one launch, each into memory of its own or into rows of a larger buffer.
 
-Axes: O output columns and I input columns of a weight, (O, I) in memory; C = O I / 2 bytes, Q = O I / 64 blocks that share a scale, G groups of 256
+Axes: O output columns and I input columns of a weight, (O, I) in memory; C = O I / 2 bytes, Q = O I / 64 blocks that
+    share a scale, G groups of 256
 blocks that share a scale of scales, M entries of a table.
 """
 
@@ -23,15 +24,16 @@ from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 def read_params4bit(weight: torch.Tensor) -> NF4Weight | None:
     """Return the numbers of a ``bitsandbytes.nn.Params4bit``; None if it is anything but NF4 in blocks of 64.
 
-    Taken by its attributes, so that bitsandbytes is not imported. Served are statistics in fp32 and doubly quantised ones in blocks of 256, in any
-    ``quant_storage``. The result shares the memory of the weight: read anew after the weight was moved or loaded.
+    Taken by its attributes, so that bitsandbytes is not imported. Served are statistics in fp32 and doubly quantised
+    ones in blocks of 256, in any ``quant_storage``. The result shares the memory of the weight: read anew after the
+    weight was moved or loaded.
 
     Args:
         weight: The weight of a ``Linear4bit``, or any other tensor.
 
     Returns:
-        Views of what the weight holds; None for a dense or not yet quantised weight, fp4, another block size, a part that is not contiguous, and
-        the order of bytes that bitsandbytes makes for its inference on a CPU.
+        Views of what the weight holds; None for a dense or not yet quantised weight, fp4, another block size, a part
+        that is not contiguous, and the order of bytes that bitsandbytes makes for its inference on a CPU.
 
     Cost:
         About ten views on the host; no copy and no host synchronisation.
@@ -60,14 +62,15 @@ def dequantise(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return a weight made dense, bit for bit that of ``bitsandbytes.functional.dequantize_4bit`` where dtype is the one it was quantised from.
+    """Return a weight made dense, bit for bit that of ``bitsandbytes.functional.dequantize_4bit`` where dtype is the
+    one it was quantised from.
 
     Args:
         weight: The quantised weight, from ``read_params4bit``.
         shape: O and I, its size; I a multiple of 64.
         dtype: bf16, fp16 or fp32. The weight is rounded to it once, from fp32.
-        out: Where the weight goes. Shape (O, I), dtype as named, on the device of the weight; last axis contiguous, rows any distance apart;
-            overwritten whole, and nothing beside it. None for new memory.
+        out: Where the weight goes. Shape (O, I), dtype as named, on the device of the weight; last axis contiguous,
+            rows any distance apart; overwritten whole, and nothing beside it. None for new memory.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
 
     Returns:
@@ -78,8 +81,8 @@ def dequantise(
         ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
 
     Cost:
-        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host synchronisation. "reference" makes
-        copies of about 14 bytes per weight.
+        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host
+        synchronisation. "reference" makes copies of about 14 bytes per weight.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -99,7 +102,10 @@ def dequantise(
     else:
         check_tensor("out", out, ndim=2, dtypes=(dtype,))
         if tuple(out.shape) != (num_outputs, num_inputs):
-            raise ShapeError(f"out has shape {tuple(out.shape)}, shape is {(num_outputs, num_inputs)}; give an out of that shape, or None.")
+            raise ShapeError(
+                f"out has shape {tuple(out.shape)}, shape is {(num_outputs, num_inputs)}; give an out of that shape, "
+                "or None."
+            )
     dequantise_many([weight], outs=[out], backend=backend)
     return out
 
@@ -109,18 +115,18 @@ def dequantise_many(weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor
 
     Args:
         weights: The quantised weights, any number.
-        outs: Where they go, one for each: as ``out`` of ``dequantise``, all of one dtype on one device. They may be views of one buffer; no two may
-            share an element.
+        outs: Where they go, one for each: as ``out`` of ``dequantise``, all of one dtype on one device. They may be
+            views of one buffer; no two may share an element.
         backend: As in ``dequantise``.
 
     Raises:
-        OptionError: The columns of an output are no multiple of 64, the numbers of weights and outputs differ, or the backend is unknown or cannot
-            serve this device.
+        OptionError: The columns of an output are no multiple of 64, the numbers of weights and outputs differ, or the
+            backend is unknown or cannot serve this device.
         ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
 
     Cost:
-        That of ``dequantise`` for each weight, in one launch for every four of them; another program is compiled for each number of weights and
-        each combination of their columns.
+        That of ``dequantise`` for each weight, in one launch for every four of them; another program is compiled for
+        each number of weights and each combination of their columns.
 
     Source:
         own
@@ -146,7 +152,7 @@ def dequantise_many(weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor
         _choose(backend, outs[0]).dequantise_many(weights, outs)
 
 
-def _is_served(weight: torch.Tensor, state: Any) -> bool:  # noqa: ANN401 - bitsandbytes' own class
+def _is_served(weight: torch.Tensor, state: Any) -> bool:
     """Return whether a quantised weight has the one format that the kernel reads."""
     if state.quant_type != "nf4" or state.blocksize != BLOCK_WEIGHTS or getattr(state, "packing_format_for_cpu", False):
         return False
@@ -156,7 +162,9 @@ def _is_served(weight: torch.Tensor, state: Any) -> bool:  # noqa: ANN401 - bits
         return False
     if state.absmax.dtype is not (torch.float32 if nested is None else torch.uint8):
         return False
-    return all(part.dtype is torch.float32 for part in floats) and all(part.is_contiguous() for part in (weight, state.absmax, *floats))
+    return all(part.dtype is torch.float32 for part in floats) and all(
+        part.is_contiguous() for part in (weight, state.absmax, *floats)
+    )
 
 
 def _choose(backend: str, out_OI: torch.Tensor) -> ModuleType:
@@ -181,7 +189,8 @@ def _check_columns(name: str, num_inputs: int) -> None:
     """Refuse rows that do not start with a block."""
     if num_inputs % BLOCK_WEIGHTS:
         raise OptionError(
-            f"{name} has {num_inputs} input columns and NF4 takes multiples of {BLOCK_WEIGHTS}: a block would reach into the next row. Use "
+            f"{name} has {num_inputs} input columns and NF4 takes multiples of {BLOCK_WEIGHTS}: a block would reach "
+            "into the next row. Use "
             "bitsandbytes.functional.dequantize_4bit for this weight."
         )
 
@@ -190,12 +199,16 @@ def _check_out(name: str, out: torch.Tensor, first: torch.Tensor) -> None:
     """Refuse an output that is no rows of dense weights, or not of the first one's kind."""
     check_tensor(name, out, ndim=2, dtypes=TRITON_DTYPES)
     if out.dtype is not first.dtype or out.device != first.device:
-        raise ShapeError(f"{name} is {out.dtype} on {out.device}, outs[0] {first.dtype} on {first.device}; give all one dtype and one device.")
+        raise ShapeError(
+            f"{name} is {out.dtype} on {out.device}, outs[0] {first.dtype} on {first.device}; give all one dtype and "
+            "one device."
+        )
     num_outputs, num_inputs = out.shape
     _check_columns(name, num_inputs)
     if out.numel() and (out.stride(1) != 1 or (num_outputs > 1 and out.stride(0) < num_inputs)):
         raise ShapeError(
-            f"{name} has shape {tuple(out.shape)} and strides {out.stride()}; its last axis must be contiguous and its rows at least {num_inputs} "
+            f"{name} has shape {tuple(out.shape)} and strides {out.stride()}; its last axis must be contiguous and its "
+            f"rows at least {num_inputs} "
             "elements apart."
         )
 
@@ -203,7 +216,10 @@ def _check_out(name: str, out: torch.Tensor, first: torch.Tensor) -> None:
 def _check_weight(weight: NF4Weight) -> None:
     """Refuse what did not come from ``read_params4bit``, None among it."""
     if not isinstance(weight, NF4Weight):
-        raise OptionError(f"weight must be an NF4Weight, got {type(weight).__name__}; read_params4bit gives one, or None for other formats.")
+        raise OptionError(
+            f"weight must be an NF4Weight, got {type(weight).__name__}; read_params4bit gives one, or None for other "
+            "formats."
+        )
 
 
 def _check_parts(weight: NF4Weight, out_OI: torch.Tensor) -> None:
@@ -218,16 +234,30 @@ def _check_parts(weight: NF4Weight, out_OI: torch.Tensor) -> None:
         "nested_quant_map_M": (torch.float32, (256,)),
     }
     if weight.nested_absmax_G is None:
-        expected |= {"absmax_Q": (torch.float32, (num_blocks,)), "nested_absmax_G": None, "offset": None, "nested_quant_map_M": None}
+        expected |= {
+            "absmax_Q": (torch.float32, (num_blocks,)),
+            "nested_absmax_G": None,
+            "offset": None,
+            "nested_quant_map_M": None,
+        }
     for name, want in expected.items():
         part = getattr(weight, name)
         if want is None and part is None:
             continue
         if want is None or part is None:
-            raise ShapeError(f"{name} is {'None' if part is None else 'given'}; the scales of scales, their offset and their table come together.")
-        dtype, shape = want
-        if part.dtype is not dtype or tuple(part.shape) != shape or part.device != out_OI.device or not part.is_contiguous():
             raise ShapeError(
-                f"{name} is {tuple(part.shape)} {part.dtype} on {part.device} with strides {part.stride()}; for an output of shape "
+                f"{name} is {'None' if part is None else 'given'}; the scales of scales, their offset and their table "
+                "come together."
+            )
+        dtype, shape = want
+        if (
+            part.dtype is not dtype
+            or tuple(part.shape) != shape
+            or part.device != out_OI.device
+            or not part.is_contiguous()
+        ):
+            raise ShapeError(
+                f"{name} is {tuple(part.shape)} {part.dtype} on {part.device} with strides {part.stride()}; for an "
+                "output of shape "
                 f"{tuple(out_OI.shape)} on {out_OI.device} it must be {shape} {dtype} there, contiguous."
             )

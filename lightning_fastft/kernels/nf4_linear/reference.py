@@ -1,6 +1,7 @@
 """NF4 weights of linear layers made dense in plain PyTorch.
 
-Axes: O output columns and I input columns of a weight, (O, I) in memory; X = O I weights in memory order, C = X / 2 bytes, Q = X / 64 blocks that
+Axes: O output columns and I input columns of a weight, (O, I) in memory; X = O I weights in memory order, C = X / 2
+    bytes, Q = X / 64 blocks that
 share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
 """
 
@@ -17,8 +18,8 @@ from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_
 class NF4Weight(NamedTuple):
     """One weight as bitsandbytes quantises it: plain tensors, contiguous, on one device.
 
-    The statistics run over the weight in memory order. Without double quantisation absmax_Q holds the scales themselves in fp32, and the three
-    parts that would describe them are None.
+    The statistics run over the weight in memory order. Without double quantisation absmax_Q holds the scales themselves
+    in fp32, and the three parts that would describe them are None.
 
     Args:
         packed_C: Places in the NF4 table, the earlier weight in the high half of a byte. Shape (C,), uint8.
@@ -38,7 +39,9 @@ class NF4Weight(NamedTuple):
 
 
 def dequantise_many(weights: Sequence[NF4Weight], outs_OI: Sequence[torch.Tensor]) -> None:
-    """Write ``table[place] * scale`` of each weight to its output, rounded to fp32 and then to the dtype of the output."""
+    """Write ``table[place] * scale`` of each weight to its output, rounded to fp32 and then to the dtype of the
+    output.
+    """
     for weight, out_OI in zip(weights, outs_OI):
         scale_Q = weight.absmax_Q if weight.offset is None else _nested_scales(weight)
         place_X = torch.stack((weight.packed_C >> 4, weight.packed_C & 15), dim=1).flatten()

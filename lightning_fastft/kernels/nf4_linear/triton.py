@@ -1,6 +1,7 @@
 """NF4 weights of linear layers made dense: up to four of them in one launch, each into rows any distance apart.
 
-Axes: O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of words of eight weights, one program per weight and
+Axes: O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of words of eight weights, one
+    program per weight and
 tile; Q = O I / 64 blocks that share a scale, G groups of 256 blocks that share a scale of scales, M entries of a table.
 """
 
@@ -22,10 +23,11 @@ from lightning_fastft.kernels.sizes import ceil_div
 
 # q, k and v, with one to spare: the code of a launch grows with its weights.
 MAX_WEIGHTS = 4
-# Four bytes, which a thread reads at once and writes as 16 bytes of bf16 next to its neighbours'. Tables, scales and words then have one layout, and
-# nothing moves between threads.
+# Four bytes, which a thread reads at once and writes as 16 bytes of bf16 next to its neighbours'. Tables, scales and
+# words then have one layout, and nothing moves between threads.
 WORD_WEIGHTS = 8
-# Four words a thread, so that four reads are under way at once. Not yet measured; candidates: python -m benchmarks.row_kernels --only nf4 --tiles.
+# Four words a thread, so that four reads are under way at once. Not yet measured; candidates: python -m
+# benchmarks.row_kernels --only nf4 --tiles.
 TILE_WORDS = 512
 NUM_WARPS = 4
 
@@ -44,7 +46,15 @@ def block_scale(weight, block, inside, GROUP: tl.constexpr):
 
 @triton.jit
 def _write_tile(
-    weight, out_ptr, num_words, row_stride, tile, ROW_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+    weight,
+    out_ptr,
+    num_words,
+    row_stride,
+    tile,
+    ROW_WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Write one tile of words of one weight; a word is four bytes, eight weights of one block and one row."""
     packed_ptr, quant_map_ptr = weight[0], weight[4]
@@ -58,7 +68,9 @@ def _write_tile(
     second = tl.load(quant_map_ptr + (pair & 15)) * scale[:, None]
     value = tl.interleave(first, second)
     cell = (word // ROW_WORDS).to(tl.int64) * row_stride + word % ROW_WORDS * 8
-    tl.store(out_ptr + cell[:, None] + tl.arange(0, 8)[None, :], value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(
+        out_ptr + cell[:, None] + tl.arange(0, 8)[None, :], value.to(out_ptr.dtype.element_ty), mask=inside[:, None]
+    )
 
 
 @triton.jit
@@ -78,7 +90,17 @@ def _dequantise_kernel(
     for index in tl.static_range(COUNT):
         num_tiles = tl.cdiv(num_words[index], TILE)
         if (tile >= 0) & (tile < num_tiles):
-            _write_tile(weights[index], outs[index], num_words[index], row_strides[index], tile, ROW_WORDS[index], BLOCK_WORDS, GROUP, TILE)
+            _write_tile(
+                weights[index],
+                outs[index],
+                num_words[index],
+                row_strides[index],
+                tile,
+                ROW_WORDS[index],
+                BLOCK_WORDS,
+                GROUP,
+                TILE,
+            )
         tile -= num_tiles
 
 

@@ -1,4 +1,5 @@
-"""Norm of each query and key head and their rotation by position, and the gradient, each in one pass over the joint projection to q, k and v.
+"""Norm of each query and key head and their rotation by position, and the gradient, each in one pass over the joint
+projection to q, k and v.
 
 Axes: T tokens; C columns of q, k and v side by side; W columns of a head, of cos and sin only the rotated ones.
 Neither function builds a graph: the layer's own Function calls both.
@@ -42,32 +43,37 @@ def qk_rope_forward(
 ) -> torch.Tensor:
     """Return the projection with its query and key heads normed and rotated, its value heads as they are.
 
-    The arithmetic is fp32 (float64 for float64) and each value is rounded once, and once more where the form rounds before the norm's weight.
-    Tokens do not mix: a row of NaN stays alone.
+    The arithmetic is fp32 (float64 for float64) and each value is rounded once, and once more where the form rounds
+    before the norm's weight. Tokens do not mix: a row of NaN stays alone.
 
     Args:
-        qkv_TC: Joint output of the projections. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value heads; bf16, fp16, fp32 or
-            float64; last axis contiguous, any distance between rows.
-        cos_TW: As the model's rotary embedding gives it, without the batch axis. Shape (T, rotary_width); dtype of qkv_TC or fp32; last axis
-            contiguous. Interleaved forms read the first half only, one value per pair, as GLM-4 and ERNIE 4.5 do; a model that repeats each
-            value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2, dim=1)``.
+        qkv_TC: Joint output of the projections. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value
+            heads; bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows.
+        cos_TW: As the model's rotary embedding gives it, without the batch axis. Shape (T, rotary_width); dtype of
+            qkv_TC or fp32; last axis contiguous. Interleaved forms read the first half only, one value per pair, as
+            GLM-4 and ERNIE 4.5 do; a model that repeats each value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2,
+            dim=1)``.
         sin_TW: As cos_TW.
         form: Where the heads stand, what is normed, which columns are a pair.
-        q_weight_W: Weight of the query heads' norm. Shape (head_width,), contiguous; bf16, fp16, fp32 or qkv_TC's dtype; only with form.has_norm.
+        q_weight_W: Weight of the query heads' norm. Shape (head_width,), contiguous; bf16, fp16, fp32 or qkv_TC's
+            dtype; only with form.has_norm.
         k_weight_W: As q_weight_W, for the key heads.
-        out: Where the result is written: a tensor like qkv_TC, or qkv_TC itself where nothing is normed (the norm's gradient needs the raw heads).
-            None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        out: Where the result is written: a tensor like qkv_TC, or qkv_TC itself where nothing is normed (the norm's
+            gradient needs the raw heads). None for new memory.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+            the second.
 
     Returns:
         qkv_TC: Shape, dtype and device of the input; contiguous, or ``out``; no graph.
 
     Raises:
         ShapeError: Shape, dtype, device or layout is another, or ``out`` shares memory that is still read.
-        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these
+            tensors.
 
     Cost:
-        Reads and writes qkv_TC once, in place without its value heads; no host synchronisation. "reference" makes fp32 copies.
+        Reads and writes qkv_TC once, in place without its value heads; no host synchronisation. "reference" makes fp32
+        copies.
 
     Source:
         RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; ``apply_rotary_pos_emb`` of transformers.
@@ -83,7 +89,9 @@ def qk_rope_forward(
         replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
         _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
     with torch.no_grad():
-        return _choose(backend, qkv_TC).qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out)
+        return _choose(backend, qkv_TC).qk_rope_forward(
+            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out
+        )
 
 
 def qk_rope_heads(
@@ -96,7 +104,8 @@ def qk_rope_heads(
     k_weight_W: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Heads:
-    """Return queries and keys normed and rotated, and values as they are, in three contiguous tensors, as attention reads them.
+    """Return queries and keys normed and rotated, and values as they are, in three contiguous tensors, as attention
+    reads them.
 
     The numbers are those of ``qk_rope_forward``.
 
@@ -132,7 +141,9 @@ def qk_rope_heads(
     """
     _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
     with torch.no_grad():
-        return _choose(backend, qkv_TC).qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+        return _choose(backend, qkv_TC).qk_rope_heads(
+            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W
+        )
 
 
 def qk_rope_backward(
@@ -150,12 +161,13 @@ def qk_rope_backward(
 ) -> RopeGradients:
     """Return the gradients of ``qk_rope_forward`` by its input and by the weights of the norms.
 
-    The gradient is rotated back with the transposed map; the normed heads are rebuilt from the raw ones. Roundings between norm and weight count as
-    none, as in autograd. Sums have one order: two calls are bit-equal.
+    The gradient is rotated back with the transposed map; the normed heads are rebuilt from the raw ones. Roundings
+    between norm and weight count as none, as in autograd. Sums have one order: two calls are bit-equal.
 
     Args:
-        d_heads: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis contiguous. Or HeadGradients: three
-            tensors of one dtype, each token's heads contiguous, in which key and value heads may still stand in shares.
+        d_heads: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis
+            contiguous. Or HeadGradients: three tensors of one dtype, each token's heads contiguous, in which key and
+            value heads may still stand in shares.
         qkv_TC: What ``qk_rope_forward`` was given, not its output. Read only with form.has_norm; may be None without.
         cos_TW: What ``qk_rope_forward`` was given.
         sin_TW: What ``qk_rope_forward`` was given.
@@ -163,22 +175,25 @@ def qk_rope_backward(
         q_weight_W: What ``qk_rope_forward`` was given.
         k_weight_W: What ``qk_rope_forward`` was given.
         needs_weight: Return the gradients of the weights too; only with form.has_norm.
-        out: Where d_raw_TC is written: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself, whose values are then lost.
-            None for new memory.
+        out: Where d_raw_TC is written: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself, whose
+            values are then lost. None for new memory.
         backend: As in ``qk_rope_forward``.
 
     Returns:
         d_raw_TC: Gradient of the forward's input, shape (T, C), dtype and device of d_heads; contiguous, or ``out``.
-        d_q_weight_W: Shape (head_width,), sum over tokens and query heads, fp32 (float64 for float64); None unless needs_weight.
+        d_q_weight_W: Shape (head_width,), sum over tokens and query heads, fp32 (float64 for float64); None unless
+            needs_weight.
         d_k_weight_W: As d_q_weight_W, for the key heads.
 
     Raises:
         ShapeError: Shape, dtype, device or layout is another, or ``out`` shares memory that is still read.
-        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these tensors.
+        OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these
+            tensors.
 
     Cost:
-        Reads d_heads (and the raw query and key heads) and writes d_raw_TC once, in place without the value heads; no host synchronisation.
-        needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference" makes fp32 copies.
+        Reads d_heads (and the raw query and key heads) and writes d_raw_TC once, in place without the value heads; no
+        host synchronisation. needs_weight: at most 8 KiB x head_width of partial sums, read once more. "reference"
+        makes fp32 copies.
 
     Source:
         The chain rule.
@@ -192,12 +207,17 @@ def qk_rope_backward(
     _check_form(form)
     check_choice("needs_weight", needs_weight, (False, True))
     if needs_weight and not form.has_norm:
-        raise OptionError("needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False.")
+        raise OptionError(
+            "needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False."
+        )
     raw_TC = qkv_TC if form.has_norm else None
     given: tuple[torch.Tensor, ...]
     if isinstance(d_heads, HeadGradients):
         _check_heads(d_heads, form)
-        given, like_TC = tuple(d_heads), d_heads.d_q_THW.new_empty((len(d_heads.d_q_THW), form.num_columns), device="meta")
+        given, like_TC = (
+            tuple(d_heads),
+            d_heads.d_q_THW.new_empty((len(d_heads.d_q_THW), form.num_columns), device="meta"),
+        )
     else:
         _check_rows("d_heads", d_heads, form)
         given, like_TC = (d_heads,), d_heads
@@ -256,7 +276,10 @@ def _check_form(form: RopeForm) -> None:
     check_int("form.head_width", form.head_width, low=2, high=MAX_HEAD_WIDTH)
     check_int("form.rotary_width", form.num_rotated, low=2, high=form.head_width)
     if form.num_rotated % 2:
-        raise OptionError(f"form.rotary_width is {form.num_rotated}; pairs are rotated: give an even number up to head_width {form.head_width}.")
+        raise OptionError(
+            f"form.rotary_width is {form.num_rotated}; pairs are rotated: give an even number up to head_width "
+            f"{form.head_width}."
+        )
     for name in ("has_norm", "is_weight_wide", "is_interleaved"):
         check_choice(f"form.{name}", getattr(form, name), (False, True))
     if form.has_norm:
@@ -269,7 +292,8 @@ def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
     check_tensor(name, x_TC, ndim=2, dtypes=_DTYPES)
     if x_TC.shape[1] != form.num_columns:
         raise ShapeError(
-            f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads and twice {form.num_kv_heads} key and value heads "
+            f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads and twice {form.num_kv_heads} key and "
+            "value heads "
             f"of width {form.head_width} have {form.num_columns}. Pass q, k and v side by side."
         )
     check_columns(name, x_TC)
@@ -283,13 +307,24 @@ def _check_heads(gradients: HeadGradients, form: RopeForm) -> None:
         counts = (form.num_heads,) if d_THW is like else (form.num_kv_heads, form.num_heads)
         if d_THW.shape[0] != like.shape[0] or d_THW.shape[1] not in counts or d_THW.shape[2] != form.head_width:
             heads = " or ".join(map(str, counts))
-            raise ShapeError(f"{name} is {tuple(d_THW.shape)}; it must be ({like.shape[0]} tokens, {heads} heads, width {form.head_width}).")
+            raise ShapeError(
+                f"{name} is {tuple(d_THW.shape)}; it must be ({like.shape[0]} tokens, {heads} heads, width "
+                f"{form.head_width})."
+            )
         if (d_THW.dtype, d_THW.device) != (like.dtype, like.device):
-            raise ShapeError(f"{name} is {d_THW.dtype} on {d_THW.device}; it must be as d_q_THW: {like.dtype} on {like.device}.")
+            raise ShapeError(
+                f"{name} is {d_THW.dtype} on {d_THW.device}; it must be as d_q_THW: {like.dtype} on {like.device}."
+            )
         if d_THW.stride()[1:] != (form.head_width, 1):
-            raise ShapeError(f"{name} has strides {d_THW.stride()}; the heads of a token must be contiguous: call .contiguous() on it.")
+            raise ShapeError(
+                f"{name} has strides {d_THW.stride()}; the heads of a token must be contiguous: call .contiguous() on "
+                "it."
+            )
     if gradients.d_k_TJW.shape != gradients.d_v_TJW.shape:
-        raise ShapeError(f"d_k_TJW is {tuple(gradients.d_k_TJW.shape)} and d_v_TJW {tuple(gradients.d_v_TJW.shape)}; both must be alike.")
+        raise ShapeError(
+            f"d_k_TJW is {tuple(gradients.d_k_TJW.shape)} and d_v_TJW {tuple(gradients.d_v_TJW.shape)}; both must be "
+            "alike."
+        )
     if form.num_heads % form.num_kv_heads:
         raise ShapeError(f"{form.num_heads} query heads cannot share {form.num_kv_heads} key heads evenly.")
 
@@ -298,7 +333,10 @@ def _check_raw(qkv_TC: torch.Tensor | None, like_TC: torch.Tensor, form: RopeFor
     """Refuse raw heads that are not those of the gradient."""
     if qkv_TC is None:
         if form.has_norm:
-            raise ShapeError("qkv_TC is None; the gradient of the norm is rebuilt from the raw heads. Pass what qk_rope_forward was given.")
+            raise ShapeError(
+                "qkv_TC is None; the gradient of the norm is rebuilt from the raw heads. Pass what qk_rope_forward was "
+                "given."
+            )
         return
     _check_rows("qkv_TC", qkv_TC, form)
     if (qkv_TC.shape, qkv_TC.dtype, qkv_TC.device) != (like_TC.shape, like_TC.dtype, device):
@@ -308,38 +346,54 @@ def _check_raw(qkv_TC: torch.Tensor | None, like_TC: torch.Tensor, form: RopeFor
         )
 
 
-def _check_angles(cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor, form: RopeForm, *, device: torch.device) -> None:
+def _check_angles(
+    cos_TW: torch.Tensor, sin_TW: torch.Tensor, x_TC: torch.Tensor, form: RopeForm, *, device: torch.device
+) -> None:
     """Refuse cos and sin of other tokens or other columns."""
     expected = (x_TC.shape[0], form.num_rotated)
     for name, angle_TW in (("cos_TW", cos_TW), ("sin_TW", sin_TW)):
         check_tensor(name, angle_TW, ndim=2, dtypes=dict.fromkeys((x_TC.dtype, torch.float32)))
         if angle_TW.shape != expected or angle_TW.device != device:
             raise ShapeError(
-                f"{name} is {tuple(angle_TW.shape)} on {angle_TW.device}; it must be {expected} on {device}: one row per token, "
+                f"{name} is {tuple(angle_TW.shape)} on {angle_TW.device}; it must be {expected} on {device}: one row "
+                "per token, "
                 f"one column per rotated column of a head."
             )
         check_columns(name, angle_TW)
 
 
 def _check_weights(
-    q_weight_W: torch.Tensor | None, k_weight_W: torch.Tensor | None, x_TC: torch.Tensor, form: RopeForm, *, device: torch.device
+    q_weight_W: torch.Tensor | None,
+    k_weight_W: torch.Tensor | None,
+    x_TC: torch.Tensor,
+    form: RopeForm,
+    *,
+    device: torch.device,
 ) -> None:
     """Refuse weights without a norm, a norm without weights, and weights of another width."""
     for name, weight_W in (("q_weight_W", q_weight_W), ("k_weight_W", k_weight_W)):
         if weight_W is None:
             if form.has_norm:
-                raise OptionError(f"{name} is None, but the form has a norm. Pass the norm's weight, or a form with has_norm=False.")
+                raise OptionError(
+                    f"{name} is None, but the form has a norm. Pass the norm's weight, or a form with has_norm=False."
+                )
             continue
         if not form.has_norm:
-            raise OptionError(f"{name} was given, but the form has no norm and would ignore it. Pass None, or a form with has_norm=True.")
+            raise OptionError(
+                f"{name} was given, but the form has no norm and would ignore it. Pass None, or a form with "
+                "has_norm=True."
+            )
         check_tensor(name, weight_W, ndim=1, dtypes=dict.fromkeys((*TRITON_DTYPES, x_TC.dtype)))
         if weight_W.shape[0] != form.head_width or weight_W.device != device:
             raise ShapeError(
-                f"{name} has {weight_W.shape[0]} entries on {weight_W.device}; it must have head_width = {form.head_width} on {device}: "
+                f"{name} has {weight_W.shape[0]} entries on {weight_W.device}; it must have head_width = "
+                f"{form.head_width} on {device}: "
                 f"a norm over all heads together is another operation."
             )
         if weight_W.stride(0) != 1:
-            raise ShapeError(f"{name} has stride {weight_W.stride(0)}; it must be contiguous: call .contiguous() on it.")
+            raise ShapeError(
+                f"{name} has stride {weight_W.stride(0)}; it must be contiguous: call .contiguous() on it."
+            )
 
 
 def _check_out(
@@ -361,5 +415,6 @@ def _check_out(
         is_replaced = any(other is one for one in same)
         if other is not None and not is_replaced and do_ranges_overlap(out, other):
             raise ShapeError(
-                "out shares memory with an input that must stay as it is. Give memory of its own, None, or an input that may be replaced."
+                "out shares memory with an input that must stay as it is. Give memory of its own, None, or an input "
+                "that may be replaced."
             )

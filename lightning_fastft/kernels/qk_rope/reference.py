@@ -1,8 +1,10 @@
-"""Norm and rotation of query and key heads in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
+"""Norm and rotation of query and key heads in plain PyTorch: the formula, its gradient, and the plain twin of the
+Triton kernels.
 
-Axes: T tokens; C columns of q, k and v side by side; H query and key heads; W columns of a head, of cos and sin only the rotated ones.
-A pair (first, second) of a head's columns becomes ``(first * cos - second * sin, second * cos + first * sin)``; the gradient goes through the
-transposed map, which is the rotation back times whatever factor cos and sin carry.
+Axes: T tokens; C columns of q, k and v side by side; H query and key heads; W columns of a head, of cos and sin only
+    the rotated ones.
+A pair (first, second) of a head's columns becomes ``(first * cos - second * sin, second * cos + first * sin)``; the
+gradient goes through the transposed map, which is the rotation back times whatever factor cos and sin carry.
 """
 
 from __future__ import annotations
@@ -13,21 +15,26 @@ import torch
 
 
 class RopeForm(NamedTuple):
-    """How the columns of the joint projection are heads, how each is normed, and which of its columns are rotated in pairs.
+    """How the columns of the joint projection are heads, how each is normed, and which of its columns are rotated in
+    pairs.
 
     Args:
         num_heads: Query heads; their columns come first.
         num_kv_heads: Key heads, then as many value heads.
         head_width: Columns of a head.
-        rotary_width: Columns at the head's beginning that are rotated, an even number; None for all. The others are normed but not rotated.
+        rotary_width: Columns at the head's beginning that are rotated, an even number; None for all. The others are
+            normed but not rotated.
         has_norm: True where q and k pass an RMSNorm over each head before they are rotated (Qwen3, Gemma 3).
         eps: Added to the mean square inside the norm.
         weight_offset: Added to the weights of the norm (Gemma: 1.0).
-        is_weight_wide: False where the normed value is rounded to its dtype before it meets the weight (Llama, Qwen3), True where it is not (Gemma).
-        is_interleaved: True where columns 2 i and 2 i + 1 are a pair (GLM-4, ERNIE 4.5), False where i and i + rotary_width / 2 are (Llama).
+        is_weight_wide: False where the normed value is rounded to its dtype before it meets the weight (Llama, Qwen3),
+            True where it is not (Gemma).
+        is_interleaved: True where columns 2 i and 2 i + 1 are a pair (GLM-4, ERNIE 4.5), False where i and i +
+            rotary_width / 2 are (Llama).
 
     Source:
-        RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; orders of columns as in transformers, ``apply_rotary_pos_emb``.
+        RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; orders of columns as in transformers,
+        ``apply_rotary_pos_emb``.
 
     Example:
         >>> RopeForm(num_heads=32, num_kv_heads=8, head_width=128).num_columns
@@ -68,8 +75,9 @@ class RopeForm(NamedTuple):
 class HeadGradients(NamedTuple):
     """Gradients by what ``qk_rope_forward`` returned, in three tensors, as the backward of attention leaves them.
 
-    Where query heads share a key and value head, its gradient is the sum over them. A backward that computes each query head by itself leaves one
-    share for each: J is num_heads then, the shares of neighbours belong together, and whoever reads them adds them up.
+    Where query heads share a key and value head, its gradient is the sum over them. A backward that computes each query
+    head by itself leaves one share for each: J is num_heads then, the shares of neighbours belong together, and whoever
+    reads them adds them up.
 
     Args:
         d_q_THW: Shape (T, num_heads, head_width).
@@ -114,7 +122,9 @@ def qk_rope_forward(
     k_weight_W: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return q and k normed and rotated beside v, each value rounded once from fp32 (float64 for float64) and where the form says so."""
+    """Return q and k normed and rotated beside v, each value rounded once from fp32 (float64 for float64) and
+    where the form says so.
+    """
     dtype, wide = qkv_TC.dtype, wide_dtype(qkv_TC.dtype)
     x_THW = _split_heads(qkv_TC, form).to(wide)
     if q_weight_W is not None and k_weight_W is not None:
@@ -154,7 +164,9 @@ def qk_rope_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
 ) -> RopeGradients:
-    """Return the gradients by the raw projection and by the weights of the norms; normed heads are rebuilt from the raw rows."""
+    """Return the gradients by the raw projection and by the weights of the norms; normed heads are rebuilt from
+    the raw rows.
+    """
     dtype = d_heads.dtype if isinstance(d_heads, torch.Tensor) else d_heads.d_q_THW.dtype
     wide = wide_dtype(dtype)
     d_qkv_TC = d_heads if isinstance(d_heads, torch.Tensor) else _join_heads(d_heads, form, wide)
@@ -167,7 +179,10 @@ def qk_rope_backward(
         x_THW = x_THW * scale_T
         if needs_weight:
             d_weight_HW = (d_THW * x_THW).sum(dim=0)
-            d_q_weight_W, d_k_weight_W = d_weight_HW[: form.num_heads].sum(dim=0), d_weight_HW[form.num_heads :].sum(dim=0)
+            d_q_weight_W, d_k_weight_W = (
+                d_weight_HW[: form.num_heads].sum(dim=0),
+                d_weight_HW[form.num_heads :].sum(dim=0),
+            )
         d_THW = d_THW * _head_weights(q_weight_W, k_weight_W, form, wide)
         d_THW = scale_T * (d_THW - x_THW * (d_THW * x_THW).mean(dim=2, keepdim=True))
     out = torch.empty(d_qkv_TC.shape, dtype=dtype, device=d_qkv_TC.device) if out is None else out
@@ -181,7 +196,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _join_heads(gradients: HeadGradients, form: RopeForm, wide: torch.dtype) -> torch.Tensor:
     """Return the three gradients side by side, shares added up, in the dtype of the arithmetic."""
-    shared = (d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (gradients.d_k_TJW, gradients.d_v_TJW))
+    shared = (
+        d.to(wide).unflatten(1, (form.num_kv_heads, -1)).sum(dim=2) for d in (gradients.d_k_TJW, gradients.d_v_TJW)
+    )
     return torch.cat([gradients.d_q_THW.to(wide), *shared], dim=1).flatten(1)
 
 
@@ -201,7 +218,9 @@ def _split_pairs(x_THW: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, tor
 def _split_angles(
     cos_TW: torch.Tensor, sin_TW: torch.Tensor, form: RopeForm, wide: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return cos of each pair's first and second column, then sin, with an axis for heads; neighbours share one, which stands in the first half."""
+    """Return cos of each pair's first and second column, then sin, with an axis for heads; neighbours share one,
+    which stands in the first half.
+    """
     num_pairs = form.num_rotated // 2
     second = slice(num_pairs) if form.is_interleaved else slice(num_pairs, None)
     cos_THW, sin_THW = cos_TW[:, None].to(wide), sin_TW[:, None].to(wide)
@@ -209,7 +228,12 @@ def _split_angles(
 
 
 def _mix_pairs(
-    x_THW: torch.Tensor, keep_first: torch.Tensor, keep_second: torch.Tensor, into_first: torch.Tensor, into_second: torch.Tensor, form: RopeForm
+    x_THW: torch.Tensor,
+    keep_first: torch.Tensor,
+    keep_second: torch.Tensor,
+    into_first: torch.Tensor,
+    into_second: torch.Tensor,
+    form: RopeForm,
 ) -> torch.Tensor:
     """Return the heads after a map of each pair: a column keeps a part of itself and takes a part of its partner."""
     mixed_THW = torch.empty_like(x_THW)
@@ -226,7 +250,9 @@ def _reciprocal_rms(x_THW: torch.Tensor, form: RopeForm) -> torch.Tensor:
     return torch.rsqrt(x_THW.square().mean(dim=2, keepdim=True) + form.eps)
 
 
-def _head_weights(q_weight_W: torch.Tensor, k_weight_W: torch.Tensor, form: RopeForm, wide: torch.dtype) -> torch.Tensor:
+def _head_weights(
+    q_weight_W: torch.Tensor, k_weight_W: torch.Tensor, form: RopeForm, wide: torch.dtype
+) -> torch.Tensor:
     """Return the weights of every query and key head, one row each."""
     q_HW, k_HW = q_weight_W.to(wide).expand(form.num_heads, -1), k_weight_W.to(wide).expand(form.num_kv_heads, -1)
     return torch.cat([q_HW, k_HW]) + form.weight_offset

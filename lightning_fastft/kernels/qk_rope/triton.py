@@ -1,8 +1,10 @@
 """Norm and rotation of query and key heads on a GPU: one pass over memory forward, one backward.
 
-Axes: T tokens; C columns of q, k and v side by side; W columns of a head, walked as pairs (first, second) and the rest that is not rotated.
-A program takes one token and walks its heads in tiles, so that cos, sin and weights are read once. Value heads are copied, in place not even read.
-Gradients of weights: each program sums its own tokens, a second small kernel adds the programs in their order; no atomics.
+Axes: T tokens; C columns of q, k and v side by side; W columns of a head, walked as pairs (first, second) and the rest
+    that is not rotated.
+A program takes one token and walks its heads in tiles, so that cos, sin and weights are read once. Value heads are
+copied, in place not even read. Gradients of weights: each program sums its own tokens, a second small kernel adds the
+programs in their order; no atomics.
 """
 
 # A jit body has no types that Python could check.
@@ -20,8 +22,8 @@ import triton.language as tl
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 2048 values on 4 warps: one read of 16 bytes per thread, half of the pairs and matrix in bf16; 67 % of 4.2 TB/s on an H200
-# at 8,192 x 7,168 (python -m benchmarks.row_kernels --only qk_rope). Other tiles are not measured.
+# 2048 values on 4 warps: one read of 16 bytes per thread, half of the pairs and matrix in bf16; 67 % of 4.2 TB/s on an
+# H200 at 8,192 x 7,168 (python -m benchmarks.row_kernels --only qk_rope). Other tiles are not measured.
 MAX_TILE = 2048
 # The backward holds a second tile, its weights and their sums in registers.
 MAX_TILE_BACKWARD = 1024
@@ -35,8 +37,17 @@ BLOCK_SUM_COLUMNS = 8
 
 
 @triton.jit
-def _load_pairs(row_ptrs, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return the first and the second column of each pair in fp32; neighbours are read as one tile and split in registers."""
+def _load_pairs(
+    row_ptrs,
+    inside_rows,
+    NUM_PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Return the first and the second column of each pair in fp32; neighbours are read as one tile and split in
+    registers.
+    """
     if IS_INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK_P)
         inside = inside_rows[:, None] & (cols < 2 * NUM_PAIRS)[None, :]
@@ -52,7 +63,9 @@ def _load_pairs(row_ptrs, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: 
 
 
 @triton.jit
-def _store_pairs(row_ptrs, first, second, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
+def _store_pairs(
+    row_ptrs, first, second, inside_rows, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr
+):
     """Write the columns of each pair where they were read, rounded to the dtype there."""
     first = first.to(row_ptrs.dtype.element_ty)
     second = second.to(row_ptrs.dtype.element_ty)
@@ -69,7 +82,14 @@ def _store_pairs(row_ptrs, first, second, inside_rows, NUM_PAIRS: tl.constexpr, 
 
 
 @triton.jit
-def _load_rest(row_ptrs, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_REST: tl.constexpr):
+def _load_rest(
+    row_ptrs,
+    inside_rows,
+    NUM_PAIRS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     """Return the columns that are not rotated in fp32; one column of zeros where there are none."""
     rest = tl.zeros((BLOCK_H, BLOCK_REST), dtype=tl.float32)
     if 2 * NUM_PAIRS < HEAD_WIDTH:
@@ -80,7 +100,9 @@ def _load_rest(row_ptrs, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.co
 
 
 @triton.jit
-def _store_rest(row_ptrs, rest, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_REST: tl.constexpr):
+def _store_rest(
+    row_ptrs, rest, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_REST: tl.constexpr
+):
     """Write the columns that are not rotated, if there are any."""
     if 2 * NUM_PAIRS < HEAD_WIDTH:
         cols = 2 * NUM_PAIRS + tl.arange(0, BLOCK_REST)
@@ -90,7 +112,9 @@ def _store_rest(row_ptrs, rest, inside_rows, NUM_PAIRS: tl.constexpr, HEAD_WIDTH
 
 @triton.jit
 def _load_angles(row_ptr, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return cos or sin of each pair's first and second column, one row; neighbours share one, which stands in the first half."""
+    """Return cos or sin of each pair's first and second column, one row; neighbours share one, which stands in
+    the first half.
+    """
     cols = tl.arange(0, BLOCK_P)
     inside = cols < NUM_PAIRS
     first = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
@@ -111,7 +135,9 @@ def _head_mean(pair_terms, rest_terms, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.c
 
 @triton.jit
 def _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS: tl.constexpr, HEAD_WIDTH: tl.constexpr):
-    """Return what each head is multiplied with, one column; once per head, so with right rounding; 0, never NaN, beyond the last head."""
+    """Return what each head is multiplied with, one column; once per head, so with right rounding; 0, never NaN,
+    beyond the last head.
+    """
     root = tl.sqrt_rn(_head_mean(first * first + second * second, rest * rest, NUM_PAIRS, HEAD_WIDTH) + eps)
     return tl.where(inside_heads, tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root), 0.0)[:, None]
 
@@ -146,7 +172,9 @@ def _copy_columns(in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _add_shares(in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, HEAD_WIDTH: tl.constexpr, NUM_SHARES: tl.constexpr, BLOCK: tl.constexpr):
+def _add_shares(
+    in_ptr, out_ptr, NUM_COLUMNS: tl.constexpr, HEAD_WIDTH: tl.constexpr, NUM_SHARES: tl.constexpr, BLOCK: tl.constexpr
+):
     """Write the columns of some heads of one row, each the sum of neighbouring heads, in their order."""
     for start in range(0, NUM_COLUMNS, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -182,7 +210,9 @@ def _forward_heads(
 ):
     """Norm and rotate the heads of one token that share their weights."""
     if HAS_NORM:
-        weight_first, weight_second, weight_rest = _load_weight(weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
+        weight_first, weight_second, weight_rest = _load_weight(
+            weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST
+        )
 
     for start in range(0, NUM_HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
@@ -248,15 +278,51 @@ def _forward_kernel(
     q_in_ptr = in_ptr + token * in_stride
     k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
     _forward_heads(
-        q_in_ptr, q_out_ptr + token * q_out_stride, q_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
-        NUM_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, IS_WEIGHT_WIDE, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
-    )  # fmt: skip
+        q_in_ptr,
+        q_out_ptr + token * q_out_stride,
+        q_weight_ptr,
+        cos_first,
+        cos_second,
+        sin_first,
+        sin_second,
+        eps,
+        weight_offset,
+        NUM_HEADS,
+        HEAD_WIDTH,
+        NUM_PAIRS,
+        IS_INTERLEAVED,
+        HAS_NORM,
+        IS_WEIGHT_WIDE,
+        IN_PLACE,
+        BLOCK_Q,
+        BLOCK_P,
+        BLOCK_REST,
+    )
     _forward_heads(
-        k_in_ptr, k_out_ptr + token * k_out_stride, k_weight_ptr, cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
-        NUM_KV_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, IS_WEIGHT_WIDE, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
-    )  # fmt: skip
+        k_in_ptr,
+        k_out_ptr + token * k_out_stride,
+        k_weight_ptr,
+        cos_first,
+        cos_second,
+        sin_first,
+        sin_second,
+        eps,
+        weight_offset,
+        NUM_KV_HEADS,
+        HEAD_WIDTH,
+        NUM_PAIRS,
+        IS_INTERLEAVED,
+        HAS_NORM,
+        IS_WEIGHT_WIDE,
+        IN_PLACE,
+        BLOCK_K,
+        BLOCK_P,
+        BLOCK_REST,
+    )
     if COPY_VALUES:
-        _copy_columns(k_in_ptr + NUM_KV_HEADS * HEAD_WIDTH, v_out_ptr + token * v_out_stride, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
+        _copy_columns(
+            k_in_ptr + NUM_KV_HEADS * HEAD_WIDTH, v_out_ptr + token * v_out_stride, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V
+        )
 
 
 @triton.jit
@@ -286,9 +352,13 @@ def _backward_heads(
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Write the gradient of the raw heads of one token that share their weights; return the weights' terms with this token's added."""
+    """Write the gradient of the raw heads of one token that share their weights; return the weights' terms with
+    this token's added.
+    """
     if HAS_NORM:
-        weight_first, weight_second, weight_rest = _load_weight(weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
+        weight_first, weight_second, weight_rest = _load_weight(
+            weight_ptr, weight_offset, NUM_PAIRS, HEAD_WIDTH, IS_INTERLEAVED, BLOCK_P, BLOCK_REST
+        )
 
     for start in range(0, NUM_HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
@@ -338,15 +408,24 @@ def _backward_heads(
 
 @triton.jit
 def _store_partial(
-    partial_ptr, first_terms, second_terms, rest_terms,
-    HEAD_WIDTH: tl.constexpr, NUM_PAIRS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    first_terms,
+    second_terms,
+    rest_terms,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     """Write one program's sum over its tokens and heads."""
     one_row = tl.arange(0, 1)
     first = tl.sum(first_terms, axis=0)[None, :]
     second = tl.sum(second_terms, axis=0)[None, :]
     _store_pairs(partial_ptr + one_row, first, second, one_row < 1, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
-    _store_rest(partial_ptr + one_row, tl.sum(rest_terms, axis=0)[None, :], one_row < 1, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST)
+    _store_rest(
+        partial_ptr + one_row, tl.sum(rest_terms, axis=0)[None, :], one_row < 1, NUM_PAIRS, HEAD_WIDTH, BLOCK_REST
+    )
 
 
 @triton.jit
@@ -403,30 +482,88 @@ def _backward_kernel(
         k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
         k_out_ptr = q_out_ptr + NUM_HEADS * HEAD_WIDTH
         q_first, q_second, q_rest = _backward_heads(
-            d_q_ptr + token * d_q_stride, q_in_ptr, q_out_ptr, q_weight_ptr, q_first, q_second, q_rest,
-            cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
-            NUM_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, 1, NEEDS_WEIGHT, IN_PLACE, BLOCK_Q, BLOCK_P, BLOCK_REST,
-        )  # fmt: skip
+            d_q_ptr + token * d_q_stride,
+            q_in_ptr,
+            q_out_ptr,
+            q_weight_ptr,
+            q_first,
+            q_second,
+            q_rest,
+            cos_first,
+            cos_second,
+            sin_first,
+            sin_second,
+            eps,
+            weight_offset,
+            NUM_HEADS,
+            HEAD_WIDTH,
+            NUM_PAIRS,
+            IS_INTERLEAVED,
+            HAS_NORM,
+            1,
+            NEEDS_WEIGHT,
+            IN_PLACE,
+            BLOCK_Q,
+            BLOCK_P,
+            BLOCK_REST,
+        )
         k_first, k_second, k_rest = _backward_heads(
-            d_k_ptr + token * d_k_stride, k_in_ptr, k_out_ptr, k_weight_ptr, k_first, k_second, k_rest,
-            cos_first, cos_second, sin_first, sin_second, eps, weight_offset,
-            NUM_KV_HEADS, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, HAS_NORM, NUM_SHARES, NEEDS_WEIGHT, IN_PLACE, BLOCK_K, BLOCK_P, BLOCK_REST,
-        )  # fmt: skip
+            d_k_ptr + token * d_k_stride,
+            k_in_ptr,
+            k_out_ptr,
+            k_weight_ptr,
+            k_first,
+            k_second,
+            k_rest,
+            cos_first,
+            cos_second,
+            sin_first,
+            sin_second,
+            eps,
+            weight_offset,
+            NUM_KV_HEADS,
+            HEAD_WIDTH,
+            NUM_PAIRS,
+            IS_INTERLEAVED,
+            HAS_NORM,
+            NUM_SHARES,
+            NEEDS_WEIGHT,
+            IN_PLACE,
+            BLOCK_K,
+            BLOCK_P,
+            BLOCK_REST,
+        )
         v_out_ptr = k_out_ptr + NUM_KV_HEADS * HEAD_WIDTH
         if NUM_SHARES > 1:
-            _add_shares(d_v_ptr + token * d_v_stride, v_out_ptr, NUM_KV_HEADS * HEAD_WIDTH, HEAD_WIDTH, NUM_SHARES, BLOCK_V)
+            _add_shares(
+                d_v_ptr + token * d_v_stride, v_out_ptr, NUM_KV_HEADS * HEAD_WIDTH, HEAD_WIDTH, NUM_SHARES, BLOCK_V
+            )
         elif COPY_VALUES:
             _copy_columns(d_v_ptr + token * d_v_stride, v_out_ptr, NUM_KV_HEADS * HEAD_WIDTH, BLOCK_V)
         token += tl.num_programs(0)
 
     if NEEDS_WEIGHT:
         q_partial_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * HEAD_WIDTH)
-        _store_partial(q_partial_ptr, q_first, q_second, q_rest, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
-        _store_partial(q_partial_ptr + HEAD_WIDTH, k_first, k_second, k_rest, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P, BLOCK_REST)
+        _store_partial(
+            q_partial_ptr, q_first, q_second, q_rest, HEAD_WIDTH, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P, BLOCK_REST
+        )
+        _store_partial(
+            q_partial_ptr + HEAD_WIDTH,
+            k_first,
+            k_second,
+            k_rest,
+            HEAD_WIDTH,
+            NUM_PAIRS,
+            IS_INTERLEAVED,
+            BLOCK_P,
+            BLOCK_REST,
+        )
 
 
 @triton.jit
-def _add_partials_kernel(partial_ptr, sum_ptr, num_partials, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+def _add_partials_kernel(
+    partial_ptr, sum_ptr, num_partials, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
     """One program per tile of columns: it walks all partial sums in their order."""
     cols = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     terms = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
@@ -480,7 +617,9 @@ def _write_heads(
     *,
     out: torch.Tensor | None,
 ) -> None:
-    """Write queries, keys and values where each stands; with ``out`` that is memory of the caller's, which may be that of qkv_TC."""
+    """Write queries, keys and values where each stands; with ``out`` that is memory of the caller's, which may be
+    that of qkv_TC.
+    """
     if len(qkv_TC) == 0:
         return
     _forward_kernel[(len(qkv_TC),)](
@@ -528,7 +667,9 @@ def qk_rope_backward(
     num_tokens, device = d_q.shape[0], d_q.device
     out_TC = torch.empty((num_tokens, form.num_columns), dtype=d_q.dtype, device=device) if out is None else out
     num_programs = min(num_tokens, MAX_PARTIALS) if needs_weight else num_tokens
-    partial_PW = torch.empty(num_programs, 2 * form.head_width, dtype=torch.float32, device=device) if needs_weight else None
+    partial_PW = (
+        torch.empty(num_programs, 2 * form.head_width, dtype=torch.float32, device=device) if needs_weight else None
+    )
     raw_TC = out_TC if qkv_TC is None else qkv_TC
     if num_programs > 0:
         _backward_kernel[(num_programs,)](

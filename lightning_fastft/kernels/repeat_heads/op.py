@@ -1,4 +1,5 @@
-"""Key and value heads, once for each query head that shares them: what a kernel reads that computes every query head by itself.
+"""Key and value heads, once for each query head that shares them: what a kernel reads that computes every query head by
+itself.
 
 Axes: T tokens, H query heads, G key/value heads, W width of a head.
 """
@@ -21,9 +22,11 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
     """Return each head as often as query heads share it, side by side; no graph.
 
     Args:
-        x_TGW: Keys or values. Shape (T, G, W); bf16, fp16, fp32 or float64; the heads of a token contiguous, any distance between tokens.
+        x_TGW: Keys or values. Shape (T, G, W); bf16, fp16, fp32 or float64; the heads of a token contiguous, any
+            distance between tokens.
         num_heads: H, a multiple of G.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+            the second.
 
     Returns:
         Shape (T, H, W), contiguous: heads g H / G to (g + 1) H / G - 1 are head g.
@@ -48,7 +51,9 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ShapeError(f"{num_heads} query heads cannot share the {num_kv_heads} heads of x_TGW evenly.")
     if width and x_TGW.stride()[1:] != (width, 1) and x_TGW.numel():
-        raise ShapeError(f"x_TGW has strides {x_TGW.stride()}; the heads of a token must be contiguous: call .contiguous() on it.")
+        raise ShapeError(
+            f"x_TGW has strides {x_TGW.stride()}; the heads of a token must be contiguous: call .contiguous() on it."
+        )
     with torch.no_grad():
         return _choose(backend, x_TGW).repeat_heads(x_TGW, num_heads)
 

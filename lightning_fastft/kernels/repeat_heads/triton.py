@@ -1,6 +1,7 @@
 """Repeated heads on a GPU: each value is read once and written once for each query head.
 
-Axes: T tokens (a program each), H query heads, G key/value heads, W width of a head; the G x W columns of a token are walked in tiles.
+Axes: T tokens (a program each), H query heads, G key/value heads, W width of a head; the G x W columns of a token are
+    walked in tiles.
 """
 
 # A jit body has no types that Python could check.
@@ -22,7 +23,13 @@ NUM_WARPS = 4
 
 @triton.jit
 def _repeat_heads_kernel(
-    in_ptr, out_ptr, in_stride, NUM_COLUMNS: tl.constexpr, HEAD_WIDTH: tl.constexpr, NUM_TIMES: tl.constexpr, BLOCK: tl.constexpr
+    in_ptr,
+    out_ptr,
+    in_stride,
+    NUM_COLUMNS: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_TIMES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -30,7 +37,12 @@ def _repeat_heads_kernel(
         cols = start + tl.arange(0, BLOCK)
         inside = cols < NUM_COLUMNS
         value = tl.load(in_ptr + token * in_stride + cols, mask=inside)
-        ptrs = out_ptr + token * (NUM_TIMES * NUM_COLUMNS) + cols // HEAD_WIDTH * (NUM_TIMES * HEAD_WIDTH) + cols % HEAD_WIDTH
+        ptrs = (
+            out_ptr
+            + token * (NUM_TIMES * NUM_COLUMNS)
+            + cols // HEAD_WIDTH * (NUM_TIMES * HEAD_WIDTH)
+            + cols % HEAD_WIDTH
+        )
         for time in tl.static_range(NUM_TIMES):
             tl.store(ptrs + time * HEAD_WIDTH, value, mask=inside)
 

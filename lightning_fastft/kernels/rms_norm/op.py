@@ -10,7 +10,15 @@ from types import ModuleType
 
 import torch
 
-from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor, do_ranges_overlap
+from lightning_fastft.core.checks import (
+    check_alike,
+    check_choice,
+    check_columns,
+    check_float,
+    check_out,
+    check_tensor,
+    do_ranges_overlap,
+)
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
 from lightning_fastft.kernels.rms_norm import reference
@@ -32,17 +40,20 @@ def rms_norm_forward(
 ) -> NormOutput:
     """Return ``weight * sum / rms(sum)`` of ``sum = x + residual``, and the sum.
 
-    The sum is rounded to its dtype before it is normed, as a model stores it. The arithmetic is fp32 (float64 for float64); y is rounded once, or
-    twice where the form says so. Rows do not mix: a row of NaN stays alone.
+    The sum is rounded to its dtype before it is normed, as a model stores it. The arithmetic is fp32 (float64 for
+    float64); y is rounded once, or twice where the form says so. Rows do not mix: a row of NaN stays alone.
 
     Args:
-        x_TD: Rows to norm, or what is added to residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or float64; last axis contiguous, any
-            distance between rows.
-        weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 whatever x_TD has, float64 only with float64.
+        x_TD: Rows to norm, or what is added to residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or
+            float64; last axis contiguous, any distance between rows.
+        weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 whatever x_TD has, float64 only with
+            float64.
         form: Which of the forms of RMSNorm it is, with eps.
         residual_TD: The stream that x_TD is added to. Like x_TD, rows any distance apart; None to norm x_TD itself.
-        out: Where y_TD is written: like x_TD, rows any distance apart, in memory that no input has. None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first where it can, else the second.
+        out: Where y_TD is written: like x_TD, rows any distance apart, in memory that no input has. None for new
+            memory.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first where it
+            can, else the second.
 
     Returns:
         y_TD: Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
@@ -50,11 +61,13 @@ def rms_norm_forward(
         rstd_T: Shape (T,), 1 over the root mean square of each row of the sum, fp32 (float64 for float64).
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or ``out`` overlaps an input.
+        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or
+            ``out`` overlaps an input.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
-        Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host synchronisation. "reference" makes fp32 copies.
+        Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host synchronisation. "reference" makes fp32
+        copies.
 
     Source:
         arXiv 1910.07467; order of roundings as in transformers.
@@ -91,35 +104,37 @@ def rms_norm_backward(
 ) -> NormGradients:
     """Return the gradient of the sum, which is that of x and of the residual alike, and of the weight.
 
-    What comes through the norm and the gradient of the sum itself are added in fp32 (float64 for float64) and rounded once. Sums over rows have one
-    order: two calls are bit-equal.
+    What comes through the norm and the gradient of the sum itself are added in fp32 (float64 for float64) and rounded
+    once. Sums over rows have one order: two calls are bit-equal.
 
     Args:
-        d_y_TD: Gradient of y_TD. Shape (T, D); dtype and device of sum_TD; last axis contiguous, any distance between rows.
+        d_y_TD: Gradient of y_TD. Shape (T, D); dtype and device of sum_TD; last axis contiguous, any distance between
+            rows.
         sum_TD: The sum that ``rms_norm_forward`` gave.
         weight_D: What ``rms_norm_forward`` was given.
         rstd_T: What ``rms_norm_forward`` gave; None to make it anew from sum_TD.
         form: What ``rms_norm_forward`` was given.
         d_sum_TD: Gradient that reaches the sum past the norm, along the residual stream. Like d_y_TD; None for 0.
         needs_weight: Return the gradient of the weight.
-        out: Where d_x_TD is written: a tensor like sum_TD in memory of its own, or d_y_TD or d_sum_TD itself, whose values are then lost. None for
-            new memory.
-        rstd_out: Where what ``rms_norm_forward`` gives as rstd_T is written, for a caller that did not keep it. Shape (T,), contiguous, fp32 (float64
-            for float64), memory of its own; None for nowhere.
+        out: Where d_x_TD is written: a tensor like sum_TD in memory of its own, or d_y_TD or d_sum_TD itself, whose
+            values are then lost. None for new memory.
+        rstd_out: Where what ``rms_norm_forward`` gives as rstd_T is written, for a caller that did not keep it. Shape
+            (T,), contiguous, fp32 (float64 for float64), memory of its own; None for nowhere.
         backend: As in ``rms_norm_forward``.
 
     Returns:
         d_x_TD: Shape (T, D), dtype and device of sum_TD; contiguous, or ``out``.
-        d_weight_D: Shape (D,), sum over T of d_y_TD times the normed row, fp32 (float64 for float64); None unless needs_weight.
+        d_weight_D: Shape (D,), sum over T of d_y_TD times the normed row, fp32 (float64 for float64); None unless
+            needs_weight.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or ``out`` or ``rstd_out``
-            overlaps an input without being d_y_TD or d_sum_TD.
+        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or
+            ``out`` or ``rstd_out`` overlaps an input without being d_y_TD or d_sum_TD.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
-        Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host synchronisation. With needs_weight a second launch over at most 512
-        partial sums of D fp32 values. "reference" makes fp32 copies.
+        Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host synchronisation. With needs_weight a second
+        launch over at most 512 partial sums of D fp32 values. "reference" makes fp32 copies.
 
     Source:
         The chain rule.
@@ -140,21 +155,38 @@ def rms_norm_backward(
         _check_rstd("rstd_T", rstd_T, sum_TD)
     if out is not None:
         check_alike("out", out, "sum_TD", sum_TD)
-        check_out(out, may_be={"d_y_TD": d_y_TD, "d_sum_TD": d_sum_TD}, must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out))
+        check_out(
+            out, may_be={"d_y_TD": d_y_TD, "d_sum_TD": d_sum_TD}, must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out)
+        )
     if rstd_out is not None:
         _check_rstd("rstd_out", rstd_out, sum_TD)
-        if any(do_ranges_overlap(rstd_out, other) for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD) if other is not None):
+        if any(
+            do_ranges_overlap(rstd_out, other)
+            for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD)
+            if other is not None
+        ):
             raise ShapeError("rstd_out shares memory with an input. Give memory of its own, or None.")
     with torch.no_grad():
         return _choose(backend, sum_TD).rms_norm_backward(
-            d_y_TD, sum_TD, weight_D, rstd_T, form=form, d_sum_TD=d_sum_TD, needs_weight=needs_weight, out=out, rstd_out=rstd_out
+            d_y_TD,
+            sum_TD,
+            weight_D,
+            rstd_T,
+            form=form,
+            d_sum_TD=d_sum_TD,
+            needs_weight=needs_weight,
+            out=out,
+            rstd_out=rstd_out,
         )
 
 
 def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
     """Return the module that does the work."""
     if backend != "reference" and x_TD.shape[1] > MAX_COLUMNS:
-        raise ShapeError(f"The rows have {x_TD.shape[1]} columns, one pass holds at most {MAX_COLUMNS}; use backend 'reference' for wider ones.")
+        raise ShapeError(
+            f"The rows have {x_TD.shape[1]} columns, one pass holds at most {MAX_COLUMNS}; use backend 'reference' for "
+            "wider ones."
+        )
     if not uses_triton(backend, x_TD.device, dtype=x_TD.dtype):
         return reference
     from lightning_fastft.kernels.rms_norm import triton
@@ -195,7 +227,8 @@ def _check_vector(name: str, vector: torch.Tensor, size: int, x_TD: torch.Tensor
     """Refuse a vector of another size, place or layout."""
     if vector.shape[0] != size or vector.device != x_TD.device:
         raise ShapeError(
-            f"{name} has {vector.shape[0]} entries on {vector.device}; rows of shape {tuple(x_TD.shape)} on {x_TD.device} ask for {size} there."
+            f"{name} has {vector.shape[0]} entries on {vector.device}; rows of shape {tuple(x_TD.shape)} on "
+            f"{x_TD.device} ask for {size} there."
         )
     if not vector.is_contiguous():
         raise ShapeError(f"{name} has stride {vector.stride(0)}; it must be contiguous: call .contiguous() on it.")

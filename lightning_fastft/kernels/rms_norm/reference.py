@@ -16,8 +16,9 @@ class NormForm(NamedTuple):
     Args:
         eps: Added to the mean of the squares.
         weight_offset: Added to the weight: 1 for Gemma, else 0.
-        is_weight_wide: True where the product with the weight is made in fp32 and rounded once (Gemma, gpt-oss); False where the normed row is
-            rounded to its dtype first and the product is rounded again (Llama, Qwen, Mistral, Phi-3).
+        is_weight_wide: True where the product with the weight is made in fp32 and rounded once (Gemma, gpt-oss); False
+            where the normed row is rounded to its dtype first and the product is rounded again (Llama, Qwen, Mistral,
+            Phi-3).
 
     Source:
         arXiv 1910.07467; the forms as in transformers (modeling_llama.py, modeling_gemma3.py, modeling_gpt_oss.py).
@@ -48,7 +49,12 @@ class NormGradients(NamedTuple):
 
 
 def rms_norm_forward(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    residual_TD: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> NormOutput:
     """Return the norm of the rounded sum; arithmetic in fp32 (float64 for float64)."""
     dtype, wide = x_TD.dtype, wide_dtype(x_TD.dtype)

@@ -1,8 +1,10 @@
 """Residual add and RMSNorm on a GPU: one pass over memory forward, one backward.
 
-Axes: T rows (walked in blocks), D columns that are normed together (all of them in one tile), P programs of the backward that leave a partial sum.
-Forward x and the residual are read, the sum and y written. Backward d_y, the sum and its own gradient are read, and d_x is written. Rows mix in the
-gradient of the weight alone: each program sums its rows in one order, and a second launch sums the programs in one order.
+Axes: T rows (walked in blocks), D columns that are normed together (all of them in one tile), P programs of the
+    backward that leave a partial sum.
+Forward x and the residual are read, the sum and y written. Backward d_y, the sum and its own gradient are read, and d_x
+is written. Rows mix in the gradient of the weight alone: each program sums its rows in one order, and a second launch
+sums the programs in one order.
 """
 
 # A jit body has no types that Python could check.
@@ -19,23 +21,25 @@ from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Short rows share a program, 16 at most, until it has 2048 values. On an H200, 8,192 rows of 5,120 columns: 8 warps take 58 us forward and 102 us
-# backward, 16 warps 72 and 101, 32 warps 79 and 156; of 1,024 columns 4 warps take 42 and 80 us, 8 warps 41 and 70. Once more:
-# python -m benchmarks.row_kernels --only rms_norm --tiles (--width 1024).
+# Short rows share a program, 16 at most, until it has 2048 values. On an H200, 8,192 rows of 5,120 columns: 8 warps
+# take 58 us forward and 102 us backward, 16 warps 72 and 101, 32 warps 79 and 156; of 1,024 columns 4 warps take 42 and
+# 80 us, 8 warps 41 and 70. Once more: python -m benchmarks.row_kernels --only rms_norm --tiles (--width 1024).
 TILE_SIZE = 2048
 MAX_BLOCK_ROWS = 16
 VALUES_PER_THREAD = 32
 MIN_WARPS, MAX_WARPS = 8, 16
-# About four programs for each of an H200's 132 multiprocessors; fixed, so that the order of the sums does not hang on the device. Not yet measured:
-# the same command has candidates.
+# About four programs for each of an H200's 132 multiprocessors; fixed, so that the order of the sums does not hang on
+# the device. Not yet measured: the same command has candidates.
 MAX_PROGRAMS = 512
 
 
 @triton.jit
 def _sum_of_products(left, right):
-    """Return the sum of the products of each row; each is rounded by itself, so that every thread that shares a row has the same bits.
+    """Return the sum of the products of each row; each is rounded by itself, so that every thread that shares a row has
+    the same bits.
 
-    Where a thread has one value of a row, a product fused with the first sum over threads is rounded only where it comes from another one.
+    Where a thread has one value of a row, a product fused with the first sum over threads is rounded only where it
+    comes from another one.
     """
     # Nothing fuses a fused product with what is added next.
     return tl.sum(tl.fma(left, right, 0.0), axis=1)
@@ -43,7 +47,9 @@ def _sum_of_products(left, right):
 
 @triton.jit
 def _reciprocal_root(row, mean_scale, eps):
-    """Return 1 over the root of the mean square of each row; both operations rounded to nearest, unlike the approximate rsqrt."""
+    """Return 1 over the root of the mean square of each row; both operations rounded to nearest, unlike the
+    approximate rsqrt.
+    """
     variance = _sum_of_products(row, row) * mean_scale + eps
     return tl.div_rn(tl.full(variance.shape, 1.0, tl.float32), tl.sqrt_rn(variance))
 
@@ -78,7 +84,9 @@ def _rms_norm_forward_kernel(
 
     row = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        row += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        row += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         # What is normed is the stream as it is stored.
         rounded = row.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + rows[:, None] * num_columns + cols[None, :], rounded, mask=inside)
@@ -89,7 +97,11 @@ def _rms_norm_forward_kernel(
     normed = row * rstd[:, None]
     if not IS_WEIGHT_WIDE:
         normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + rows[:, None] * y_stride + cols[None, :], (normed * weight[None, :]).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        y_ptr + rows[:, None] * y_stride + cols[None, :],
+        (normed * weight[None, :]).to(y_ptr.dtype.element_ty),
+        mask=inside,
+    )
     tl.store(rstd_ptr + rows, rstd, mask=inside_rows)
 
 
@@ -136,7 +148,9 @@ def _rms_norm_backward_kernel(
         row = tl.load(sum_ptr + rows[:, None] * sum_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         d_y = tl.load(d_y_ptr + rows[:, None] * d_y_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_D_SUM:
-            d_sum = tl.load(d_sum_ptr + rows[:, None] * d_sum_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+            d_sum = tl.load(d_sum_ptr + rows[:, None] * d_sum_stride + cols[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
         if HAS_RSTD:
             rstd = tl.load(rstd_ptr + rows, mask=inside_rows, other=0.0)
         else:
@@ -152,8 +166,9 @@ def _rms_norm_backward_kernel(
         if NEEDS_WEIGHT:
             weight_terms += d_y * normed
         d_normed = d_y * weight[None, :]
-        # The root mean square is itself a function of the row: what lies along the row is taken away. By the raw row, so that this sum need not wait
-        # for the one in the root: 102 instead of 158 us on an H200 for 8,192 x 5,120 (python -m benchmarks.row_kernels --only rms_norm --forms).
+        # The root mean square is itself a function of the row: what lies along the row is taken away. By the raw row,
+        # so that this sum need not wait for the one in the root: 102 instead of 158 us on an H200 for 8,192 x 5,120
+        # (python -m benchmarks.row_kernels --only rms_norm --forms).
         along = _sum_of_products(d_normed, row) * (mean_scale * rstd)
         d_x = (d_normed - normed * along[:, None]) * rstd[:, None]
         if HAS_D_SUM:
@@ -165,7 +180,12 @@ def _rms_norm_backward_kernel(
 
 
 def rms_norm_forward(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, *, form: NormForm, residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    *,
+    form: NormForm,
+    residual_TD: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> NormOutput:
     """Return the norm, the sum and the reciprocal roots; same contract as the reference."""
     num_rows, num_columns = x_TD.shape
@@ -215,11 +235,15 @@ def rms_norm_backward(
     num_rows, num_columns = sum_TD.shape
     d_x_TD = torch.empty(num_rows, num_columns, dtype=sum_TD.dtype, device=sum_TD.device) if out is None else out
     if num_rows == 0:
-        return NormGradients(d_x_TD, torch.zeros(num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None)
+        return NormGradients(
+            d_x_TD, torch.zeros(num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None
+        )
     block_rows, block_columns, num_warps = _tile(num_columns)
     num_blocks = ceil_div(num_rows, block_rows)
     num_programs = min(num_blocks, MAX_PROGRAMS) if needs_weight else num_blocks
-    partial_PD = torch.empty(num_programs, num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None
+    partial_PD = (
+        torch.empty(num_programs, num_columns, dtype=torch.float32, device=sum_TD.device) if needs_weight else None
+    )
     _rms_norm_backward_kernel[(num_programs,)](
         d_y_TD,
         sum_TD,

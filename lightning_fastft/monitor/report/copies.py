@@ -1,8 +1,10 @@
-"""What the copies of a profiled step cost: how long copies ran, how much of that lay under compute, and how long compute waited.
+"""What the copies of a profiled step cost: how long copies ran, how much of that lay under compute, and how long
+compute waited.
 
-Compute waits for a copy where it stands still, the host has handed over its next kernel already, and a copy is under way. Gaps that the host causes
-by being late are not the copies' doing and count apart. A kernel starts some microseconds after the one before it, or after the host launched it,
-also where there is nothing to wait for: that much of every gap is not counted.
+Compute waits for a copy where it stands still, the host has handed over its next kernel already, and a copy is under
+way. Gaps that the host causes by being late are not the copies' doing and count apart. A kernel starts some
+microseconds after the one before it, or after the host launched it, also where there is nothing to wait for: that much
+of every gap is not counted.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import torch
 
 # Token ids, labels and offsets of a batch are smaller than this, every offloaded activation is larger.
 LEAST_COPY_BYTES = 2**20
-# From the end of a kernel to the start of the next one, and from a launch to its start on an idle device, where nothing is waited for.
+# From the end of a kernel to the start of the next one, and from a launch to its start on an idle device, where nothing
+# is waited for.
 NEXT_KERNEL_US = 5.0
 LAUNCH_US = 20.0
 
 
 class Kernel(NamedTuple):
-    """Work of the compute stream, in microseconds; launched is when the host handed it over, -inf where the trace does not say."""
+    """Work of the compute stream, in microseconds; launched is when the host handed it over, -inf where the trace
+    does not say.
+    """
 
     start: float
     end: float
@@ -137,7 +142,9 @@ class StepProfile:
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         if not self._is_cuda:
             operators = _outermost(events)
-            return StepTrace([Kernel(start, end, float("-inf")) for _, start, end in operators], [], _by_name(operators))
+            return StepTrace(
+                [Kernel(start, end, float("-inf")) for _, start, end in operators], [], _by_name(operators)
+            )
         named = [
             (str(event["name"]), float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0)))
             for event in events
@@ -153,7 +160,9 @@ class StepProfile:
 
 
 def _outermost(events: Iterable[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """Operators of the CPU that lie in no other operator of their thread: (name, start, end), in the order of their starts."""
+    """Operators of the CPU that lie in no other operator of their thread: (name, start, end), in the order of
+    their starts.
+    """
     found: list[tuple[str, float, float]] = []
     ends: dict[Any, float] = {}
     operators = (event for event in events if event.get("ph") == "X" and event.get("cat") == "cpu_op")
@@ -174,7 +183,9 @@ def _by_name(work: Iterable[tuple[str, float, float]]) -> list[tuple[str, int, f
     return sorted(((name, count, time_us) for name, (count, time_us) in sums.items()), key=lambda item: -item[2])
 
 
-def shares_over_time(intervals: Sequence[tuple[float, float]], *, begin: float, end: float, num_slices: int) -> list[float]:
+def shares_over_time(
+    intervals: Sequence[tuple[float, float]], *, begin: float, end: float, num_slices: int
+) -> list[float]:
     """Return for equal slices of a time the share of each that disjoint intervals, in order, take.
 
     Example:
@@ -200,7 +211,13 @@ def read_events(events: Iterable[dict[str, Any]]) -> tuple[list[Kernel], list[Co
     copies: list[Copy] = []
     for event in events:
         category, arguments = event.get("cat"), event.get("args", {})
-        if event.get("ph") != "X" or category not in ("kernel", "gpu_memset", "gpu_memcpy", "cuda_runtime", "cuda_driver"):
+        if event.get("ph") != "X" or category not in (
+            "kernel",
+            "gpu_memset",
+            "gpu_memcpy",
+            "cuda_runtime",
+            "cuda_driver",
+        ):
             continue
         start = float(event["ts"])
         end = start + float(event.get("dur", 0.0))
@@ -212,7 +229,10 @@ def read_events(events: Iterable[dict[str, Any]]) -> tuple[list[Kernel], list[Co
                 copies.append(Copy("d2h" if "DtoH" in event["name"] else "h2d", start, end, num_bytes))
         else:
             work.append((arguments, start, end))
-    kernels = [Kernel(start, end, launches.get(int(arguments.get("correlation", -2)), float("-inf"))) for arguments, start, end in work]
+    kernels = [
+        Kernel(start, end, launches.get(int(arguments.get("correlation", -2)), float("-inf")))
+        for arguments, start, end in work
+    ]
     return sorted(kernels), sorted(copies, key=lambda copy: copy.start)
 
 

@@ -1,4 +1,6 @@
-"""Pictures of a report as inline SVG and plain HTML: they stretch to any width, so their labels stand in HTML beside them."""
+"""Pictures of a report as inline SVG and plain HTML: they stretch to any width, so their labels stand in HTML
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,24 @@ def draw_curve(points: Sequence[Sequence[float]], *, name: str) -> Markup:
     values = [value for _, _, value in points]
     low, high = min(values), max(values)
     wide, tall = max(steps[-1] - steps[0], 1e-9), max(high - low, 1e-9)
-    places = [(WIDTH * (step - steps[0]) / wide, HEIGHT - 6 - (HEIGHT - 12) * (value - low) / tall) for step, value in zip(steps, values)]
+    places = [
+        (WIDTH * (step - steps[0]) / wide, HEIGHT - 6 - (HEIGHT - 12) * (value - low) / tall)
+        for step, value in zip(steps, values)
+    ]
     if len(places) == 1:
         # One point is drawn as a level line.
         places = [(0.0, HEIGHT / 2), (WIDTH, HEIGHT / 2)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    grid = Markup("").join(Markup('<line class="grid" x1="0" x2="{}" y1="{}" y2="{}"/>').format(WIDTH, y, y) for y in (6, HEIGHT / 2, HEIGHT - 6))
+    grid = Markup("").join(
+        Markup('<line class="grid" x1="0" x2="{}" y1="{}" y2="{}"/>').format(WIDTH, y, y)
+        for y in (6, HEIGHT / 2, HEIGHT - 6)
+    )
     return _svg(grid + Markup('<polyline class="curve" points="{}"/>').format(path), name=name)
 
 
-def draw_columns(moments: Sequence[tuple[str, float]], *, top: float, name: str, kind_of: Callable[[str], str]) -> Markup:
+def draw_columns(
+    moments: Sequence[tuple[str, float]], *, top: float, name: str, kind_of: Callable[[str], str]
+) -> Markup:
     """Return columns side by side, each with a class and a tooltip.
 
     Args:
@@ -45,9 +55,9 @@ def draw_columns(moments: Sequence[tuple[str, float]], *, top: float, name: str,
     columns = Markup("")
     for number, (label, value) in enumerate(moments):
         height = HEIGHT * min(1.0, value / max(top, 1e-9))
-        columns += Markup('<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"><title>{}: {:.2f} GiB</title></rect>').format(
-            kind_of(label), number * width, HEIGHT - height, width * 0.92, height, label, value / _GIB
-        )
+        columns += Markup(
+            '<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"><title>{}: {:.2f} GiB</title></rect>'
+        ).format(kind_of(label), number * width, HEIGHT - height, width * 0.92, height, label, value / _GIB)
     return _svg(columns, name=name)
 
 
@@ -61,7 +71,9 @@ def draw_lane(shares: Sequence[float], *, kind: str, name: str) -> Markup:
     """
     width = WIDTH / max(1, len(shares))
     strip = Markup("").join(
-        Markup('<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"/>').format(kind, i * width, 40 * (1 - share), width, 40 * share)
+        Markup('<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"/>').format(
+            kind, i * width, 40 * (1 - share), width, 40 * share
+        )
         for i, share in enumerate(shares)
         if share > 0
     )
@@ -88,6 +100,7 @@ def layer_kind(layer: Mapping[str, Any]) -> str:
 
 
 def _svg(content: Markup, *, name: str, height: float = HEIGHT) -> Markup:
-    return Markup('<svg role="img" aria-label="{}" viewBox="0 0 {:g} {:g}" preserveAspectRatio="none" style="height:{:g}px">{}</svg>').format(
-        escape(name), WIDTH, height, height, content
-    )
+    return Markup(
+        '<svg role="img" aria-label="{}" viewBox="0 0 {:g} {:g}" preserveAspectRatio="none" '
+        'style="height:{:g}px">{}</svg>'
+    ).format(escape(name), WIDTH, height, height, content)

@@ -20,10 +20,33 @@ if TYPE_CHECKING:
     from torch import nn
 
 REMOVED = "[removed]"
-_PACKAGES = ("lightning_fastft", "torch", "lightning", "transformers", "peft", "bitsandbytes", "triton", "datasets", "torchmetrics")
-_TRAINER_OPTIONS = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "precision", "num_devices", "num_nodes", "world_size")
-# The last part of the name of an option, and texts that are secrets whatever they are called. "max_tokens" and "tokenizer" are none.
-_SECRET_NAME = re.compile(r"(?:^|[._-])(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth)$", re.IGNORECASE)
+_PACKAGES = (
+    "lightning_fastft",
+    "torch",
+    "lightning",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "triton",
+    "datasets",
+    "torchmetrics",
+)
+_TRAINER_OPTIONS = (
+    "max_steps",
+    "max_epochs",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "precision",
+    "num_devices",
+    "num_nodes",
+    "world_size",
+)
+# The last part of the name of an option, and texts that are secrets whatever they are called. "max_tokens" and
+# "tokenizer" are none.
+_SECRET_NAME = re.compile(
+    r"(?:^|[._-])(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth)$",
+    re.IGNORECASE,
+)
 _SECRET_TEXT = re.compile(
     r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|xox[abprs]-[\w-]+|AKIA[0-9A-Z]{12,}|AIza[\w-]{20,})"
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
@@ -54,7 +77,9 @@ def describe_model(pl_module: pl.LightningModule) -> dict[str, Any]:
 
 
 def _describe_method(pl_module: nn.Module, *, num_trained: int, num_elements: int) -> str:
-    adapters = next((found for module in pl_module.modules() if isinstance(found := getattr(module, "peft_config", None), dict)), {})
+    adapters = next(
+        (found for module in pl_module.modules() if isinstance(found := getattr(module, "peft_config", None), dict)), {}
+    )
     rank = next((config.r for config in adapters.values() if hasattr(config, "r")), None)
     is_nf4 = any(type(parameter).__name__ == "Params4bit" for parameter in pl_module.parameters())
     quantization = getattr(pl_module, "quantization", None) or ("nf4" if is_nf4 else None)
@@ -72,7 +97,10 @@ def describe_options(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict
     options["trainer"]["strategy"] = type(trainer.strategy).__name__
     for title, owner in (("module", pl_module), ("data", getattr(trainer, "datamodule", None))):
         if owner is not None:
-            options[title] = {**_own_options(owner), **{str(name): plain(value) for name, value in getattr(owner, "hparams", {}).items()}}
+            options[title] = {
+                **_own_options(owner),
+                **{str(name): plain(value) for name, value in getattr(owner, "hparams", {}).items()},
+            }
     return {title: values for title, values in options.items() if values}
 
 
@@ -95,7 +123,10 @@ def describe_checkpoints(trainer: pl.Trainer) -> dict[str, str]:
         if isinstance(callback, ModelCheckpoint):
             best = callback.best_model_path
             # Without a value to watch the "best" one is the newest.
-            paths = {"last": callback.last_model_path or ("" if callback.monitor else best), "best": best if callback.monitor else ""}
+            paths = {
+                "last": callback.last_model_path or ("" if callback.monitor else best),
+                "best": best if callback.monitor else "",
+            }
             found = {**{kind: path for kind, path in paths.items() if path}, **found}
     return found
 
@@ -132,8 +163,9 @@ def describe_command(words: Sequence[str] | None = None) -> str:
     return without_secrets(shlex.join(shown))
 
 
-def without_secrets(value: Any, name: str = "") -> Any:  # noqa: ANN401 - plain values, nested
-    """Return plain values with secrets replaced, by the names of keys and by the look of texts, and numbers that are not finite as None.
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return plain values with secrets replaced, by the names of keys and by the look of texts, and numbers that are
+    not finite as None.
 
     Example:
         >>> without_secrets({"api_key": "x", "max_tokens": 9, "loss": float("nan"), "note": "Bearer hf_abcdefghijk"})
@@ -152,8 +184,10 @@ def without_secrets(value: Any, name: str = "") -> Any:  # noqa: ANN401 - plain 
     return value
 
 
-def plain(value: Any) -> Any:  # noqa: ANN401 - whatever an option holds
-    """Return a value as JSON has it: numbers, texts, lists and mappings of them; anything else as text, cut at 200 characters."""
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: numbers, texts, lists and mappings of them; anything else as text, cut at
+    200 characters.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

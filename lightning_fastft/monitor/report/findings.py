@@ -1,4 +1,6 @@
-"""Findings of a run as plain values for its report: the memory plan, the profiled step, the host waits, what became of the rows."""
+"""Findings of a run as plain values for its report: the memory plan, the profiled step, the host waits, what
+became of the rows.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Watched(Protocol):
 
 
 def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
-    """Return a memory plan: what is predicted, what becomes of each layer, memory over the step, and its picture as text."""
+    """Return a memory plan: what is predicted, what becomes of each layer, memory over the step, and its picture
+    as text.
+    """
     found = plan.prediction
     layers = [
         {
@@ -69,7 +73,11 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
         why_not: Why no step was profiled, where that is known.
     """
     if trace is None or not trace.kernels:
-        asked = "No step was asked for: profile_step is None." if step is None else f"The run ended before step {step}, which was to be profiled."
+        asked = (
+            "No step was asked for: profile_step is None."
+            if step is None
+            else f"The run ended before step {step}, which was to be profiled."
+        )
         return {"step": None, "why_not": why_not or asked}
     kernels, copies, names = trace
     begin, end = kernels[0].start, max(kernel.end for kernel in kernels)
@@ -81,9 +89,16 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
         "has_copies": bool(copies),
         **copy_use(kernels, copies).to_dict(),
         "work": "kernel" if is_cuda else "operator",
-        "longest": [{"name": name[:_MOST_NAME], "count": count, "ms": time_us / 1e3} for name, count, time_us in names[:_NUM_LONGEST]],
+        "longest": [
+            {"name": name[:_MOST_NAME], "count": count, "ms": time_us / 1e3}
+            for name, count, time_us in names[:_NUM_LONGEST]
+        ],
         "lanes": [
-            {"kind": kind, "name": _LANES[kind], "shares": shares_over_time(found, begin=begin, end=end, num_slices=_NUM_SLICES)}
+            {
+                "kind": kind,
+                "name": _LANES[kind],
+                "shares": shares_over_time(found, begin=begin, end=end, num_slices=_NUM_SLICES),
+            }
             for kind, found in spans.items()
         ],
     }
@@ -92,7 +107,11 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
 def describe_waits(watched: Watched | None, *, is_cuda: bool) -> dict[str, Any]:
     """Return the host waits of the watched steps, line by line; None is for a run that was to watch no step."""
     if watched is None or not watched.num_watched:
-        why_not = "No step was watched: profile_step is None." if watched is None else "The run ended before the step that was to be watched."
+        why_not = (
+            "No step was watched: profile_step is None."
+            if watched is None
+            else "The run ended before the step that was to be watched."
+        )
         return {"num_steps": 0, "why_not": why_not}
     rows = [
         {

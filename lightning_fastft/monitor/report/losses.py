@@ -16,8 +16,9 @@ NUM_ENDS = 20
 class WindowLosses:
     """Losses of micro-batches, brought to one for each optimizer step.
 
-    In a window of accumulation a micro-batch's loss is its sum over (labelled tokens of the window / micro-batches), so alone it says how many
-    labelled tokens it has as much as how well they are predicted. The mean over the micro-batches is that over the window's labelled tokens.
+    In a window of accumulation a micro-batch's loss is its sum over (labelled tokens of the window / micro-batches), so
+    alone it says how many labelled tokens it has as much as how well they are predicted. The mean over the
+    micro-batches is that over the window's labelled tokens.
 
     Example:
         >>> window = WindowLosses()
@@ -30,7 +31,9 @@ class WindowLosses:
         self._sum, self._num = 0.0, 0
 
     def add(self, loss: float, *, is_last: bool) -> float | None:
-        """Take the loss of a micro-batch; return that of the step where it ends one and every loss of its window was finite."""
+        """Take the loss of a micro-batch; return that of the step where it ends one and every loss of its window
+        was finite.
+        """
         self.num_not_finite += not math.isfinite(loss)
         self._sum, self._num = self._sum + loss, self._num + 1
         if not is_last:
@@ -41,10 +44,12 @@ class WindowLosses:
 
 
 class StepLosses:
-    """The losses of optimizer steps: a curve, the first and the last ones, and all of it as the mean over ranks once the run is over.
+    """The losses of optimizer steps: a curve, the first and the last ones, and all of it as the mean over ranks once
+    the run is over.
 
-    What a rank notes is its part of the loss: the sum over its labelled tokens of a step, divided by (labelled tokens of all ranks / ranks). Their
-    plain mean over ranks is therefore the loss over the labelled tokens of all, which is what is trained on.
+    What a rank notes is its part of the loss: the sum over its labelled tokens of a step, divided by (labelled tokens
+    of all ranks / ranks). Their plain mean over ranks is therefore the loss over the labelled tokens of all, which is
+    what is trained on.
 
     Example:
         >>> losses = [StepLosses(), StepLosses()]
@@ -71,7 +76,8 @@ class StepLosses:
         self.num_not_finite = self._window.num_not_finite
         if not is_last:
             return
-        # A step without a finite loss has its place too: ranks that made the same steps then have curves of the same steps.
+        # A step without a finite loss has its place too: ranks that made the same steps then have curves of the same
+        # steps.
         self.curve.add(step, 0.0 if mean is None else mean, weight=0.0 if mean is None else 1.0)
         if mean is not None:
             if len(self._first) < NUM_ENDS:
@@ -94,7 +100,8 @@ class StepLosses:
         return np.concatenate([[self.num_not_finite], ends_E2.ravel(), self.curve.to_array().ravel()])
 
     def take_mean(self, array_RV: np.ndarray) -> bool:
-        """Take the mean over ranks in place of the own part; a point without a finite loss on one of them is no longer there.
+        """Take the mean over ranks in place of the own part; a point without a finite loss on one of them is no longer
+        there.
 
         Args:
             array_RV: ``to_array`` of every rank, the own one among them.

@@ -206,7 +206,8 @@ anywhere.</p>
 def render_page(data: Mapping[str, Any]) -> str:
     """Return the page of a report.
 
-    Every figure stands in a ``<data>`` element that holds it in full, so that page and JSON can be compared. All texts are escaped.
+    Every figure stands in a ``<data>`` element that holds it in full, so that page and JSON can be compared. All texts
+    are escaped.
 
     Args:
         data: What ``RunReport`` writes as JSON.
@@ -216,7 +217,13 @@ def render_page(data: Mapping[str, Any]) -> str:
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters.update(number=_show_number, percent=_show_percent)
-    environment.globals.update(draw_curve=draw_curve, draw_columns=draw_columns, draw_lane=draw_lane, layer_kind=layer_kind, moment_kind=moment_kind)
+    environment.globals.update(
+        draw_curve=draw_curve,
+        draw_columns=draw_columns,
+        draw_lane=draw_lane,
+        layer_kind=layer_kind,
+        moment_kind=moment_kind,
+    )
     return environment.from_string(_BODY).render(**data, style=Markup(_STYLE))  # noqa: S704 - a constant of this file
 
 

@@ -28,8 +28,9 @@ class CurvePoint(NamedTuple):
 class Curve:
     """A curve over any number of steps in bounded memory.
 
-    A point is a ratio of sums over neighbouring steps (a mean where the weights are 1). When there are max_points of them, neighbours are merged two
-    by two and later points take twice as many values, so that all points but the last cover equally many values and no value is lost.
+    A point is a ratio of sums over neighbouring steps (a mean where the weights are 1). When there are max_points of
+    them, neighbours are merged two by two and later points take twice as many values, so that all points but the last
+    cover equally many values and no value is lost.
 
     Args:
         max_points: Most points held, an even number.
@@ -57,19 +58,23 @@ class Curve:
             return
         if len(self._sums) == self.max_points:
             self._sums = [
-                [one[0], other[1], one[2] + other[2], one[3] + other[3], one[4] + other[4]] for one, other in zip(self._sums[::2], self._sums[1::2])
+                [one[0], other[1], one[2] + other[2], one[3] + other[3], one[4] + other[4]]
+                for one, other in zip(self._sums[::2], self._sums[1::2])
             ]
             self.values_per_point *= 2
         self._sums.append([step, step, 1, value, weight])
 
     def to_array(self) -> np.ndarray:
-        """Return first step, last step, number of values, sum and weight of each point, in rows; rows of zeros after the last."""
+        """Return first step, last step, number of values, sum and weight of each point, in rows; rows of zeros
+        after the last.
+        """
         array_PC = np.zeros((self.max_points, 5))
         array_PC[: len(self._sums)] = np.reshape(self._sums, (-1, 5))
         return array_PC
 
     def take_mean(self, array_RPC: np.ndarray) -> None:
-        """Take the mean of curves with the same steps in place of the own one; a point that has no weight in one of them has none.
+        """Take the mean of curves with the same steps in place of the own one; a point that has no weight in one of
+        them has none.
 
         Args:
             array_RPC: ``to_array`` of each.
@@ -80,7 +85,11 @@ class Curve:
 
     def points(self) -> list[CurvePoint]:
         """Return the points whose weight is not 0, in their order."""
-        return [CurvePoint(int(first), int(last), value / weight) for first, last, _, value, weight in self._sums if weight > 0]
+        return [
+            CurvePoint(int(first), int(last), value / weight)
+            for first, last, _, value, weight in self._sums
+            if weight > 0
+        ]
 
     def to_dict(self, *, first_step: int = 0) -> dict[str, Any]:
         """Return plain values for JSON; first_step is added to every step."""
@@ -124,12 +133,16 @@ class PackSums:
     """Fill of packs and lengths of documents, from the host's side of batch contexts."""
 
     def __init__(self) -> None:
-        self.num_packs = self.num_tokens = self.num_real_tokens = self.num_labelled = self.num_documents = self.longest = 0
+        self.num_packs = self.num_tokens = self.num_real_tokens = self.num_labelled = self.num_documents = (
+            self.longest
+        ) = 0
         # Documents by their length: as many numbers as the longest has tokens.
         self._count = np.zeros(64, dtype=np.int64)
 
-    def add(self, context: Any) -> tuple[int, int]:  # noqa: ANN401 - a BatchContext
-        """Count a pack and return how many documents it has and how long the longest is; padding is none. Reads host integers only."""
+    def add(self, context: Any) -> tuple[int, int]:
+        """Count a pack and return how many documents it has and how long the longest is; padding is none. Reads
+        host integers only.
+        """
         start_S1 = context.start_host_S1.numpy().astype(np.int64)
         length_S = np.diff(start_S1)[start_S1[:-1] < context.num_real_tokens]
         self.num_packs += 1
@@ -148,7 +161,8 @@ class PackSums:
         """Return plain values for JSON; None where there was no pack.
 
         Args:
-            max_tokens: What a pack may hold, which fill is a share of; None where nobody knows, and then fill is None too.
+            max_tokens: What a pack may hold, which fill is a share of; None where nobody knows, and then fill is None
+                too.
         """
         if not self.num_packs:
             return None
@@ -176,4 +190,7 @@ class PackSums:
             edges = np.unique(np.round(np.geomspace(low, end, _MOST_LENGTHS + 1)).astype(int)).tolist()
         else:
             edges = [*range(low, end, math.ceil((end - low) / _MOST_LENGTHS)), end]
-        return [{"low": first, "high": after - 1, "count": int(self._count[first:after].sum())} for first, after in pairwise(edges)]
+        return [
+            {"low": first, "high": after - 1, "count": int(self._count[first:after].sum())}
+            for first, after in pairwise(edges)
+        ]

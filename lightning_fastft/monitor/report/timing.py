@@ -1,4 +1,6 @@
-"""Times of micro-batches and of their parts, from marks on the device's timeline that are read after they have passed."""
+"""Times of micro-batches and of their parts, from marks on the device's timeline that are read after they have
+passed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import torch
 
 from lightning_fastft.monitor.report.sums import Curve, Spread
 
-# In the order of a micro-batch; "between" is what lies between the end of one and the start of the next: data, transfer, other callbacks, logging.
+# In the order of a micro-batch; "between" is what lies between the end of one and the start of the next: data,
+# transfer, other callbacks, logging.
 PARTS = ("between", "forward", "backward", "optimizer")
 # What Batch.set_up says of the first micro-batch of an epoch, beside which the loader begins.
 EPOCH_START = "an epoch and its data loader began"
@@ -48,7 +51,7 @@ class Clock:
         self.is_counted = is_counted
         self.marks: list[tuple[str, Any]] = []
 
-    def begin(self, part: str, mark: Any) -> None:  # noqa: ANN401 - a CUDA event or seconds
+    def begin(self, part: str, mark: Any) -> None:
         """Begin a part, which ends the one before it."""
         self.marks.append((part, mark))
 
@@ -96,7 +99,9 @@ class BatchTimes:
             parts_ms: dict[str, float] = {}
             for (part, begin), (_, end) in zip(clock.marks, clock.marks[1:]):
                 is_event = isinstance(begin, torch.cuda.Event)
-                parts_ms[part] = parts_ms.get(part, 0.0) + (begin.elapsed_time(end) if is_event else 1e3 * (end - begin))
+                parts_ms[part] = parts_ms.get(part, 0.0) + (
+                    begin.elapsed_time(end) if is_event else 1e3 * (end - begin)
+                )
             self.add(Timed(clock.batch, parts_ms))
 
     def add(self, timed: Timed) -> None:
@@ -141,17 +146,31 @@ class BatchTimes:
             "optimizer": "clipping and optimizer",
         }
         parts = [
-            {"kind": part, "name": names[part], "mean_ms": self._parts_ms[part] / num_batches, "share": self._parts_ms[part] / total_ms}
+            {
+                "kind": part,
+                "name": names[part],
+                "mean_ms": self._parts_ms[part] / num_batches,
+                "share": self._parts_ms[part] / total_ms,
+            }
             for part in PARTS
             if num_batches and total_ms > 0
         ]
         percentiles = {f"p{percent}_ms": self.spread.percentile(percent) for percent in (10, 50, 90)}
         clock = "CUDA events" if is_cuda else "the clock of the host"
         set_ups = [{"what": what, "num_batches": number, "ms": ms} for what, (number, ms) in self.set_ups.items()]
-        return {"num_batches": num_batches, "has_warmup": self.has_warmup, "clock": clock, "parts": parts, "set_ups": set_ups, **percentiles}
+        return {
+            "num_batches": num_batches,
+            "has_warmup": self.has_warmup,
+            "clock": clock,
+            "parts": parts,
+            "set_ups": set_ups,
+            **percentiles,
+        }
 
     def slowest_to_dict(self, *, first_step: int = 0) -> dict[str, Any] | None:
-        """Return the slowest micro-batch beside the median; None where none was timed. first_step is added to its step."""
+        """Return the slowest micro-batch beside the median; None where none was timed. first_step is added to its
+        step.
+        """
         if self.slowest is None:
             return None
         batch = self.slowest.batch

@@ -28,7 +28,9 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     if first is not None and final is not None and head["num_steps"] > 1:
         has_fallen = final < first
         how = "fell" if has_fallen else "did not fall: it went"
-        (good if has_fallen else warn).append(f"The loss {how} from {first:.4g} to {final:.4g} {_describe_means(head)}.")
+        (good if has_fallen else warn).append(
+            f"The loss {how} from {first:.4g} to {final:.4g} {_describe_means(head)}."
+        )
     refused = [status["name"] for status in data["statuses"] if status["state"] == "refused"]
     if refused:
         warn.append(f"Refused: {', '.join(refused)}; the table says why and what to do.")
@@ -36,13 +38,19 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     per_step = sum(row["per_step"] for row in data["waits"].get("rows", ()) if not row["is_logging"])
     if per_step:
         times = f"{per_step:g} {'time' if per_step == 1 else 'times'} a step"
-        warn.append(f"{'On a GPU the host would wait' if data['waits']['is_prediction'] else 'The host waited'} {times}; the table names the lines.")
+        warn.append(
+            f"{'On a GPU the host would wait' if data['waits']['is_prediction'] else 'The host waited'} {times}; the "
+            "table names the lines."
+        )
     between = next((part["share"] for part in data["times"]["parts"] if part["kind"] == "between"), 0.0)
     if between > _DATA_SHARE:
         warn.append(f"{100 * between:.0f} % of the time passed between micro-batches (data, transfer, logging).")
     warn += _judge_packs(data["packing"])
     if data["profile"]["step"] is not None and data["profile"]["copy_ms"]:
-        good.append(f"{100 * data['profile']['hidden_share']:.0f} % of the copy time of the profiled step was hidden under compute.")
+        good.append(
+            f"{100 * data['profile']['hidden_share']:.0f} % of the copy time of the profiled step was hidden under "
+            "compute."
+        )
     # What ended the run comes first.
     return "bad" if bad else "warn" if warn else "good", [*bad, *warn, *good] if outcome["state"] != "finished" else [
         *good[:1],
@@ -83,9 +91,14 @@ def _describe_end(data: Mapping[str, Any]) -> str:
         text = f"The run {end} after {steps}"
     else:
         source = f" (checkpoint {resumed['checkpoint']})" if resumed["checkpoint"] else ""
-        text = f"The run went on from step {resumed['step']:,}{source} to {head['last_step']:,}, and {end} after {steps}"
+        text = (
+            f"The run went on from step {resumed['step']:,}{source} to {head['last_step']:,}, and {end} after {steps}"
+        )
     if stop is not None:
-        return f"{text}; saved at {stop['checkpoint']}; go on with --ckpt_path {stop['checkpoint']} (in Python: ckpt_path= of fit)."
+        return (
+            f"{text}; saved at {stop['checkpoint']}; go on with --ckpt_path {stop['checkpoint']} (in Python: "
+            "ckpt_path= of fit)."
+        )
     return f"{text}." if outcome["state"] == "finished" else f"{text}; this is what is known so far."
 
 
@@ -94,11 +107,15 @@ def _describe_means(head: Mapping[str, Any]) -> str:
     number = head["num_loss_steps"]
     if number == 1:
         return "(the first and the last step)"
-    return f"(means of the first {number} and the last {number} steps; the first step alone {head['first_step_loss']:.4g})"
+    return (
+        f"(means of the first {number} and the last {number} steps; the first step alone {head['first_step_loss']:.4g})"
+    )
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
-    """Say how much room of the packs is empty where that is much; where nobody knows how much they hold, how much of them is padding."""
+    """Say how much room of the packs is empty where that is much; where nobody knows how much they hold, how much
+    of them is padding.
+    """
     if packing is None:
         return []
     fill, padding = packing["fill"], packing["padding"]

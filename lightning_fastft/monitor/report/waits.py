@@ -21,10 +21,21 @@ from torch.utils._pytree import tree_iter
 # Text of the warning of torch.cuda.set_sync_debug_mode.
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 _PACKAGE = str(Path(__file__).parents[2])
-# Callbacks of this package read what has been copied to the host, its optimizers counters that lie there; their tests hold them to that.
-HOST_READERS = (*(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks", "report")), os.path.join(_PACKAGE, "optim.py"))
+# Callbacks of this package read what has been copied to the host, its optimizers counters that lie there; their tests
+# hold them to that.
+HOST_READERS = (
+    *(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks", "report")),
+    os.path.join(_PACKAGE, "optim.py"),
+)
 # Frames between the call that waits and what records it.
-_MACHINERY = (__file__, "torch/_dynamo", "torch/utils/_python_dispatch", "torch/_compile", "torch/_ops.py", "/warnings.py")
+_MACHINERY = (
+    __file__,
+    "torch/_dynamo",
+    "torch/utils/_python_dispatch",
+    "torch/_compile",
+    "torch/_ops.py",
+    "/warnings.py",
+)
 # Lightning calls the step from here; what lies further out is the script that called fit.
 _LOOP = os.path.join("loops", "training_epoch_loop.py")
 # Lightning hands logged values to the loggers here.
@@ -33,39 +44,69 @@ _ENGINE = os.path.join("torch", "autograd", "graph.py")
 # Batches are loaded and collated from here.
 _FETCHERS = os.path.join("loops", "fetchers.py")
 _SITES = ("site-packages", "dist-packages")
-_ROOTS = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent)))
+_ROOTS = tuple(
+    os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent))
+)
 
 _READ = (
-    "keep the number on the device (add tensors up, torch.where instead of an if); to show it, copy it with .to('cpu', non_blocking=True), record an "
+    "keep the number on the device (add tensors up, torch.where instead of an if); to show it, copy it with .to('cpu', "
+    "non_blocking=True), record an "
     "event behind the copy, and read it a step later, when the event has passed"
 )
 _SELECT = (
-    "the size of the result depends on data: keep the shape (torch.where, multiply by the mask) or make the row numbers on the host with the batch"
+    "the size of the result depends on data: keep the shape (torch.where, multiply by the mask) or make the row "
+    "numbers on the host with the batch"
 )
 _ASSIGN = "write x = torch.where(mask, value, x), or x.masked_fill_(mask, number): no row numbers are needed for that"
 _UNIQUE = (
-    "the size of the result depends on data: work it out on the host when the batch is made, or sort and compare neighbours, which keeps the size"
+    "the size of the result depends on data: work it out on the host when the batch is made, or sort and "
+    "compare "
+    "neighbours, which keeps the size"
 )
-_COMPARE = "the answer is a bool on the host: compare with (x == y).all(), keep it on the device, and read it a step later"
-_TO_HOST = "copy with .to('cpu', non_blocking=True), record an event behind the copy, and read it a step later, when the event has passed"
-_TO_DEVICE = "pin the host tensor (pin_memory=True in the DataLoader) and copy with non_blocking=True; constants: make them on the device once"
-_SYNCHRONIZE = "wait for nothing in the step: let a stream wait for an event (stream.wait_event), and time with events that are read later"
-_OTHER = "this call copies to or from the host, or asks the device for a size: move it out of the step, or make its input on the device"
+_COMPARE = (
+    "the answer is a bool on the host: compare with (x == y).all(), keep it on the device, and read it a step later"
+)
+_TO_HOST = (
+    "copy with .to('cpu', non_blocking=True), record an event behind the copy, and read it a step later, when "
+    "the event has passed"
+)
+_TO_DEVICE = (
+    "pin the host tensor (pin_memory=True in the DataLoader) and copy with non_blocking=True; constants: "
+    "make "
+    "them on the device once"
+)
+_SYNCHRONIZE = (
+    "wait for nothing in the step: let a stream wait for an event (stream.wait_event), and time with "
+    "events "
+    "that are read later"
+)
+_OTHER = (
+    "this call copies to or from the host, or asks the device for a size: move it out of the step, or make its "
+    "input on the device"
+)
 # (part of a path on the stack, what to do): waits whose cause is known better than by their operation.
 _KNOWN = (
     (
         _CONNECTOR,
-        "Lightning reads values logged with prog_bar=True, and those of a logging step, from the device: log without prog_bar, less often",
+        "Lightning reads values logged with prog_bar=True, and those of a logging step, from the device: log without "
+        "prog_bar, less often",
     ),
-    ("amp/grad_scaler.py", "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')"),
-    ("plugins/precision/amp.py", "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')"),
+    (
+        "amp/grad_scaler.py",
+        "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')",
+    ),
+    (
+        "plugins/precision/amp.py",
+        "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')",
+    ),
 )
 _REMEDIES = {
     **dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "tolist", "numpy"), _READ),
     **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere", "masked_select"), _SELECT),
     **dict.fromkeys(("unique_dim", "unique_consecutive", "unique_dim_consecutive", "_unique", "_unique2"), _UNIQUE),
     **dict.fromkeys(("equal", "allclose"), _COMPARE),
-    "bincount": "bincount asks for the largest value: torch.zeros(n, device=x.device).scatter_add_ with a known n, or searchsorted on sorted values",
+    "bincount": "bincount asks for the largest value: torch.zeros(n, device=x.device).scatter_add_ with a known n, or "
+    "searchsorted on sorted values",
     "repeat_interleave": "give output_size=, the sum of the repeats, which the host knows when it makes the batch",
     "cpu": _TO_HOST,
 }
@@ -101,7 +142,8 @@ class HostWait(NamedTuple):
         place: Line of the user's own code; the line of the library where none of the user's is on the stack.
         library: Line of the library that made the call for the user; None where the user's line made it.
         remedy: What to write instead.
-        is_logging: Whether Lightning reads for a logger what ``self.log`` was given, which it does on logged steps only.
+        is_logging: Whether Lightning reads for a logger what ``self.log`` was given, which it does on logged steps
+            only.
     """
 
     operation: str
@@ -115,17 +157,20 @@ class HostWait(NamedTuple):
 class WaitRecorder:
     """Record what makes the host wait, while it is on.
 
-    On CUDA: operations that wait are seen by the dispatcher, also in the backward, and the rest by ``torch.cuda.set_sync_debug_mode``; explicit
-    ``synchronize`` calls are counted too. A wait inside a library that tells neither (an extension that calls the driver itself) stays unseen. On a
-    CPU: operations that would wait if their tensors lay on a GPU, so that reads of tensors which never leave the host count as well.
+    On CUDA: operations that wait are seen by the dispatcher, also in the backward, and the rest by
+    ``torch.cuda.set_sync_debug_mode``; explicit ``synchronize`` calls are counted too. A wait inside a library that
+    tells neither (an extension that calls the driver itself) stays unseen. On a CPU: operations that would wait if
+    their tensors lay on a GPU, so that reads of tensors which never leave the host count as well.
 
     Args:
         device: Where the step runs.
         on_wait: Called at each wait, from inside the call that waits; what it raises comes out of that call.
-        host_only: Starts of paths of code that reads nothing but tensors of the host, which a CPU cannot tell from others; on CUDA all code counts.
+        host_only: Starts of paths of code that reads nothing but tensors of the host, which a CPU cannot tell from
+            others; on CUDA all code counts.
 
     Cost:
-        While on, some microseconds per operation, and torch.compile runs what it would compile eagerly; nothing while off.
+        While on, some microseconds per operation, and torch.compile runs what it would compile eagerly; nothing while
+        off.
 
     Source:
         own; torch.cuda.set_sync_debug_mode of PyTorch.
@@ -138,7 +183,13 @@ class WaitRecorder:
         ['_local_scalar_dense']
     """
 
-    def __init__(self, device: torch.device, *, on_wait: Callable[[HostWait], None] | None = None, host_only: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        on_wait: Callable[[HostWait], None] | None = None,
+        host_only: tuple[str, ...] = (),
+    ) -> None:
         self.device = device
         self.on_wait = on_wait
         self.host_only = host_only
@@ -188,12 +239,24 @@ class WaitRecorder:
             remedy: What to write instead; empty looks the operation up.
         """
         frames = _frames()
-        if self.device.type != "cuda" and frames and (_stays_on_the_host(frames) or frames[0].f_code.co_filename.startswith(self.host_only)):
+        if (
+            self.device.type != "cuda"
+            and frames
+            and (_stays_on_the_host(frames) or frames[0].f_code.co_filename.startswith(self.host_only))
+        ):
             return
         known = next((text for part, text in _KNOWN for frame in frames if part in frame.f_code.co_filename), "")
         mine = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
-        # What self.log was given is read later, where none of the user's lines is on the stack: the names say what it was.
-        logging = next((frame for frame in frames if frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename), None)
+        # What self.log was given is read later, where none of the user's lines is on the stack: the names say what it
+        # was.
+        logging = next(
+            (
+                frame
+                for frame in frames
+                if frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename
+            ),
+            None,
+        )
         inner = _backward_place(frames) or _place(frames[0] if logging is None or mine is not None else logging)
         is_direct = mine is None or (mine is frames[0])
         wait = HostWait(
@@ -208,7 +271,7 @@ class WaitRecorder:
         if self.on_wait is not None:
             self.on_wait(wait)
 
-    def judge(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:  # noqa: ANN401 - an OpOverload
+    def judge(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
         """Return (operation, remedy) if this call makes the host wait, else None."""
         name = func.overloadpacket.__name__
         is_candidate = name in _REMEDIES or name in _INDEXING or name in _ASSIGNING
@@ -217,7 +280,11 @@ class WaitRecorder:
         if not is_candidate or not self._is_on_device(args, kwargs):
             return None
         if name == "repeat_interleave":
-            return (f"{name} without output_size", _REMEDIES[name]) if kwargs.get("output_size") is None and "Tensor" in func._overloadname else None
+            return (
+                (f"{name} without output_size", _REMEDIES[name])
+                if kwargs.get("output_size") is None and "Tensor" in func._overloadname
+                else None
+            )
         if name in _INDEXING or name in _ASSIGNING:
             return self._judge_index(name, args)
         return name, _REMEDIES[name]
@@ -225,7 +292,8 @@ class WaitRecorder:
     def _judge_index(self, name: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
         if not any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
             return None
-        # A number that lies on the host is filled in under the mask (ATen's canDispatchToMaskedFill), which needs no row numbers.
+        # A number that lies on the host is filled in under the mask (ATen's canDispatchToMaskedFill), which needs no
+        # row numbers.
         if self.device.type == "cuda" and name in _ASSIGNING and args[2].numel() == 1 and args[2].device.type == "cpu":
             return None
         return f"{name} with a bool tensor", _ASSIGN if name in _ASSIGNING else _SELECT
@@ -247,7 +315,7 @@ class _DispatchWatch(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's signature
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = self._recorder.judge(func, args, kwargs)
         if found is None:
@@ -255,7 +323,8 @@ class _DispatchWatch(TorchDispatchMode):
         self._recorder.note(*found)
         if self._recorder.device.type != "cuda":
             return func(*args, **kwargs)
-        # Counted: the warning of the same call would count it twice, and in a backward it would come late and without its line.
+        # Counted: the warning of the same call would count it twice, and in a backward it would come late and without
+        # its line.
         torch.cuda.set_sync_debug_mode("default")
         try:
             return func(*args, **kwargs)
@@ -274,7 +343,9 @@ def order_waits(waits: Iterable[tuple[HostWait, int]]) -> list[tuple[HostWait, i
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to an installed package, to the standard library or to this package, and not to the user."""
+    """Whether a file belongs to an installed package, to the standard library or to this package, and not to the
+    user.
+    """
     return file.startswith(("<", *_ROOTS)) or any(f"{os.sep}{site}{os.sep}" in file for site in _SITES)
 
 
@@ -306,11 +377,12 @@ def _sync_warnings(note: Callable[[str], None]) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_SYNC_WARNING)
-        # Said once by torch where the mode is first set; what the mode does not see is in the docstring of the recorder.
+        # Said once by torch where the mode is first set; what the mode does not see is in the docstring of the
+        # recorder.
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         show = warnings.showwarning
 
-        def count(message: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as warnings.showwarning
+        def count(message: Any, *args: Any, **kwargs: Any) -> None:
             if str(message).startswith(_SYNC_WARNING):
                 note("synchronizing CUDA operation")
             else:
@@ -325,11 +397,11 @@ def _sync_warnings(note: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched(owner: Any, name: str, note: Callable[[str], None]) -> Iterator[None]:  # noqa: ANN401 - a module or a class
+def _watched(owner: Any, name: str, note: Callable[[str], None]) -> Iterator[None]:
     """Have calls of a function or method noted until the block ends."""
     is_own, original = name in vars(owner), getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the original's signature
+    def call(*args: Any, **kwargs: Any) -> Any:
         note(name)
         return original(*args, **kwargs)
 
@@ -373,10 +445,16 @@ def _backward_place(frames: list[FrameType]) -> Place | None:
 
 
 def _stays_on_the_host(frames: list[FrameType]) -> bool:
-    """Whether a read is of tensors that lie on the host in a run on CUDA too: batches in the making, step counters, checks for the CPU alone."""
+    """Whether a read is of tensors that lie on the host in a run on CUDA too: batches in the making, step
+    counters, checks for the CPU alone.
+    """
     inner = frames[0]
     is_step_counter = inner.f_code.co_name == "_get_value" and "torch/optim/" in inner.f_code.co_filename
-    return is_step_counter or "one_hot(" in _place(inner).text or any(frame.f_code.co_filename.endswith(_FETCHERS) for frame in frames)
+    return (
+        is_step_counter
+        or "one_hot(" in _place(inner).text
+        or any(frame.f_code.co_filename.endswith(_FETCHERS) for frame in frames)
+    )
 
 
 def _place(frame: FrameType) -> Place:

@@ -1,4 +1,6 @@
-"""Losses of steps: exact means over ranks, points alike on all of them, nothing changed where ranks noted different steps."""
+"""Losses of steps: exact means over ranks, points alike on all of them, nothing changed where ranks noted
+different steps.
+"""
 
 import math
 
