@@ -14,7 +14,11 @@ TRANSFORMERS ?=
 export TOKENIZERS_PARALLELISM := false
 
 # A process per core; what a file sets up once stays in one process.
-WORKERS := -n auto --dist loadfile
+# Files in the order of conftest.py: those with slow tests first, so that no core ends long before the others.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+
+# Tests of models that look at our code only, whatever the version of transformers.
+OWN := base_digest costs flops host_pace layer_graphs metering sharding streaming tiles values
 
 ifdef PY
 SETUP :=
@@ -51,7 +55,7 @@ tests: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests
 
 test-seams: $(DEV_SETUP)
-	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault' tests/models
+	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault' tests/models $(OWN:%=--ignore=tests/models/test_%.py)
 
 test-faults: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) -m 'fault and not gpu and not multi_gpu' tests

@@ -2,7 +2,9 @@
 of a device.
 """
 
+import multiprocessing
 import os
+from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+# What ranks and workers are forked from has loaded these once; it is started by the first test that needs it.
+multiprocessing.set_forkserver_preload(
+    ["tests.support.two_ranks", "lightning_fastft.training.fine_tuner", "transformers.modeling_utils", "peft"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +33,11 @@ def no_process_group_is_left():
         torch.distributed.destroy_process_group()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
+    # Files with the most slow tests begin first; all else stays in its random order.
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -num_slow[item.path])
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("gpu") and num_devices < 1:

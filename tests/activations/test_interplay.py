@@ -547,9 +547,20 @@ def test_the_table_of_a_cpu_says_that_everything_is_kept(tmp_path, monkeypatch):
     assert "on a CPU every activation is kept" in lines[0]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("policy", "at_step"), [("offload", 2), ("auto", 1), ("auto", 2), ("auto", 4)])
+@pytest.mark.parametrize(
+    ("policy", "at_step", "error"),
+    [
+        ("offload", 2, RuntimeError),
+        ("offload", 2, KeyboardInterrupt),
+        ("auto", 1, KeyboardInterrupt),
+        ("auto", 2, RuntimeError),
+        ("auto", 4, KeyboardInterrupt),
+        pytest.param("auto", 1, RuntimeError, marks=pytest.mark.fault),
+        pytest.param("auto", 2, KeyboardInterrupt, marks=pytest.mark.fault),
+        pytest.param("auto", 4, RuntimeError, marks=pytest.mark.fault),
+    ],
+)
 def test_nothing_is_left_after_an_exception(tmp_path, policy, at_step, error, where):
     class Fails(PlainModule):
         def training_step(self, batch, batch_idx):

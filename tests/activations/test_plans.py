@@ -45,9 +45,23 @@ def is_clean(use):
 
 
 # Of the mixture one half with transformers' experts, the other with ours.
+LONG_SEEDS = {
+    "llama": range(16, 50),
+    "gemma2": range(16, 50),
+    "qwen3_moe": range(12, 25),
+    "qwen3_moe routed": range(37, 50),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "seeds"),
-    [("llama", range(50)), ("gemma2", range(50)), ("qwen3_moe", range(25)), ("qwen3_moe routed", range(25, 50))],
+    [
+        ("llama", range(16)),
+        ("gemma2", range(16)),
+        ("qwen3_moe", range(12)),
+        ("qwen3_moe routed", range(25, 37)),
+        *(pytest.param(name, seeds, marks=pytest.mark.fault) for name, seeds in LONG_SEEDS.items()),
+    ],
 )
 def test_random_plans_are_bit_equal(name, seeds):
     model, batches = make_model(name, **({} if name == "gemma2" else {"num_hidden_layers": 4}))

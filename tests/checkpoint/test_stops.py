@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -108,8 +109,10 @@ def test_forked_worker_of_a_loader_goes_on_after_an_interrupt(capfd):
     assert capfd.readouterr().err == ""
 
 
+ROOT = Path(__file__).parents[2]
 HUNG = """
 import ctypes, os, signal, sys
+import tests.support.bare_package
 from lightning_fastft.checkpoint.stops import StopSignals
 stops = StopSignals()
 stops.install()
@@ -139,6 +142,7 @@ stops.unwatch()
 def run_watched(limit_s, kind):
     process = subprocess.Popen(
         [sys.executable, "-c", HUNG, str(limit_s), kind],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

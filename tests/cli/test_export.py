@@ -256,7 +256,8 @@ def test_a_damaged_checkpoint_is_refused(trained, folder, answer):
     (folder / "bad.ckpt").write_bytes(content)
     status, text = answer(["export", "bad.ckpt", "out"])
     assert status == 1
-    assert text.startswith("error: DamagedCheckpointError")
+    # A progress bar of what was loaded may stand before it.
+    assert "error: DamagedCheckpointError" in text
     assert [path.name for path in folder.iterdir()] == ["bad.ckpt"]
 
 

@@ -14,7 +14,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -303,7 +302,7 @@ def run_all(base, names):
         shutil.copytree(base / "good", place / "model")
         os.chdir(place)
         sys.path.append(str(place))
-        begin = time.perf_counter()
+        begin = sum(os.times()[:4])
         # How a library refuses is its own; what matters is that it does, in time, and that the process stands.
         try:
             change(place / "model")
@@ -312,7 +311,7 @@ def run_all(base, names):
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
             end = f"refused: {type(error).__name__}: {str(error)[:200]}"
         sys.path.remove(str(place))
-        found[name] = {"end": end, "seconds": time.perf_counter() - begin, "canary": (place / "canary").exists()}
+        found[name] = {"end": end, "seconds": sum(os.times()[:4]) - begin, "canary": (place / "canary").exists()}
         # Written after each: a case that takes the process down is the first that is missing.
         (base / "found.json").write_text(json.dumps(found))
 
@@ -331,7 +330,7 @@ def good_folder(tmp_path_factory):
 def found(good_folder):
     base = good_folder.parent
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults.test_hostile_input", str(base)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1200)
     written = json.loads((base / "found.json").read_text())
     assert done.returncode == 0, (len(written), done.stderr[-3000:])
     return written

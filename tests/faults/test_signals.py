@@ -15,7 +15,7 @@ from lightning_fastft.checkpoint.files import check_file
 from tests.faults.saves import fork
 from tests.faults.signal_worker import SignalToSelf
 from tests.parity.resume_worker import ACCUMULATE, differences, train
-from tests.support.two_ranks import run_two_ranks
+from tests.support.two_ranks import launch_two_ranks
 
 NUM_SIGNALS = [pytest.param(2, id="2 signals"), pytest.param(50, id="50 signals", marks=pytest.mark.fault)]
 # Long enough that no signal comes after the end.
@@ -129,7 +129,7 @@ def test_run_that_was_stopped_in_a_validation_goes_on_bit_for_bit(tmp_path, val_
 @pytest.mark.fault
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_signal_to_one_rank_ends_all_of_them(tmp_path, strategy):
-    run_two_ranks("tests.faults.signal_worker", strategy, tmp_path, timeout_s=120)
+    launch_two_ranks("tests.faults.signal_worker", strategy, tmp_path, timeout_s=120)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["138", "138"]
     # Micro-batch 5 is the first of step 3; what is asked for at one step is answered at the next.
     assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=4.ckpt"]

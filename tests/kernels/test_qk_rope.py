@@ -14,8 +14,15 @@ from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
-from tests.support.packs import relative_error
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, one_unit, poisoned
+from tests.support.truth import (
+    Watch,
+    assert_within_bound,
+    fresh_memory_is_nan,
+    load_with_fault,
+    one_unit,
+    poisoned,
+    relative_error,
+)
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

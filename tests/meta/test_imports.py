@@ -17,56 +17,40 @@ def modules() -> list[str]:
     return [".".join(part for part in names if part != "__init__") for names in parts if names[-1] != "__main__"]
 
 
-def run(script: str, *args: str) -> str:
-    """Run a script in a fresh process and return what it wrote last."""
-    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_import_of_the_package_is_light_and_registers_the_strategy():
-    # lightning.pytorch itself brings the top of transformers and triton along (through torchmetrics and torch): what
-    # counts is what we add.
-    script = """
-import json, sys
+# Each script runs in a fork of a fresh process that has loaded torch and Lightning, and nothing of ours.
+FRESH = """
+import json, os, sys
 import torch, lightning.pytorch
+sys.argv, scripts = sys.argv[:1] + sys.argv[2:], json.loads(sys.argv[1])
+for name, script in scripts.items():
+    child = os.fork()
+    if child == 0:
+        exec(script)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{name} failed")
+"""
+LIGHT = """
 from lightning.pytorch.strategies import StrategyRegistry
 before = set(sys.modules)
 import lightning_fastft
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 is_registered = {"fastft", "fastft_ddp", "fastft_fsdp"} <= set(StrategyRegistry.available_strategies())
-print(json.dumps([sorted(added), is_registered, torch.cuda.is_initialized()]))
+print(json.dumps({"light": [sorted(added), is_registered, torch.cuda.is_initialized()]}), flush=True)
 """
-    added, is_registered, touched_device = json.loads(run(script))
-    assert not set(added) & set(HEAVY)
-    assert set(added) - sys.stdlib_module_names == {"lightning_fastft"}
-    assert is_registered
-    assert not touched_device
-
-
-@pytest.mark.slow
-def test_import_of_the_package_needs_none_of_the_heavy_packages():
-    # Blocked after lightning, which asks for some of them itself.
-    script = f"""
-import sys
-import lightning.pytorch
+# Blocked after lightning, which asks for some of them itself.
+WITHOUT_HEAVY = f"""
 for name in list(sys.modules):
     if name.partition(".")[0] in {HEAVY}:
         del sys.modules[name]
 for name in {HEAVY}:
     sys.modules[name] = None
 import lightning_fastft
-print(len(lightning_fastft.__all__))
+print(json.dumps({{"without heavy": len(lightning_fastft.__all__)}}), flush=True)
 """
-    assert int(run(script)) > 0
-
-
-@pytest.mark.slow
-def test_every_module_imports_without_the_optional_packages():
-    script = """
-import importlib, json, sys
-import torch, lightning.pytorch, transformers, peft
+WITHOUT_OPTIONAL = """
+import importlib
+import transformers, peft
 blocked, names = json.loads(sys.argv[1])
 for name in list(sys.modules):
     if name.partition(".")[0] in blocked:
@@ -79,8 +63,39 @@ for name in names:
         importlib.import_module(name)
     except ImportError as error:
         failed[name] = str(error)
-print(json.dumps(failed))
+print(json.dumps({"without optional": failed}), flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """What the scripts found, by their names."""
     # The command line is made of jsonargparse; everything else does without.
     names = [name for name in modules() if not name.startswith("lightning_fastft.cli")]
-    assert json.loads(run(script, json.dumps([OPTIONAL, names]))) == {}
+    scripts = {"light": LIGHT, "without heavy": WITHOUT_HEAVY, "without optional": WITHOUT_OPTIONAL}
+    command = [sys.executable, "-c", FRESH, json.dumps(scripts), json.dumps([OPTIONAL, names])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {name: answer for line in lines for name, answer in line.items()}
+
+
+@pytest.mark.slow
+def test_import_of_the_package_is_light_and_registers_the_strategy(answers):
+    # lightning.pytorch itself brings the top of transformers and triton along (through torchmetrics and torch): what
+    # counts is what we add.
+    added, is_registered, touched_device = answers["light"]
+    assert not set(added) & set(HEAVY)
+    assert set(added) - sys.stdlib_module_names == {"lightning_fastft"}
+    assert is_registered
+    assert not touched_device
+
+
+@pytest.mark.slow
+def test_import_of_the_package_needs_none_of_the_heavy_packages(answers):
+    assert answers["without heavy"] > 0
+
+
+@pytest.mark.slow
+def test_every_module_imports_without_the_optional_packages(answers):
+    assert answers["without optional"] == {}

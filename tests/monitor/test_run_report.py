@@ -18,11 +18,11 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
+from lightning_fastft.callbacks import run_report, token_throughput
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
-from lightning_fastft.monitor import run_report
 from lightning_fastft.monitor.report.copies import Copy, Kernel, StepTrace, copy_use, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
 from lightning_fastft.monitor.report.losses import StepLosses, WindowLosses
@@ -84,18 +84,38 @@ def numbers_in(value):
     return {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
 
 
+class Clock:
+    """A millisecond passes at each look, and as much as is slept: a busy machine changes nothing."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(token_throughput, "time", made)
+    return made
+
+
 class Keeps(PlainModule):
     """Keeps its losses; sleeps in one step, or fails in it."""
 
-    def __init__(self, *, sleep_at=None, fail_at=None, error=None):
+    def __init__(self, *, sleep_at=None, fail_at=None, error=None, sleep=time.sleep):
         super().__init__(tiny_llama())
-        self.losses, self.sleep_at, self.fail_at, self.error = [], sleep_at, fail_at, error
+        self.losses, self.sleep_at, self.fail_at, self.error, self.sleep = [], sleep_at, fail_at, error, sleep
 
     def training_step(self, batch, batch_idx):
         if batch_idx == self.fail_at:
             raise self.error
         if batch_idx == self.sleep_at:
-            time.sleep(0.15)
+            self.sleep(0.15)
         loss = super().training_step(batch, batch_idx)
         self.losses.append(float(loss.detach()))
         return loss
@@ -282,8 +302,8 @@ def test_findings_of_a_detector_of_the_users_are_shown(tmp_path):
     assert data["times"]["num_batches"] == 8 - 3 - 1
 
 
-def test_slowest_pack_and_verdict(tmp_path):
-    fit(tmp_path, Keeps(sleep_at=6))
+def test_slowest_pack_and_verdict(tmp_path, clock):
+    fit(tmp_path, Keeps(sleep_at=6, sleep=clock.sleep))
     data, _ = read(tmp_path)
     context = packed_batches(8)[6].context
     slowest = data["slowest"]
@@ -296,9 +316,9 @@ def test_slowest_pack_and_verdict(tmp_path):
     assert data["outcome"]["verdict"][0] == "The run finished after 8 optimizer steps."
 
 
-def test_first_batch_of_an_epoch_is_no_slow_pack(tmp_path):
+def test_first_batch_of_an_epoch_is_no_slow_pack(tmp_path, clock):
     """Beside it the loader begins, whatever the pack holds."""
-    fit(tmp_path, Keeps(sleep_at=0), loader=packed_loader(4), max_epochs=4, max_steps=-1)
+    fit(tmp_path, Keeps(sleep_at=0, sleep=clock.sleep), loader=packed_loader(4), max_epochs=4, max_steps=-1)
     data, text = read(tmp_path)
     assert data["slowest"]["batch"] % 4 != 0
     ((what, num_batches, ms),) = [tuple(made.values()) for made in data["times"]["set_ups"]]
@@ -483,24 +503,28 @@ def test_what_only_logged_steps_read_is_named_and_no_verdict(tmp_path, reads):
 
 
 class SlowLoader(torch.utils.data.DataLoader):
+    sleep = None
+
     def __iter__(self):
         for batch in super().__iter__():
-            time.sleep(0.05)
+            self.sleep(0.05)
             yield batch
 
 
-def test_waiting_for_data_is_told_apart(tmp_path):
-    fit(tmp_path, loader=SlowLoader(packed_batches(8), batch_size=None))
+def test_waiting_for_data_is_told_apart(tmp_path, clock):
+    loader = SlowLoader(packed_batches(8), batch_size=None)
+    loader.sleep = clock.sleep
+    fit(tmp_path, loader=loader)
     data, _ = read(tmp_path)
     (between,) = (part for part in data["times"]["parts"] if part["kind"] == "between")
     assert between["mean_ms"] >= 45
     assert any("between micro-batches" in sentence for sentence in data["outcome"]["verdict"])
 
 
-def test_validation_is_in_no_time(tmp_path):
+def test_validation_is_in_no_time(tmp_path, clock):
     class Validates(Keeps):
         def validation_step(self, batch, batch_idx):
-            time.sleep(0.2)
+            clock.sleep(0.2)
             super().validation_step(batch, batch_idx)
 
     fit(tmp_path, Validates(), loader=(packed_loader(8), packed_loader(1)), val_check_interval=4, limit_val_batches=1)

@@ -4,6 +4,7 @@ tests.packing.endless_rows``.
 
 import itertools
 import os
+import signal
 
 from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.pipeline import Chunk, Setup, run_chunks
@@ -12,6 +13,8 @@ from tests.support.processes import children_of
 
 
 def main():
+    # Whoever started the tests may have it ignored, as nohup does.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     setup = Setup(None, FormatOptions(max_tokens=8), None)
     rows = [RawRow(line, b'{"input_ids": [1, 2, 3]}') for line in range(1, 101)]
     chunks = (Chunk("rows", "input_ids", None, rows, False) for _ in itertools.count())

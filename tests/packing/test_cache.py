@@ -95,6 +95,7 @@ def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
     lines = [json.dumps(good_row("chat", number)).encode() for number in range(1500)]
     lines[0] = lines[700] = lines[1499] = b"garbage"
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    before = set(children_of(os.getpid()))
     run = {"tokenizer": marked_tokenizer, "options": FormatOptions(max_tokens=MAX_TOKENS)}
     alone = tokenize_sources(tmp_path, **run, rejected_path=tmp_path / "out" / "alone")
     shared = tokenize_sources(tmp_path, **run, rejected_path=tmp_path / "out" / "shared", num_proc=3)
@@ -102,7 +103,7 @@ def test_workers_give_what_one_process_gives(tmp_path, marked_tokenizer):
     assert len(alone) == 1497
     assert alone.report == shared.report
     assert (tmp_path / "out" / "alone").read_text() == (tmp_path / "out" / "shared").read_text()
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= before
 
 
 class DyingTokenizer:
@@ -130,10 +131,11 @@ class DyingTokenizer:
 
 @pytest.mark.usefixtures("few_rows_are_enough")
 def test_dead_worker_is_an_error_and_not_a_hang():
+    before = set(children_of(os.getpid()))
     values = [{"text": f"row {number}"} for number in range(600)]
     with pytest.raises(DataError, match="exit code 7"):
         tokenize_sources(values, tokenizer=DyingTokenizer(), options=FormatOptions(max_tokens=8), num_proc=2)
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= before
 
 
 @pytest.mark.usefixtures("few_rows_are_enough")
@@ -151,8 +153,11 @@ def test_workers_end_with_the_process_that_started_them(number):
     parent = subprocess.Popen([sys.executable, "-m", "tests.packing.endless_rows"], stdout=subprocess.PIPE, text=True)
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(workers) == 2
-    parent.send_signal(number)
-    assert parent.wait(timeout=120) == -number
+    try:
+        parent.send_signal(number)
+        assert parent.wait(timeout=120) == -number
+    finally:
+        parent.kill()
     deadline = time.monotonic() + 120
     while any(is_there(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -7,7 +7,7 @@ import torch
 
 from tests.parity.resume_worker import ACCUMULATE, KINDS, NUM_STEPS, differences, resume_from, train
 from tests.support.datamodule_worker import SaveAt
-from tests.support.two_ranks import run_two_ranks
+from tests.support.two_ranks import launch_two_ranks
 
 STOPS = range(1, NUM_STEPS)
 
@@ -47,6 +47,6 @@ def test_every_stop_is_exact_on_one_device(tmp_path, kind):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stop_is_exact_on_two_ranks(tmp_path, kind, strategy):
-    run_two_ranks("tests.parity.resume_worker", strategy, kind, tmp_path, *STOPS, timeout_s=600)
+    launch_two_ranks("tests.parity.resume_worker", strategy, kind, tmp_path, *STOPS, timeout_s=600)
     for rank, found in enumerate(torch.load(tmp_path / "found.pt")):
         judge(found, f"{kind}, {strategy}, rank {rank} of 2")

@@ -5,6 +5,7 @@ import torch
 
 from lightning_fastft.packing.collate import Document, collate
 from tests.support.tiny_models import VOCABULARY
+from tests.support.truth import relative_error
 
 LENGTHS = (7, 1, 12, 9)
 
@@ -53,10 +54,6 @@ def take_gradients(model):
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients
-
-
-def relative_error(value, truth):
-    return float((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30))
 
 
 def assert_close(value, truth, *, bound=1e-5):

@@ -15,6 +15,10 @@ from torch.utils._pytree import tree_leaves
 WAITS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique", "equal", "item")
 
 
+def relative_error(value, truth):
+    return float((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30))
+
+
 class Watch(TorchDispatchMode):
     """Count what would wait for a device, and the largest tensor that any operator returns."""
 
