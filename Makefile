@@ -17,8 +17,8 @@ export TOKENIZERS_PARALLELISM := false
 # Files in the order of conftest.py: those with slow tests first, so that no core ends long before the others.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 
-# Tests of models that look at our code only, whatever the version of transformers.
-OWN := base_digest costs flops host_pace layer_graphs metering sharding streaming tiles values
+# The tests against transformers and PEFT; what looks at our code only is left out.
+SEAMS := tests/hf tests/patches tests/moe tests/fused --ignore=tests/hf/test_base_digest.py --ignore=tests/patches/test_weight_streaming.py
 
 ifdef PY
 SETUP :=
@@ -55,7 +55,7 @@ tests: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests
 
 test-seams: $(DEV_SETUP)
-	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault' tests/models $(OWN:%=--ignore=tests/models/test_%.py)
+	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault' $(SEAMS)
 
 test-faults: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) -m 'fault and not gpu and not multi_gpu' tests

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.checkpoint.io import is_remote
+from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.resume import checkpoint_folder
 from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.status import Status

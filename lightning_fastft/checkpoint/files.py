@@ -95,13 +95,13 @@ def save_file(content: object, path: Path) -> None:
         sync_folder(path.parent)
 
 
-def load_file(path: Path, *, map_location: Any = "cpu") -> Any:
-    """Return the content of a checkpoint file, judged byte by byte before it is unpickled, and unpickled to tensors and
-    plain types only.
+def load_file(path: Path, *, map_location: Any = "cpu", origin: str = "") -> Any:
+    """Return the content of a checkpoint file, judged byte by byte before it is unpickled, and unpickled to tensors and plain types only.
 
     Args:
         path: A file of ``save_file`` or of ``torch.save``; the latter has no digest to judge by.
         map_location: As torch.load's.
+        origin: The URL that the file was downloaded from, for messages.
 
     Raises:
         DamagedCheckpointError: Bytes differ from those that were written; the message names the newest intact
@@ -113,18 +113,18 @@ def load_file(path: Path, *, map_location: Any = "cpu") -> Any:
         Reads the file twice, the first time with SHA-256.
     """
     with path.open("rb") as file:
-        with _told_damage(path):
+        with _told_damage(path, origin):
             _judge_file(file)
-            _judge_sizes(file, path)
+            _judge_sizes(file, origin or path)
         file.seek(0)
         try:
             return torch.load(file, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
             raise UnsafeCheckpointError(
-                f"{path} holds more than tensors and plain types and is not loaded: {reason}. Keep only such content "
-                "in hyperparameters and state, "
-                "or, if you trust its classes, name them in torch.serialization.add_safe_globals."
+                f"{origin or path} holds more than tensors and plain types and is not loaded: {reason}. "
+                "Keep only such content in hyperparameters and state, or, if you trust its classes, name them in "
+                "torch.serialization.add_safe_globals."
             ) from error
 
 
@@ -180,27 +180,32 @@ def commit_folder(folder: Path, digests: Mapping[str, Digest] | None = None) -> 
         sync_folder(folder)
 
 
-def read_record(folder: Path) -> dict[str, Digest]:
+def read_record(folder: Path, *, origin: str = "") -> dict[str, Digest]:
     """Return the digests of a folder by file name.
+
+    Args:
+        folder: A folder of ``commit_folder``.
+        origin: The URL that the record was downloaded from, for messages.
 
     Raises:
         DamagedCheckpointError: There is no commit record, or it is damaged.
     """
-    with _told_damage(folder):
+    with _told_damage(folder, origin):
         return _read_record(folder)
 
 
-def check_folder(folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
+def check_folder(folder: Path, *, share: tuple[int, int] = (0, 1), origin: str = "") -> None:
     """Judge the files of a folder by its commit record.
 
     Args:
         folder: A folder of ``commit_folder``.
         share: (rank, number of ranks): judge every so-manieth file only, so that together the ranks judge all.
+        origin: The URL that the folder was downloaded from, for messages.
 
     Raises:
         DamagedCheckpointError: The record or a file is missing or damaged.
     """
-    with _told_damage(folder):
+    with _told_damage(folder, origin):
         _judge_folder(folder, share)
 
 
@@ -330,7 +335,7 @@ def sweep(folder: Path) -> None:
 
 
 @contextmanager
-def saving(path: Path) -> Iterator[None]:
+def saving(path: Path | str) -> Iterator[None]:
     """Say which checkpoint was not written."""
     try:
         yield
@@ -365,15 +370,17 @@ class _ForgeryError(_DamageError):
 
 
 @contextmanager
-def _told_damage(path: Path) -> Iterator[None]:
-    """Say which checkpoint is damaged, and which one beside it is not."""
+def _told_damage(path: Path, origin: str = "") -> Iterator[None]:
+    """Say which checkpoint is damaged, and which one beside it is not; of a downloaded one, its origin."""
     try:
         yield
     except _ForgeryError as forgery:
-        raise UnsafeCheckpointError(
-            f"{path} is not loaded: {forgery}. Unset the variable, or load it where it was signed."
-        ) from forgery
+        advice = "Unset the variable, or load it where it was signed."
+        raise UnsafeCheckpointError(f"{origin or path} is not loaded: {forgery}. {advice}") from forgery
     except _DamageError as damage:
+        if origin:
+            advice = 'ckpt_path="last" finds the newest intact checkpoint of the run.'
+            raise DamagedCheckpointError(f"{origin} is damaged and was not loaded: {damage}. {advice}") from damage
         intact = newest_intact(path.parent, but=path)
         advice = (
             f"The newest intact checkpoint beside it is {intact}."
@@ -487,7 +494,7 @@ def _judge_signature(sha256: str, signature: str) -> None:
         raise _ForgeryError(forgery)
 
 
-def _judge_sizes(file: IO[bytes], path: Path) -> None:
+def _judge_sizes(file: IO[bytes], path: Path | str) -> None:
     try:
         check_sizes(file, name=str(path))
     except zipfile.BadZipFile as error:

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fastft.checkpoint import remote
 from lightning_fastft.checkpoint.files import is_own, load_file, read_comment, remove, save_file, saving, sweep
 from lightning_fastft.core.errors import OptionError, UnsafeCheckpointError
 
@@ -23,16 +24,19 @@ class VerifiedCheckpointIO(CheckpointIO):
     What is unpickled is tensors and plain types only, whatever the caller and the environment say.
 
     The strategies of this package install it where no other CheckpointIO was given. Its files are plain files of
-    ``torch.save``. Paths are those of local or mounted file systems: object stores and URLs are refused, because they
-    have neither a rename nor a sync that could be relied upon, and what comes from elsewhere is not unpickled.
+    ``torch.save``. A path may be a URL of any file system of fsspec (``s3://``, ``gs://``, ``hf://``). The file is then
+    staged in a temporary folder and uploaded, and a record with its size and SHA-256 is uploaded last. A save without a
+    valid record is not loaded. ``checkpoint/remote.py`` describes the layout.
 
     Raises:
         CheckpointNotSavedError: From a save that did not happen.
         DamagedCheckpointError: From a load, with the newest intact checkpoint of the folder.
-        UnsafeCheckpointError: From a load of more than tensors and plain types, or from a URL.
+        UnsafeCheckpointError: From a load of more than tensors and plain types.
 
     Cost:
-        SHA-256 at about 1.2 GB/s when a file is written and when it is read.
+        SHA-256 at about 1.2 GB/s when a file is written and when it is read. A URL adds one pass, one copy in the
+        temporary folder (``TMPDIR``) during the save or load, and the bytes over the network once for a save and once
+        for each rank that loads.
 
     Source:
         own.
@@ -51,6 +55,7 @@ class VerifiedCheckpointIO(CheckpointIO):
             )
         self._swept: set[Path] = set()
         self._homes: set[Path] = set()
+        self._remote_homes: set[str] = set()
         # What this object loaded it may remove: Lightning's launchers hand weights over in a file.
         self._loaded: set[Path] = set()
         self._has_looked = False
@@ -63,17 +68,22 @@ class VerifiedCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise OptionError(
-                f"storage_options={storage_options!r} has no meaning for local files: leave it away, or give a "
-                "CheckpointIO that takes it."
+                f"storage_options={storage_options!r} is not supported: leave it out and configure fsspec instead "
+                "(~/.config/fsspec), or give a CheckpointIO that takes it."
             )
+        if remote.is_remote(path):
+            url = str(path)
+            with remote.uploading(url) as file:
+                save_file(checkpoint, file)
+                self._warn_of_objects(file, url)
+            self.own_remote(url.rpartition("/")[0])
+            return
         place = local_path(path, use="saved to")
         with saving(place):
             self.prepare(place.parent)
             self.own(place.parent)
         save_file(checkpoint, place)
-        if not self._has_looked:
-            self._has_looked = True
-            warn_of_objects(place)
+        self._warn_of_objects(place, str(place))
 
     def load_checkpoint(
         self,
@@ -84,10 +94,16 @@ class VerifiedCheckpointIO(CheckpointIO):
         """Return a checkpoint whose bytes are those that were written.
 
         Args:
-            path: A local file.
+            path: A local file or a URL.
             map_location: As torch.load's; the default leaves tensors on the host.
             weights_only: True, whatever is given here.
         """
+        if remote.is_remote(path):
+            warn_of_options(weights_only)
+            with remote.downloaded(str(path)) as file:
+                fetched: dict[str, Any] = load_file(file, map_location=map_location, origin=str(path))
+                warn_without_digest(file, name=str(path))
+            return fetched
         place = local_path(path, use="loaded from")
         self.prepare(place.parent)
         warn_of_options(weights_only)
@@ -108,6 +124,9 @@ class VerifiedCheckpointIO(CheckpointIO):
         Anything else stays, with a warning: ModelCheckpoint takes the paths that it removes from the checkpoint it
         resumed from.
         """
+        if remote.is_remote(path):
+            self._remove_remote(str(path))
+            return
         place = local_path(path, use="removed from")
         if not (place.exists() or place.is_symlink()):
             return
@@ -120,6 +139,28 @@ class VerifiedCheckpointIO(CheckpointIO):
     def own(self, folder: Path) -> None:
         """Note a folder in which, and below which, this object may remove checkpoints."""
         self._homes.add(folder.resolve())
+
+    def own_remote(self, folder: str) -> None:
+        """Note a URL below which this object may remove checkpoints."""
+        self._remote_homes.add(folder.rstrip("/"))
+
+    def _remove_remote(self, url: str) -> None:
+        """Remove a checkpoint at a URL by the rules of local checkpoints."""
+        is_below = ".." not in url.split("/") and any(url.startswith(f"{home}/") for home in self._remote_homes)
+        if not remote.is_there(url):
+            return
+        if not is_below:
+            rank_zero_warn(f"{url} is not removed: it is outside of the folders that this run saves to.")
+        elif not remote.is_own(url):
+            rank_zero_warn(f"{url} is not removed: it is no checkpoint that this package wrote.")
+        else:
+            remote.remove(url)
+
+    def _warn_of_objects(self, place: Path, name: str) -> None:
+        """Check once, on the first save, for content that cannot be loaded again."""
+        if not self._has_looked:
+            self._has_looked = True
+            warn_of_objects(place, name=name)
 
     def _why_kept(self, place: Path) -> str:
         """Return why a path is not removed; nothing where it may be."""
@@ -155,22 +196,10 @@ def local_path(path: str | Path, *, use: str) -> Path:
     # Path("s3://a") has lost a slash.
     if separator or (":/" in text and not Path(text).exists() and text.partition(":/")[0].isalnum()):
         raise UnsafeCheckpointError(
-            f"Checkpoints are {use} local or mounted folders only, got {text!r}: elsewhere there is no rename and no "
-            "sync to rely upon, and what is "
-            "fetched from a network could run code. Copy it by other means, or use another CheckpointIO: "
-            "Trainer(plugins=[TorchCheckpointIO()])."
+            f"Here checkpoints are {use} local or mounted folders only, got {text!r}. A Trainer with strategy='fastft' "
+            "or 'fastft_ddp' takes URLs, given as text (a Path loses a slash). Elsewhere copy the checkpoint first."
         )
     return Path(text)
-
-
-def is_remote(path: str | Path) -> bool:
-    """Return whether a path names an object store or another place that is no file system of this host.
-
-    Example:
-        >>> is_remote("s3://bucket/runs"), is_remote("/tmp/runs")
-        (True, False)
-    """
-    return "://" in str(path) and not str(path).startswith("file://")
 
 
 def warn_of_options(weights_only: bool | None) -> None:
@@ -188,22 +217,20 @@ def warn_of_options(weights_only: bool | None) -> None:
         )
 
 
-def warn_without_digest(place: Path) -> None:
+def warn_without_digest(place: Path, *, name: str = "") -> None:
     """Say that a checkpoint was not written by this package, so that its damage is not noticed."""
     with place.open("rb") as file:
         if read_comment(file) is None:
-            rank_zero_warn(
-                f"{place} carries no digest (it was not written by this package): damage in it cannot be noticed."
-            )
+            reason = "it was not written by this package"
+            rank_zero_warn(f"{name or place} carries no digest ({reason}): damage in it cannot be noticed.")
 
 
-def warn_of_objects(place: Path) -> None:
+def warn_of_objects(place: Path, *, name: str) -> None:
     """Say now, and not when a run is to go on, that a checkpoint holds what is not loaded again."""
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(place))
-    if names:
+    kinds = torch.serialization.get_unsafe_globals_in_checkpoint(str(place))
+    if kinds:
         rank_zero_warn(
-            f"{place} holds objects of {', '.join(sorted(names))}. Checkpoints are read as tensors and plain types "
-            "only, so it cannot be resumed: "
-            "keep such objects out of hyperparameters and state, or name their classes in "
-            "torch.serialization.add_safe_globals."
+            f"{name} holds objects of {', '.join(sorted(kinds))}. Checkpoints are read as tensors and plain types "
+            "only, so it cannot be resumed: keep such objects out of hyperparameters and state, or name their classes "
+            "in torch.serialization.add_safe_globals."
         )

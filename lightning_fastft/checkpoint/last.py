@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fastft.checkpoint import remote
 from lightning_fastft.checkpoint.files import find_damage, load_file
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ STOPPED = "stopped-step="
 _SUFFIX = ".ckpt"
 
 
-def find_last(trainer: pl.Trainer) -> Path | None:
+def find_last(trainer: pl.Trainer) -> str | None:
     """Return the checkpoint that ``ckpt_path="last"`` means; None where there is none yet.
 
     That is the newest of ``last*.ckpt`` and ``stopped-step=N.ckpt``, and of what OnExceptionCheckpoint wrote, in the
@@ -33,27 +35,31 @@ def find_last(trainer: pl.Trainer) -> Path | None:
     name, and a warning says so.
 
     Cost:
-        Rank 0 reads the newest checkpoint once, for its digest, and every damaged one; the strategy hands its choice to
-        the other ranks.
+        Rank 0 reads the newest checkpoint once, for its digest, and every damaged one. The strategy hands its choice to
+        the other ranks. From a URL it downloads them.
     """
-    folders = _folders(trainer)
-    extra = [Path(callback.ckpt_path) for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
-    places = {place for folder in folders for place in _checkpoints(folder)} | {
-        place for place in extra if place.exists()
-    }
-    by_age = sorted(places, key=lambda place: place.stat().st_mtime_ns, reverse=True)
-    newest = next((place for place in by_age if place.name.startswith((LAST, STOPPED)) or place in extra), None)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    written = [str(callback.ckpt_path) for callback in callbacks if isinstance(callback, OnExceptionCheckpoint)]
+    # "./a" and "a" are one path.
+    extra = [place if remote.is_remote(place) else str(Path(place)) for place in written]
+    times: dict[str, int] = {}
+    for folder in _folders(trainer):
+        times |= _list_times(folder)
+    for place in extra:
+        beside = _list_times(os.path.dirname(place) or ".")
+        times |= {place: beside[place]} if place in beside else {}
+    by_age = sorted(times, key=times.__getitem__, reverse=True)
+    last = (place for place in by_age if os.path.basename(place).startswith((LAST, STOPPED)) or place in extra)
+    newest = next(last, None)
     if newest is None or trainer.global_rank != 0:
         return newest
-    damage = find_damage(newest)
+    damage = _find_damage(newest)
     if damage is None:
         return newest
+    is_fit = trainer.state.fn == TrainerFn.FITTING
     for place in by_age:
-        if (
-            place != newest
-            and find_damage(place, needs_digest=True) is None
-            and (trainer.state.fn != TrainerFn.FITTING or _is_resumable(place))
-        ):
+        is_intact = place != newest and _find_damage(place, needs_digest=True) is None
+        if is_intact and (not is_fit or _is_resumable(place)):
             rank_zero_warn(
                 f'ckpt_path="last": {newest} is damaged ({damage}). The newest intact checkpoint is taken: {place}.'
             )
@@ -82,7 +88,7 @@ def run_with_last(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if given.arguments.get("ckpt_path") == LAST and trainer is not None:
         found = find_last(trainer)
         # Without one Lightning goes on without, and says so.
-        given.arguments["ckpt_path"] = LAST if found is None else str(found)
+        given.arguments["ckpt_path"] = LAST if found is None else found
     return function(*given.args, **given.kwargs)
 
 
@@ -110,23 +116,31 @@ class _Processes(_MultiProcessingLauncher):
         return super().launch(functools.partial(run_with_last, function), *args, trainer=trainer, **kwargs)
 
 
-def _folders(trainer: pl.Trainer) -> list[Path]:
+def _folders(trainer: pl.Trainer) -> list[str]:
     """Return the folders that the run saves to: those of its ModelCheckpoints, else the Trainer's."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     # Lightning's own rule for a callback without a folder, which depends on the logger.
     named = [str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in callbacks]  # type: ignore[attr-defined]
-    folders = dict.fromkeys(named or [str(trainer.default_root_dir)])
-    return [Path(folder) for folder in folders if "://" not in folder and Path(folder).is_dir()]
+    return list(dict.fromkeys(named or [str(trainer.default_root_dir)]))
 
 
-def _checkpoints(folder: Path) -> Iterable[Path]:
-    return [
-        place
-        for place in folder.iterdir()
-        if place.suffix == _SUFFIX and not place.name.startswith(".") and place.exists()
-    ]
+def _list_times(folder: str) -> dict[str, int]:
+    """Return when each checkpoint of a folder was saved, in nanoseconds."""
+    if remote.is_remote(folder):
+        return remote.list_committed(folder)
+    place = Path(folder)
+    entries = [entry for entry in place.iterdir() if entry.suffix == _SUFFIX] if place.is_dir() else []
+    shown = [entry for entry in entries if not entry.name.startswith(".") and entry.exists()]
+    return {str(entry): entry.stat().st_mtime_ns for entry in shown}
 
 
-def _is_resumable(place: Path) -> bool:
+def _find_damage(place: str, *, needs_digest: bool = False) -> str | None:
+    return remote.find_damage(place) if remote.is_remote(place) else find_damage(Path(place), needs_digest=needs_digest)
+
+
+def _is_resumable(place: str) -> bool:
     """Whether an intact checkpoint holds the state of the optimizers, and not the weights alone; folders always do."""
-    return place.is_dir() or "optimizer_states" in load_file(place)
+    if remote.is_remote(place):
+        with remote.downloaded(place) as file:
+            return "optimizer_states" in load_file(file, origin=place)
+    return Path(place).is_dir() or "optimizer_states" in load_file(Path(place))

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lightning_fastft.checkpoint import remote
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import CheckpointNotSavedError
@@ -21,25 +23,32 @@ def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
     """Refuse folders of ModelCheckpoint that cannot be saved to, before a step is trained; all ranks make this call.
 
     Raises:
-        UnsafeCheckpointError: A folder is neither local nor mounted.
+        UnsafeCheckpointError: A folder is neither local nor mounted, and the strategy saves sharded checkpoints.
         CheckpointNotSavedError: A folder cannot be made or written to.
+
+    Cost:
+        For each URL an object of a few bytes that is written and removed.
     """
     if not isinstance(io, VerifiedCheckpointIO) or getattr(trainer, "fast_dev_run", False):
         return
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    folders = [
-        local_path(callback.dirpath, use="saved to")
-        for callback in callbacks
-        if callback.dirpath is not None and _saves(callback)
-    ]
+    places = [str(callback.dirpath) for callback in callbacks if callback.dirpath is not None and _saves(callback)]
+    # Lightning makes a Path of what a sharded run saves to, and its ranks write into one folder.
+    takes_urls = not isinstance(trainer.strategy, ModelParallelStrategy)
+    urls = [place for place in places if takes_urls and remote.is_remote(place)]
+    folders = [local_path(place, use="saved to") for place in places if place not in urls]
 
     def check() -> None:
         for folder in folders if trainer.is_global_zero else ():
             check_writable(folder)
+        for url in urls if trainer.is_global_zero else ():
+            remote.check_writable(url)
 
     on_all_ranks(check, error=CheckpointNotSavedError)
     for folder in folders:
         io.own(folder)
+    for url in urls:
+        io.own_remote(url)
 
 
 def check_writable(folder: Path) -> None:

@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.checkpoint.io import is_remote
 from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
+from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
 from lightning_fastft.core.checks import check_bool, check_float

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.activations.budgets import peak_memory_bytes
-from lightning_fastft.checkpoint.io import is_remote
+from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_int, check_replaceable

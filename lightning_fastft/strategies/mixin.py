@@ -129,7 +129,7 @@ class FastFTStrategyMixin(_Base):
 
         Raises:
             DamagedCheckpointError: The bytes are not those that were written.
-            UnsafeCheckpointError: There is more than tensors and plain types, or the path is a URL.
+            UnsafeCheckpointError: There is more than tensors and plain types.
             ResumeError: Settings of this run and of the checkpoint do not fit.
         """
         # With ckpt_path="last" rank 0 has judged the candidates.
@@ -281,9 +281,8 @@ class FastFTStrategyMixin(_Base):
     def _describe_checkpoints(self) -> Status:
         inner = self._inner_checkpoint_io()
         if isinstance(inner, VerifiedCheckpointIO):
-            return Status(
-                "checkpoints", "active", "written beside, SHA-256, synced, renamed; judged before they are unpickled"
-            )
+            reason = "written beside, SHA-256, synced, renamed (URLs: a record last); judged before they are unpickled"
+            return Status("checkpoints", "active", reason)
         return Status("checkpoints", "inactive", f"{type(inner).__name__} was given", "leave the CheckpointIO away")
 
     def _run_or_step_down(self, run_step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_fastft.checkpoint.files import check_file, commit_folder, part_beside
-from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
+from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DamagedCheckpointError,
@@ -62,10 +62,15 @@ def test_asynchronous_saves_go_through_it(tmp_path):
 
 
 @pytest.mark.parametrize("path", URLS, ids=str)
-def test_urls_are_refused_with_the_reason(path):
-    io = VerifiedCheckpointIO()
+def test_urls_are_refused_where_a_local_path_is_needed(path):
+    with pytest.raises(UnsafeCheckpointError, match="local or mounted folders only"):
+        local_path(path, use="saved to")
+
+
+def test_path_that_has_lost_a_slash_of_a_url_is_refused():
+    io, path = VerifiedCheckpointIO(), Path("s3://bucket/a.ckpt")
     for use in (lambda: io.load_checkpoint(path), lambda: io.save_checkpoint({}, path)):
-        with pytest.raises(UnsafeCheckpointError, match="local or mounted folders only"):
+        with pytest.raises(UnsafeCheckpointError, match="Path loses a slash"):
             use()
 
 
