@@ -105,7 +105,7 @@ class FusedKernels(ModelSwaps):
         from lightning_fastft.fused.decoder import fuse_weight_buffers
 
         super().on_fit_start(trainer, pl_module)
-        if self._patcher is not None and self.base_compute == "model_dtype":
+        if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

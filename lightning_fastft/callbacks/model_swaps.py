@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.core.status import Status
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,12 +39,10 @@ def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
 
 
 class ModelSwaps(Callback):
-    """Swap modules of every transformers model inside the LightningModule for the length of a run; a subclass says
-    which.
+    """Swap modules of every transformers model inside the LightningModule during a run; a subclass says which.
 
-    A FineTuner is asked to swap while it builds its model, before it is sharded and before strategies measure it; any
-    other module is swapped when the run starts, before sanity validation. Everything is taken back at the end and after
-    an exception.
+    A FineTuner swaps while it builds its model, before the model is sharded and before strategies measure it. Any other
+    module is swapped when the run starts, before sanity validation. The run's patcher undoes the swaps.
 
     Raises:
         OptionError: When a run is set up: the Trainer has more than one of the class.
@@ -53,13 +52,13 @@ class ModelSwaps(Callback):
 
     def __init__(self) -> None:
         self._patcher: ModelPatcher | None = None
+        self._is_installed = False
         self._statuses: list[Status] = []
-        self._is_running = False
 
     @property
     def is_installed(self) -> bool:
         """Whether the swaps are in place."""
-        return self._patcher is not None
+        return self._is_installed
 
     def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
         """Swap what stands in root, write every change into the patcher, and return what was done."""
@@ -75,7 +74,7 @@ class ModelSwaps(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Ask a FineTuner to swap while it builds its model; refuse a second callback of the class."""
         check_given_once(self, trainer)
-        self._is_running = True
+        self._patcher = patcher_of(trainer)
         register: Any = getattr(pl_module, "register_transform", None)
         if callable(register):
             # A model that stands already is swapped when the run starts.
@@ -99,16 +98,16 @@ class ModelSwaps(Callback):
         self._start(pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take every swap back."""
-        self._undo()
+        """Forget the run; its patcher has undone the swaps."""
+        self._patcher = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Take every swap back; Lightning calls no teardown of callbacks after an exception."""
-        self._undo()
+        """Forget the run; its patcher has undone the swaps."""
+        self._patcher = None
 
     def _transform(self, model: nn.Module) -> None:
         # A FineTuner keeps the transform of a run that ended before its model was built.
-        if self._is_running:
+        if self._patcher is not None:
             self._install(model)
 
     def _start(self, pl_module: pl.LightningModule) -> None:
@@ -116,21 +115,9 @@ class ModelSwaps(Callback):
         self.check_start(pl_module)
 
     def _install(self, root: nn.Module) -> None:
-        # Imported on first use: callbacks must be importable without transformers.
-        from lightning_fastft.core.patcher import ModelPatcher
-
-        if self._patcher is not None:
+        if self._is_installed:
             return
-        self._patcher = ModelPatcher()
-        is_done = False
-        try:
+        assert self._patcher is not None, "setup comes first"
+        with self._patcher.stage():
+            self._patcher.set_attribute(self, "_is_installed", True)
             self._statuses = self.install(root, self._patcher)
-            is_done = True
-        finally:
-            if not is_done:
-                self._undo()
-
-    def _undo(self) -> None:
-        patcher, self._patcher, self._is_running = self._patcher, None, False
-        if patcher is not None:
-            patcher.undo()

@@ -12,6 +12,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses, connect_activations
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -72,7 +73,7 @@ class PackedTraining(Callback):
         activations = self.packed_steps.activations
         if activations is not None and not self._is_redundant:
             connect_activations(activations, trainer)
-        self._install(pl_module)
+        self._install(trainer, pl_module)
         self.packed_steps.place(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -83,15 +84,15 @@ class PackedTraining(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install for ``trainer.validate``."""
-        self._install(pl_module)
+        self._install(trainer, pl_module)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install for ``trainer.test``."""
-        self._install(pl_module)
+        self._install(trainer, pl_module)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install for ``trainer.predict``."""
-        self._install(pl_module)
+        self._install(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -133,12 +134,12 @@ class PackedTraining(Callback):
         self._check(pl_module, where="predict_step")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take every swap back."""
-        self._undo()
+        """Forget the step; the run's patcher has undone the changes."""
+        self._step = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Take every swap back; Lightning calls no teardown of callbacks after an exception."""
-        self._undo()
+        """Forget the step; the run's patcher has undone the changes."""
+        self._step = None
 
     def _precede_searches(self, trainer: pl.Trainer) -> None:
         """Move in front of Lightning's searches, which train in the first hook after the model is built."""
@@ -153,9 +154,9 @@ class PackedTraining(Callback):
             others = [callback for callback in callbacks if callback is not self]
             trainer.callbacks = [*others[: searches[0]], self, *others[searches[0] :]]  # type: ignore[attr-defined]
 
-    def _install(self, pl_module: pl.LightningModule) -> None:
+    def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._is_redundant:
-            self.packed_steps.install(pl_module)
+            self.packed_steps.install(pl_module, patcher_of(trainer))
 
     def _begin(self, batch: Any) -> None:
         self._step = None if self._is_redundant else self.packed_steps.begin(batch)
@@ -164,7 +165,3 @@ class PackedTraining(Callback):
         if self._step is not None:
             step, self._step = self._step, None
             step.check_read(pl_module, where=where)
-
-    def _undo(self) -> None:
-        self._step = None
-        self.packed_steps.undo()

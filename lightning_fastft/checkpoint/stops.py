@@ -57,12 +57,13 @@ class StopSignals:
         self._answer = ""
         self._process = os.getpid()
         self._wakeup: socket.socket | None = None
+        self._watching: threading.Thread | None = None
         self._num_progress = 0
         self._is_saving = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled object listens to nothing: handlers and the watch belong to the original's process."""
-        return vars(self) | {"_wakeup": None, "_others": {}}
+        return vars(self) | {"_wakeup": None, "_watching": None, "_others": {}}
 
     def install(
         self, signals: tuple[int, ...] = STOP_SIGNALS, *, is_ignored: Callable[[Any], bool] = lambda handler: False
@@ -135,7 +136,8 @@ class StopSignals:
             signal.set_wakeup_fd(-1)
             wakeup.close()
             # It reads the end of the stream, and ends; a forked child has no such thread.
-            self._watching.join()
+            if self._watching is not None:
+                self._watching.join()
 
     def note_progress(self) -> None:
         """Note that the run goes on: a signal that came is seen at the next step."""

@@ -1,25 +1,29 @@
-"""The patcher of instance swaps: every change made to a user's model is written down and undone in reverse order."""
+"""Change a user's model, record every change, and undo all of them in reverse order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import nn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_fastft.core.errors import SwapError
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _MISSING = object()
+_ModuleT = TypeVar("_ModuleT", bound="nn.Module")
 
 
 class ModelPatcher:
-    """Change modules and attributes of live model instances, and take every change back.
+    """Change modules and attributes of model instances, and undo every change.
 
-    Only instances are touched: never a class, a module of another library or source text. A swapped module shares the
-    ``__dict__`` of the one it replaces (``share_state``), so parameters, optimizer state and state-dict keys stay the
-    same.
+    A run has one patcher (``strategies.patching.patcher_of``). Only instances change: never a class, a module of another
+    library or source text. A swapped module shares the ``__dict__`` of the module it replaces (``share_state``), so
+    parameters, optimizer state and state-dict keys stay the same.
 
     Example:
+        >>> from torch import nn
         >>> model, patcher = nn.Sequential(nn.Linear(2, 2)), ModelPatcher()
         >>> patcher.set_attribute(model, "training", False)
         >>> patcher.undo()
@@ -73,13 +77,46 @@ class ModelPatcher:
         """Record how to take back a change made by other means, such as the removal of a hook handle."""
         self._undo.append(undo)
 
+    @contextmanager
+    def stage(self) -> Iterator[None]:
+        """Undo the changes made inside this block if the block raises; earlier changes stay.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> owner, patcher = SimpleNamespace(), ModelPatcher()
+            >>> try:
+            ...     with patcher.stage():
+            ...         patcher.set_attribute(owner, "width", 3)
+            ...         raise ValueError
+            ... except ValueError:
+            ...     vars(owner)
+            {}
+        """
+        num_before, is_done = len(self._undo), False
+        try:
+            yield
+            is_done = True
+        finally:
+            if not is_done:
+                self._undo_to(num_before)
+
     def undo(self) -> None:
-        """Take back every change, last one first; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        """Undo every change, the last one first; a second call does nothing.
+
+        Raises:
+            Exception: The first error of an undo; all the others have run.
+        """
+        self._undo_to(0)
+
+    def _undo_to(self, num_left: int) -> None:
+        if len(self._undo) > num_left:
+            try:
+                self._undo.pop()()
+            finally:
+                self._undo_to(num_left)
 
 
-def share_state(old: nn.Module, new_class: type[nn.Module]) -> nn.Module:
+def share_state(old: nn.Module, new_class: type[_ModuleT]) -> _ModuleT:
     """Return an instance of new_class that shares the whole state of old: parameters, buffers, hooks and attributes.
 
     Raises:

@@ -27,6 +27,7 @@ from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
 from lightning_fastft.strategies.monitors import check_monitors
 from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, connect_activations
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
     from torch.optim import Optimizer
+
+    from lightning_fastft.core.patcher import ModelPatcher
 
     _Base = Strategy
 else:
@@ -73,6 +76,7 @@ class FastFTStrategyMixin(_Base):
         self.checkpointing = activations if activations is not None else OffloadCheckpointing("auto")
         self.packed_steps = PackedSteps(attention=attention, activations=self.checkpointing)
         self._fastft_trainer: pl.Trainer | None = None
+        self._patcher: ModelPatcher | None = None
         self._has_logged_backends = False
         self._even_batches: Status | None = None
 
@@ -177,13 +181,15 @@ class FastFTStrategyMixin(_Base):
         if trainer.state.fn == TrainerFn.FITTING:
             prepare_places(trainer, self._inner_checkpoint_io())
         connect_activations(self.checkpointing, trainer)
-        self.packed_steps.install(self.lightning_module)
+        self._patcher = patcher_of(trainer)
+        self.packed_steps.install(self.lightning_module, self._patcher)
         super().setup(trainer)
         self.packed_steps.place(self.root_device)
 
     def teardown(self) -> None:
-        """Take every swap back, also after an exception, then tear down the strategy underneath."""
-        self.packed_steps.undo()
+        """Undo what is left of the patches, then tear down the strategy underneath."""
+        if self._patcher is not None:
+            self._patcher.undo()
         super().teardown()
 
     def on_train_start(self) -> None:

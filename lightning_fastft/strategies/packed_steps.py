@@ -49,21 +49,23 @@ class PackedSteps:
         self.backends_used: Counter[str] = Counter()
         self._statuses: list[Status] = []
         self._layers: list[nn.Module] = []
-        self._patcher: ModelPatcher | None = None
+        self._is_installed = False
 
     @property
     def is_installed(self) -> bool:
         """Whether the swaps are in place."""
-        return self._patcher is not None
+        return self._is_installed
 
-    def install(self, module: nn.Module) -> None:
-        """Install on every transformers model inside module; a failure leaves the module as it was.
+    def install(self, module: nn.Module, patcher: ModelPatcher) -> None:
+        """Install on every transformers model inside module until the patcher is undone.
+
+        A failure leaves the module as it was.
 
         Raises:
             UnsupportedModelError: A family cannot be served exactly.
             OptionError: An option does not fit the model.
         """
-        if self._patcher is not None:
+        if self._is_installed:
             return
         if "transformers.modeling_utils" not in sys.modules:
             # Nobody has made a transformers model. Nor is anything imported for one: PEFT would bring bitsandbytes
@@ -73,30 +75,19 @@ class PackedSteps:
             self._statuses = [Status(name, "inactive", reason) for name in names]
             return
         # Imported on first use: the strategies must be importable without transformers.
-        from lightning_fastft.core.patcher import ModelPatcher
         from lightning_fastft.patches.packed import install_packed_training
 
-        self._patcher = ModelPatcher()
         self.backends_used.clear()
-        is_done = False
-        try:
-            installation = install_packed_training(module, self._patcher, checkpointing=self.activations)
-            is_done = True
-        finally:
-            if not is_done:
-                self.undo()
-        self._statuses, self._layers = installation.statuses, installation.layers
+        with patcher.stage():
+            patcher.set_attribute(self, "_is_installed", True)
+            installation = install_packed_training(module, patcher, checkpointing=self.activations)
+            patcher.set_attribute(self, "_layers", installation.layers)
+        self._statuses = installation.statuses
 
     def place(self, device: torch.device) -> None:
         """Do what waits for the model to stand on its device: frozen weights that are streamed leave it."""
         if self.activations is not None:
             self.activations.place(device)
-
-    def undo(self) -> None:
-        """Take every swap back; a second call does nothing."""
-        patcher, self._patcher, self._layers = self._patcher, None, []
-        if patcher is not None:
-            patcher.undo()
 
     def check_training_mode(self) -> None:
         """Refuse layers that were asked to recompute and stand in evaluation mode."""

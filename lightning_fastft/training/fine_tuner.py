@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -27,14 +26,15 @@ from lightning_fastft.core.checks import (
     check_tokenizer,
 )
 from lightning_fastft.core.errors import ContextError, DataError, OptionError, ResumeError, SwapError
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.metrics import TokenAccuracy, TokenLoss, TokenPerplexity, logits_statistics
 from lightning_fastft.training.optimizer import FusedAdamW, is_steppable
 from lightning_fastft.training.schedules import SCHEDULES, group_parameters, learning_rate_schedule
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
     from peft import LoraConfig
     from torch.distributed.device_mesh import DeviceMesh
@@ -184,7 +184,8 @@ class FineTuner(LightningModule):
         self._seed = 0
         self._base_digest = ""
         self._compute_dtype = torch.float32
-        self._undo_low_precision_adapters: Any = None
+        # Only for a model that is built without a Trainer.
+        self._own_patcher = ModelPatcher()
         self._sharding: Status | None = None
 
         hparams = {
@@ -318,7 +319,9 @@ class FineTuner(LightningModule):
             self._resolve_dtype(device)
         if mesh is not None and self._sharding is None:
             self._shard(mesh, filler=filler)
-        self._install_low_precision_adapters()
+        patcher = self._own_patcher if self._trainer is None else patcher_of(self.trainer)
+        patcher.add_undo(self._release_optimizers)
+        self._install_low_precision_adapters(patcher)
         self.model.train()
 
     def _find_mesh(self) -> DeviceMesh | None:
@@ -459,18 +462,14 @@ class FineTuner(LightningModule):
             )
         return resolve_dtype(name, device=device)
 
-    def _install_low_precision_adapters(self) -> None:
+    def _install_low_precision_adapters(self, patcher: ModelPatcher) -> None:
         """Give fp32 adapters on a base of lower precision a copy in its dtype to compute with."""
         if not self.has_adapters or self.low_precision_adapters is not None:
             return
-        from lightning_fastft.core.patcher import ModelPatcher
         from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
 
-        patcher = ModelPatcher()
-        self.low_precision_adapters = install_low_precision_adapters(
-            self.model, patcher, compute_dtype=self._compute_dtype
-        )
-        self._undo_low_precision_adapters = patcher.undo
+        copies = install_low_precision_adapters(self.model, patcher, compute_dtype=self._compute_dtype)
+        patcher.set_attribute(self, "low_precision_adapters", copies)
 
     def _refresh_low_precision_adapters(self) -> None:
         if self.low_precision_adapters is not None:
@@ -492,29 +491,14 @@ class FineTuner(LightningModule):
         """Refresh the compute copies of the adapters."""
         self._refresh_low_precision_adapters()
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return what restores the model after an exception, where the Trainer has none yet."""
-        has_one = any(
-            isinstance(callback, _RestoreAfterException) for callback in getattr(self.trainer, "callbacks", ())
-        )
-        return [] if has_one else [_RestoreAfterException()]
-
     def teardown(self, stage: str) -> None:
-        """Leave a plain transformers or PEFT model behind."""
-        self._restore()
+        """Leave a plain transformers or PEFT model behind; the run's patcher has undone what the run changed."""
+        self._own_patcher.undo()
 
-    def _restore(self) -> None:
-        """Undo what was done to the model and the optimizers; a second call does nothing."""
-        undo, self.low_precision_adapters, self._undo_low_precision_adapters = (
-            self._undo_low_precision_adapters,
-            None,
-            None,
-        )
-        if undo is not None:
-            undo()
+    def _release_optimizers(self) -> None:
+        # Lightning moves the state to the host; tables would hold what it leaves behind.
         for optimizer in () if self._trainer is None else self.trainer.optimizers:
             if isinstance(optimizer, FusedAdamW):
-                # Lightning moves the state to the host; tables would hold what it leaves behind.
                 optimizer.release()
 
     # Steps.
@@ -852,11 +836,3 @@ def _some(names: Iterable[str]) -> str:
     """Return up to three names and the count."""
     ordered = sorted(names)
     return f"{len(ordered)} ({', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''})" if ordered else "0"
-
-
-class _RestoreAfterException(Callback):
-    """Restore a FineTuner's model after an exception: Lightning calls ``teardown`` of no module then."""
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(pl_module, FineTuner):
-            pl_module._restore()

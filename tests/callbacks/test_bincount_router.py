@@ -18,6 +18,7 @@ from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.moe.install import find_experts
+from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -158,11 +159,13 @@ def test_a_tuner_that_stands_is_served_by_a_later_callback(tmp_path):
 
 def test_a_tuner_is_swapped_while_it_builds_its_model():
     callback, module = BincountRouter(), tuner(lora={"r": 4})
-    callback.setup(mock.Mock(callbacks=[callback]), module, "fit")
+    trainer = mock.Mock(callbacks=[callback])
+    callback.setup(trainer, module, "fit")
     module.configure_model()
     assert callback.is_installed
     assert not is_plain(module)
-    callback.teardown(mock.Mock(), module, "fit")
+    patcher_of(trainer).undo()
+    assert not callback.is_installed
     assert is_plain(module)
 
 
@@ -255,12 +258,14 @@ def test_sharded_experts_are_refused(when, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     callback, module = BincountRouter(), PlainModule(build_tiny("qwen3_moe"))
+    trainer = mock.Mock(callbacks=[callback])
+    callback.setup(trainer, module, "fit")
     if when == "after":
         callback._transform(module)
     fully_shard(module.model, mesh=mesh)
-    with pytest.raises(UnsupportedModelError, match=r"experts are sharded: Qwen3MoeExperts\.gate_up_proj is a DTensor"):
-        callback.on_fit_start(mock.Mock(), module)
-    callback.on_exception(mock.Mock(), module, RuntimeError())
+    with pytest.raises(UnsupportedModelError, match=r"Qwen3MoeExperts\.gate_up_proj is a DTensor"):
+        callback.on_fit_start(trainer, module)
+    patcher_of(trainer).undo()
     assert is_plain(module)
 
 

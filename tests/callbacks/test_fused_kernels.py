@@ -19,6 +19,7 @@ from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.fused import decoder
+from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -293,7 +294,8 @@ def test_fit_validate_and_test_install_by_themselves_and_a_second_fit_too(tmp_pa
 def test_a_tuner_without_narrow_copies_yet_is_served_when_it_has_them():
     """A FineTuner hands its model over before it makes the copies."""
     callback, module = FusedKernels(), tuner(**MODES["lora in bf16"])
-    callback.setup(mock.Mock(callbacks=[callback]), module, "fit")
+    trainer = mock.Mock(callbacks=[callback])
+    callback.setup(trainer, module, "fit")
     module.configure_model()
     assert callback.is_installed
     assert callback.status()[0].state == "active"
@@ -301,7 +303,8 @@ def test_a_tuner_without_narrow_copies_yet_is_served_when_it_has_them():
         module.model(**packed_batches(1)[0])
     # Attention becomes ours when the run starts.
     assert len(own) == 2
-    callback.teardown(mock.Mock(), module, "fit")
+    patcher_of(trainer).undo()
+    module.teardown("fit")
     assert is_plain(module)
 
 

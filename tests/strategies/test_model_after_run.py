@@ -42,8 +42,11 @@ class RaiseAt(pl.Callback):
         setattr(self, hook, end)
 
 
-def describe(model):
-    """All that a run may change and must give back, by the place where it is."""
+def describe(model, *, is_moved=False):
+    """All that a run may change and must give back, by the place where it is.
+
+    Weights that were streamed come back to other memory: with is_moved their values count, and not their addresses.
+    """
     found = {}
     for name, module in model.named_modules():
         attributes = sorted(set(vars(module)) - {"training"})
@@ -60,7 +63,7 @@ def describe(model):
             type(parameter),
             parameter.dtype,
             parameter.stride(),
-            parameter.data_ptr(),
+            float(parameter.float().sum()) if is_moved and not parameter.requires_grad else parameter.data_ptr(),
             parameter.requires_grad,
             attributes,
             parameter._backward_hooks,
@@ -119,11 +122,35 @@ SETUPS = {
 }
 
 
+FEATURES = {
+    "offload, fp8, graphs": lambda: {
+        "strategy": FastFTStrategy(activations=OffloadCheckpointing("offload", host_budget=1.0)),
+        "callbacks": [FusedKernels(cuda_graphs=True, base_compute="fp8_reference"), BincountRouter()],
+    },
+    "streamed weights": lambda: {
+        "strategy": FastFTStrategy(activations=OffloadCheckpointing("recompute", weights="stream")),
+        "callbacks": [FusedKernels(), BincountRouter()],
+    },
+}
+ADAPTED = {
+    "own module, PEFT": WAYS["own module, PEFT"],
+    "FineTuner, NF4 experts": lambda: FineTuner(
+        {**tiny_mixture().config.to_dict(), "architectures": None},
+        init="random",
+        quantization="nf4",
+        lora={"r": 2},
+        dtype="bfloat16",
+        tokenizer=None,
+        scheduler="constant",
+    ),
+}
+
+
 def run(tmp_path, module, setup, *, end):
     """Fit until end raises; the model as it was found by the first hook that has it whole, and as it is left."""
     # An error in a validation leaves the model in evaluation mode, under any strategy.
     module.train()
-    options = SETUPS[setup]()
+    options = {**SETUPS, **FEATURES}[setup]()
     trainer = quiet_trainer(
         tmp_path, **options | {"callbacks": [*options["callbacks"], *end]}, num_sanity_val_steps=1, max_epochs=1
     )
@@ -148,6 +175,37 @@ def test_normal_end_and_error_at_every_hook(tmp_path, way, setup):
         with pytest.raises(PlantedError):
             run(tmp_path, module, setup, end=[RaiseAt(hook)])
         assert describe(module.model) == before, hook
+
+
+@pytest.mark.parametrize("setup", FEATURES)
+@pytest.mark.parametrize("way", ADAPTED)
+def test_features_leave_nothing_at_any_hook(tmp_path, way, setup):
+    module = ADAPTED[way]()
+    run(tmp_path, module, setup, end=[])
+    is_moved = setup == "streamed weights"
+    before = describe(module.model, is_moved=is_moved)
+    for hook in HOOKS:
+        with pytest.raises(PlantedError):
+            run(tmp_path, module, setup, end=[RaiseAt(hook)])
+        assert describe(module.model, is_moved=is_moved) == before, hook
+
+
+class FailsTwice(RaiseAt):
+    """Ends the run, and raises again where it is told of that."""
+
+    def on_exception(self, *args):
+        raise ValueError
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("way", WAYS)
+def test_error_in_a_callback_that_is_told_of_an_error(tmp_path, way, setup):
+    module = WAYS[way]()
+    run(tmp_path, module, setup, end=[])
+    before = describe(module.model)
+    with pytest.raises(ValueError):  # noqa: PT011 - planted above
+        run(tmp_path, module, setup, end=[FailsTwice("on_train_batch_end")])
+    assert describe(module.model) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -249,11 +249,13 @@ def test_failed_set_up_leaves_the_model_as_it_was():
     module.model.gradient_checkpointing_enable()
     head, attention = module.model.lm_head, module.model.config._attn_implementation
     strategy = FastFTStrategy(activations=OffloadCheckpointing("keep"))
+    patcher = ModelPatcher()
     with pytest.raises(OptionError, match="one switch"):
-        strategy.packed_steps.install(module)
+        strategy.packed_steps.install(module, patcher)
     assert module.model.lm_head is head
     assert module.model.config._attn_implementation == attention
-    assert len(ModelPatcher()) == 0
+    assert len(patcher) == 0
+    assert not strategy.packed_steps.is_installed
 
 
 class RunsOutOfMemory(PlainModule):
