@@ -221,8 +221,9 @@ def warn_without_digest(place: Path, *, name: str = "") -> None:
     """Say that a checkpoint was not written by this package, so that its damage is not noticed."""
     with place.open("rb") as file:
         if read_comment(file) is None:
-            reason = "it was not written by this package"
-            rank_zero_warn(f"{name or place} carries no digest ({reason}): damage in it cannot be noticed.")
+            rank_zero_warn(
+                f"{name or place} carries no digest (it was not written by this package): damage in it cannot be noticed."
+            )
 
 
 def warn_of_objects(place: Path, *, name: str) -> None:

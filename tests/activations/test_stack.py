@@ -23,7 +23,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches import packed as packed_module
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.plan import Machine, predict
-from tests.activations.test_values import adapted
+from tests.patches.test_value_points import adapted
 from tests.planner.plan_trials import assert_equal, kept_gradients, read_gradients
 from tests.support.late_streams import LateStreams
 from tests.support.packs import make_batch

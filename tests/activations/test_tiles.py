@@ -13,7 +13,7 @@ from lightning_fastft.activations.tiles import install_tiles
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
-from tests.activations.test_values import BIG, LENGTHS, CountProducts, adapted
+from tests.patches.test_value_points import BIG, LENGTHS, CountProducts, adapted
 from tests.planner.plan_trials import kept_gradients, read_gradients
 from tests.support.packs import assert_close, make_batch
 from tests.support.tiny_models import build_tiny

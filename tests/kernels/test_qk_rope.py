@@ -545,7 +545,7 @@ REFERENCE_FAULTS = {
         ".unflatten(1, (form.num_kv_heads, -1)).sum(dim=2)",
         ".unflatten(1, (-1, form.num_kv_heads)).sum(dim=1)",
     ),
-    "shares rounded in between": ("(d.to(wide).unflatten", "(d.unflatten"),
+    "shares rounded in between": ("d.to(wide).unflatten", "d.unflatten"),
     "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
 }
 
