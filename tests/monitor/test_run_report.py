@@ -937,5 +937,5 @@ def test_gpu_report_has_device_times_lanes_and_adds_no_wait(tmp_path):
     assert not [
         wait
         for wait in detector.waits
-        if "lightning_fastft/callbacks" in wait.place.file or "lightning_fastft/report" in wait.place.file
+        if "lightning_fastft/callbacks" in wait.place.file or "lightning_fastft/monitor" in wait.place.file
     ]
