@@ -248,6 +248,10 @@ class ExactResume(Callback):
         self._patcher.undo()
         self._vote.drop()
 
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """End the watch of a fit that trained nothing: Lightning calls no on_train_end then."""
+        self._stops.unwatch()
+
     def _settings(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         return {**collect_settings(trainer, pl_module), "seed_everything": self._seed}
 

@@ -57,7 +57,8 @@ def check_monitors(trainer: pl.Trainer) -> None:
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
     for callback in getattr(trainer, "callbacks", ()):
-        if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor:
+        # A subclass or a double may have no monitor.
+        if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and getattr(callback, "monitor", None):
             yield type(callback).__name__, callback.monitor
     for entry in trainer.lr_scheduler_configs:
         if entry.reduce_on_plateau and entry.monitor:

@@ -4,6 +4,7 @@ checkpoint are said or refused.
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -75,6 +76,20 @@ def test_signal_handlers_are_given_back(tmp_path):
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     fit(tmp_path)
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+@pytest.mark.parametrize("limit_train_batches", [0, 2])
+def test_no_thread_is_left_by_a_fit_that_trains_or_by_one_that_does_not(tmp_path, limit_train_batches):
+    before = set(threading.enumerate())
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy=FastFTStrategy(),
+        limit_train_batches=limit_train_batches,
+        num_sanity_val_steps=1,
+        max_epochs=1,
+    )
+    trainer.fit(PlainModule(tiny_llama()), packed_loader(2), packed_loader(1, seed=9))
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "fastft-stop"]
 
 
 def test_settings_that_differ_are_said_with_both_values(tmp_path):
