@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from lightning_fastft.activations.segments import Segment
-from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
+from lightning_fastft.activations.stack import NOTCH, MovableWeights, SegmentStack, StackOptions
 from lightning_fastft.core.checks import check_choice, check_float, check_int
 from lightning_fastft.core.errors import OptionError, SwapError
+from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
-from lightning_fastft.planner.step import Plan
 
 Policy = Literal["auto", "keep", "offload", "recompute"]
 _POLICIES = ("auto", "keep", "offload", "recompute")
@@ -109,7 +109,6 @@ class OffloadCheckpointing:
             )
         self.stacks: list[SegmentStack] = []
         self._last_description = self.describe()
-        self._forget_the_run()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled plugin has its options alone: stacks with streams and pinned memory stay with the
@@ -117,17 +116,7 @@ class OffloadCheckpointing:
         """
         alone = object.__new__(type(self))
         vars(alone).update(vars(self) | {"stacks": [], "_last_description": self.describe()})
-        alone._forget_the_run()
         return vars(alone)
-
-    def _forget_the_run(self) -> None:
-        # Set by who owns the plugin: where plans are reported, what will be resident later, how ranks agree on one
-        # plan, how long packs can be, and how many ranks share the host.
-        self.report: Callable[[str], None] = logger.info
-        self.extra_bytes: Callable[[], int] = _nothing
-        self.agree: Callable[[Plan], Plan] = _own_plan
-        self.most_tokens: Callable[[], int] = _nothing
-        self.num_local_ranks: Callable[[], int] = _alone
 
     def __repr__(self) -> str:
         return f"OffloadCheckpointing({self.policy!r})"
@@ -142,7 +131,15 @@ class OffloadCheckpointing:
             "auto": "auto: planned from the first steps; held, on the host or recomputed, layer by layer",
         }[self.policy]
 
-    def attach(self, layers: Sequence[nn.Module], patcher: Patcher, *, stacks: Iterable[nn.Module] = ()) -> Status:
+    def attach(
+        self,
+        layers: Sequence[nn.Module],
+        patcher: Patcher,
+        *,
+        stacks: Iterable[nn.Module] = (),
+        environment: RunEnvironment | None = None,
+        weights: MovableWeights | None = None,
+    ) -> Status:
         """Put the policy into effect on these decoder layers, until the patcher is undone.
 
         Args:
@@ -150,6 +147,8 @@ class OffloadCheckpointing:
             patcher: Where every change is written down.
             stacks: Modules around the layers that carry the checkpointing flag of transformers; it keeps them from
                 building a key/value cache.
+            environment: What the run knows; None for a single process without a strategy.
+            weights: How the frozen weights of the layers move to the host; None where they cannot.
 
         Returns:
             What is active.
@@ -180,12 +179,8 @@ class OffloadCheckpointing:
         stack = SegmentStack(
             layers,
             self.options,
-            # Looked up when they are called: who owns the plugin may set them later.
-            report=functools.partial(_ask, self, "report"),
-            extra_bytes=functools.partial(_ask, self, "extra_bytes"),
-            agree=functools.partial(_ask, self, "agree"),
-            most_tokens=functools.partial(_ask, self, "most_tokens"),
-            num_local_ranks=functools.partial(_ask, self, "num_local_ranks"),
+            environment=RunEnvironment() if environment is None else environment,
+            weights=weights,
         )
         self.stacks.append(stack)
         patcher.add_undo(functools.partial(self._detach, stack))
@@ -319,19 +314,3 @@ def _read_gib(name: str, value: float | str) -> int | None:
             return None
         raise OptionError(f"{name} must be 'auto' or a number of GiB, got {value!r}.")
     return int(check_float(name, value, low=0.0, high=_MOST_GIB) * 2**30)
-
-
-def _ask(plugin: OffloadCheckpointing, name: str, *args: Any) -> Any:
-    return getattr(plugin, name)(*args)
-
-
-def _nothing() -> int:
-    return 0
-
-
-def _alone() -> int:
-    return 1
-
-
-def _own_plan(plan: Plan) -> Plan:
-    return plan

@@ -25,6 +25,7 @@ from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, is_r
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.streams import CopyStreams, make_copy_streams
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
+from lightning_fastft.core.run_environment import RunEnvironment, no_bytes
 from lightning_fastft.core.status import Status
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import make_plan
@@ -70,18 +71,26 @@ class StreamedWeights(NamedTuple):
     enter_backward: Callable[[], None] | None = None
 
 
+class MovableWeights(NamedTuple):
+    """How the frozen weights of a model move to the host.
+
+    Args:
+        stream: Moves the weights of the decoder layers and of the input embedding.
+        embedding_bytes: Returns the bytes of the embedding that would move with them.
+    """
+
+    stream: Callable[[CopyStreams], StreamedWeights]
+    embedding_bytes: Callable[[], int]
+
+
 class SegmentStack:
     """Own the segments of one model, decide their plan, and keep the engine that it needs.
 
     Args:
         layers: Decoder layers, in order.
         options: What was asked for.
-        report: Takes what the user should read.
-        extra_bytes: Returns the bytes that will be resident later and are not yet (optimizer state before the first
-            step).
-        agree: Returns the plan that all ranks follow, from this rank's.
-        most_tokens: Returns the tokens of the longest pack to come, 0 where nobody knows.
-        num_local_ranks: Returns how many ranks share the host's memory.
+        environment: What the run knows.
+        weights: How the frozen weights of the layers move to the host; None where they cannot.
     """
 
     def __init__(
@@ -89,11 +98,8 @@ class SegmentStack:
         layers: Sequence[nn.Module],
         options: StackOptions,
         *,
-        report: Callable[[str], None],
-        extra_bytes: Callable[[], int],
-        agree: Callable[[Plan], Plan],
-        most_tokens: Callable[[], int] = lambda: 0,
-        num_local_ranks: Callable[[], int] = lambda: 1,
+        environment: RunEnvironment,
+        weights: MovableWeights | None = None,
     ) -> None:
         self.options = options
         self.segments = [
@@ -104,10 +110,9 @@ class SegmentStack:
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         self.note = ""
-        # Moves the frozen weights of the layers to the host, and says how many bytes of embedding would go with them;
-        # set by who knows the model.
-        self.stream_weights: Callable[[CopyStreams], StreamedWeights] | None = None
-        self.embedding_bytes: Callable[[], int] = lambda: 0
+        self.environment = environment
+        self.stream_weights = None if weights is None else weights.stream
+        self._embedding_bytes = no_bytes if weights is None else weights.embedding_bytes
         self.streamed: StreamedWeights | None = None
         self.make_copy_streams: Callable[[torch.device], CopyStreams] = lambda device: make_copy_streams(
             device, is_serial=options.is_serial
@@ -119,8 +124,6 @@ class SegmentStack:
             segment.awaits_plan = self._awaits_plan
             segment.vram_budget_bytes = options.vram_budget_bytes
         self._kinds = _kinds(layers)
-        self._report, self._extra_bytes, self._agree, self._most_tokens = report, extra_bytes, agree, most_tokens
-        self._num_local_ranks = num_local_ranks
         # Known once the model stands on its device.
         self._is_always_kept = False
         # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the
@@ -141,7 +144,7 @@ class SegmentStack:
         self.place(hidden.device)
         # The longest pack that is announced counts from the start, so that nothing is planned and pinned again for a
         # few tokens more.
-        most_tokens = self._most_tokens()
+        most_tokens = self.environment.longest_pack
         announced = most_tokens * hidden.shape[-1] * hidden.element_size() if most_tokens else 0
         is_larger = max(num_bytes, announced) > self._most_bytes
         self._most_bytes = max(num_bytes, announced, self._most_bytes)
@@ -220,10 +223,12 @@ class SegmentStack:
                 self._stream(self._device)
             except (HostMemoryError, OptionError, UnsupportedModelError) as error:
                 self.stream_weights = None
-                self._report(f"activations: the first steps do not fit, and frozen weights cannot be streamed: {error}")
+                self.environment.report(
+                    f"activations: the first steps do not fit, and frozen weights cannot be streamed: {error}"
+                )
                 return False
             self._phase = _FRESH
-            self._report(
+            self.environment.report(
                 "activations: the first steps do not fit with all weights on the device, so frozen weights are "
                 "streamed from the host"
             )
@@ -239,7 +244,7 @@ class SegmentStack:
         except OptionError:
             self.plan = None
             return False
-        self._report(f"The device ran out of memory: planned again for {lowered / 2**30:.1f} GiB.")
+        self.environment.report(f"The device ran out of memory: planned again for {lowered / 2**30:.1f} GiB.")
         return True
 
     @property
@@ -290,11 +295,13 @@ class SegmentStack:
             except HostMemoryError as error:
                 if num_hosted == 0:
                     raise
-                self._report(f"{error} Fewer layer inputs go to the host: {num_hosted // 2} instead of {num_hosted}.")
+                self.environment.report(
+                    f"{error} Fewer layer inputs go to the host: {num_hosted // 2} instead of {num_hosted}."
+                )
                 num_hosted //= 2
         if num_hosted < most:
             self.note = f"host_budget has room for {num_hosted} of {most} inputs"
-            self._report(f"activations: {self.note}; the others stay on the device")
+            self.environment.report(f"activations: {self.note}; the others stay on the device")
 
     def _advance(self, device: torch.device, *, num_bytes: int, is_larger: bool) -> None:
         """Take the next step of the probe, or plan.
@@ -304,7 +311,7 @@ class SegmentStack:
         """
         self._device = device
         if is_larger and self._phase == _PLANNED:
-            self._report(
+            self.environment.report(
                 f"activations: packs grew to {self._input_bytes / 2**20:.1f} MiB of hidden states; measuring and "
                 "planning again"
             )
@@ -363,7 +370,7 @@ class SegmentStack:
         assert self._step is not None
         assert self._saved is not None
         counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
-        embedding_bytes, extra_bytes = self.embedding_bytes(), self._extra_bytes()
+        embedding_bytes, extra_bytes = self._embedding_bytes(), self.environment.missing_bytes()
         if self.streamed is not None:
             # Streamed weights are counted as if resident: the plan takes them off again.
             embedding_bytes = self.streamed.num_embedding_bytes
@@ -381,7 +388,7 @@ class SegmentStack:
         self._phase = _PLANNED
         self._make_plan(device, vram_budget=self._vram_budget(device))
         assert self.plan is not None
-        self._report("\n" + render_plan(self.cost, self.plan))
+        self.environment.report("\n" + render_plan(self.cost, self.plan))
 
     def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:
         """Plan and follow; a budget that turns out not to be there is lowered, with a word."""
@@ -389,7 +396,7 @@ class SegmentStack:
         for attempt in range(_MAX_NOTCHES):
             plan = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             if not self._has_agreed:
-                self._has_agreed, plan = True, self._agree(plan)
+                self._has_agreed, plan = True, self.environment.agree(plan)
             # What this rank would have done alone does not count.
             if self.streamed is None and any(segment.is_streamed for segment in plan.segments):
                 plan = self._stream_for(plan, device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
@@ -403,10 +410,10 @@ class SegmentStack:
                     max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0
                 )
                 self.note = f"the host gave less pinned memory than planned: {host_budget / 2**30:.1f} GiB"
-                self._report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
+                self.environment.report(f"{error} Planning again with {host_budget / 2**30:.1f} GiB of pinned memory.")
             except torch.OutOfMemoryError:
                 vram_budget = int(vram_budget * NOTCH)
-                self._report(
+                self.environment.report(
                     f"The device has less memory than planned for; planning again for {vram_budget / 2**30:.1f} GiB."
                 )
             else:
@@ -452,10 +459,10 @@ class SegmentStack:
                 found = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             except OptionError:
                 raise error from None
-            self._report(f"activations: frozen weights stay on the device, where a plan fits too: {error}")
+            self.environment.report(f"activations: frozen weights stay on the device, where a plan fits too: {error}")
             return found
         assert self.streamed is not None
-        self._report(f"activations: {' '.join(plan.notes)}")
+        self.environment.report(f"activations: {' '.join(plan.notes)}")
         if self.streamed.num_embedding_bytes == self.cost.embedding_bytes:
             return plan
         self.cost = self.cost._replace(embedding_bytes=self.streamed.num_embedding_bytes)
@@ -493,7 +500,7 @@ class SegmentStack:
         """The budget of this rank for pinned memory, in bytes, with what its streamed weights have of it."""
         if self.options.host_budget_bytes is not None:
             return self.options.host_budget_bytes
-        return auto_host_bytes() // self._num_local_ranks() + self._held_bytes()
+        return auto_host_bytes() // self.environment.num_local_ranks + self._held_bytes()
 
     def _held_bytes(self) -> int:
         """Bytes of pinned memory that streamed weights have, which no plan can do without."""

@@ -11,7 +11,7 @@ from lightning_fastft.callbacks.model_swaps import check_given_once
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
-from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses, connect_activations
+from lightning_fastft.strategies.packed_steps import PackedStep, PackedSteps, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
@@ -70,9 +70,6 @@ class PackedTraining(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
-        activations = self.packed_steps.activations
-        if activations is not None and not self._is_redundant:
-            connect_activations(activations, trainer)
         self._install(trainer, pl_module)
         self.packed_steps.place(trainer.strategy.root_device)
 
@@ -156,7 +153,7 @@ class PackedTraining(Callback):
 
     def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._is_redundant:
-            self.packed_steps.install(pl_module, patcher_of(trainer))
+            self.packed_steps.install(pl_module, patcher_of(trainer), environment_of(trainer))
 
     def _begin(self, batch: Any) -> None:
         self._step = None if self._is_redundant else self.packed_steps.begin(batch)

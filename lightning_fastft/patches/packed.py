@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from lightning_fastft.activations.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.slots import PinnedSlab
-from lightning_fastft.activations.stack import StreamedWeights
+from lightning_fastft.activations.stack import MovableWeights, StreamedWeights
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.tiles import install_tiles
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import check_servable, decoder_layers, find_causal_models, find_other_models
 from lightning_fastft.patches.attention import NAME, install_attention
@@ -43,7 +44,11 @@ class PackedInstallation(NamedTuple):
 
 
 def install_packed_training(
-    root: nn.Module, patcher: ModelPatcher, *, checkpointing: OffloadCheckpointing | None = None
+    root: nn.Module,
+    patcher: ModelPatcher,
+    *,
+    checkpointing: OffloadCheckpointing | None = None,
+    environment: RunEnvironment | None = None,
 ) -> PackedInstallation:
     """Give every causal language model inside root the packed attention, the lazy head and the activation policy.
 
@@ -51,8 +56,9 @@ def install_packed_training(
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
-        patcher: Where every change is written down.
+        patcher: Records every change and undoes it.
         checkpointing: What happens to activations; None leaves the models' own checkpointing alone.
+        environment: What the run knows; None for a single process without a strategy.
 
     Returns:
         The statuses (a module without any transformers model is left alone, and its status says so) and the decoder
@@ -86,19 +92,33 @@ def install_packed_training(
             install_head(model, patcher),
         ]
         if checkpointing is not None:
-            found.append(checkpointing.attach(layers, patcher, stacks=_stacks(model, layers)))
-            install_value_points(model, layers, checkpointing.segments_of(), patcher)
-            if checkpointing.segments_of():
-                if checkpointing.mlp_tiles > 1:
-                    install_tiles(layers, checkpointing.segments_of(), patcher, num_tiles=checkpointing.mlp_tiles)
-                checkpointing.stacks[-1].stream_weights = functools.partial(_stream_weights, model, patcher)
-                checkpointing.stacks[-1].embedding_bytes = functools.partial(movable_embedding_bytes, model)
+            found.append(_attach(checkpointing, model, layers, patcher, environment))
         # With several models in one module the table says whose status it is.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
     return PackedInstallation(
         statuses, all_layers, [f"{name or 'the module itself'} ({type(model).__name__})" for name, model in models]
     )
+
+
+def _attach(
+    checkpointing: OffloadCheckpointing,
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    patcher: ModelPatcher,
+    environment: RunEnvironment | None,
+) -> Status:
+    """Put the layers of one model under the activation policy."""
+    weights = MovableWeights(
+        functools.partial(_stream_weights, model, patcher), functools.partial(movable_embedding_bytes, model)
+    )
+    stacks = _stacks(model, layers)
+    status = checkpointing.attach(layers, patcher, stacks=stacks, environment=environment, weights=weights)
+    segments = checkpointing.segments_of()
+    install_value_points(model, layers, segments, patcher)
+    if segments and checkpointing.mlp_tiles > 1:
+        install_tiles(layers, segments, patcher, num_tiles=checkpointing.mlp_tiles)
+    return status
 
 
 def describe_models(root: nn.Module) -> list[str]:

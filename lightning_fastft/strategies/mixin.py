@@ -26,7 +26,7 @@ from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness, describe_peak, is_out_of_memory
 from lightning_fastft.strategies.monitors import check_monitors
-from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, connect_activations
+from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
@@ -180,9 +180,8 @@ class FastFTStrategyMixin(_Base):
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             prepare_places(trainer, self._inner_checkpoint_io())
-        connect_activations(self.checkpointing, trainer)
         self._patcher = patcher_of(trainer)
-        self.packed_steps.install(self.lightning_module, self._patcher)
+        self.packed_steps.install(self.lightning_module, self._patcher, environment_of(trainer))
         super().setup(trainer)
         self.packed_steps.place(self.root_device)
 

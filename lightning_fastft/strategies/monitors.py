@@ -57,9 +57,10 @@ def check_monitors(trainer: pl.Trainer) -> None:
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
     for callback in getattr(trainer, "callbacks", ()):
-        # A subclass or a double may have no monitor.
-        if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and getattr(callback, "monitor", None):
-            yield type(callback).__name__, callback.monitor
+        # A double of a test may have no monitor.
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and monitor:
+            yield type(callback).__name__, monitor
     for entry in trainer.lr_scheduler_configs:
         if entry.reduce_on_plateau and entry.monitor:
             yield type(entry.scheduler).__name__, entry.monitor

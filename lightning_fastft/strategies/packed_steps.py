@@ -16,6 +16,7 @@ from lightning_fastft.activations.checkpointing import STATUS_NAME as ACTIVATION
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import ContextError, OptionError
+from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.packing.collate import PackedBatch
@@ -56,7 +57,7 @@ class PackedSteps:
         """Whether the swaps are in place."""
         return self._is_installed
 
-    def install(self, module: nn.Module, patcher: ModelPatcher) -> None:
+    def install(self, module: nn.Module, patcher: ModelPatcher, environment: RunEnvironment | None = None) -> None:
         """Install on every transformers model inside module until the patcher is undone.
 
         A failure leaves the module as it was.
@@ -80,7 +81,9 @@ class PackedSteps:
         self.backends_used.clear()
         with patcher.stage():
             patcher.set_attribute(self, "_is_installed", True)
-            installation = install_packed_training(module, patcher, checkpointing=self.activations)
+            installation = install_packed_training(
+                module, patcher, checkpointing=self.activations, environment=environment
+            )
             patcher.set_attribute(self, "_layers", installation.layers)
         self._statuses = installation.statuses
 
@@ -172,24 +175,20 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
     return found
 
 
-def connect_activations(activations: OffloadCheckpointing, trainer: pl.Trainer) -> None:
-    """Tell the activation policy what a Trainer knows: where to report, what is still to be allocated, the ranks,
-    how long packs can be.
-    """
-    activations.report = rank_zero_info
-    activations.extra_bytes = functools.partial(_missing_bytes, trainer)
-    activations.agree = trainer.strategy.broadcast
-    activations.num_local_ranks = functools.partial(getattr, trainer, "num_devices")
-    activations.most_tokens = functools.partial(_most_tokens, trainer)
+def environment_of(trainer: pl.Trainer) -> RunEnvironment:
+    """Return what a Trainer's run knows; the optimizers may come later."""
+    longest_pack = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
+    return RunEnvironment(
+        report=rank_zero_info,
+        agree=trainer.strategy.broadcast,
+        num_local_ranks=trainer.num_devices,
+        longest_pack=longest_pack if isinstance(longest_pack, int) else 0,
+        missing_bytes=functools.partial(_missing_bytes, trainer),
+    )
 
 
 def _missing_bytes(trainer: pl.Trainer) -> int:
     return missing_optimizer_bytes(trainer.optimizers)
-
-
-def _most_tokens(trainer: pl.Trainer) -> int:
-    most_tokens = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
-    return most_tokens if isinstance(most_tokens, int) else 0
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:

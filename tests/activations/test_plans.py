@@ -7,6 +7,7 @@ from torch import nn
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.fused import functions as decoder_functions
 from lightning_fastft.moe import routing as experts
 from lightning_fastft.moe.install import install_bincount_router
@@ -293,7 +294,7 @@ def test_packs_that_grow_are_planned_again():
     reports = []
     expected = kept_gradients(model, [large], 1)
     planned = PlannedModel(model, [small])
-    planned.checkpointing.report = reports.append
+    planned.stack.environment = planned.stack.environment._replace(report=reports.append)
     planned.batches = [large]
     for _ in range(4):
         assert_equal(planned.gradients(1), expected, what="grown")
@@ -307,8 +308,9 @@ def test_a_slab_too_small_for_all_inputs_takes_some_and_says_so():
     input_bytes = batches[0]["input_ids"].numel() * 32 * 4
     checkpointing = OffloadCheckpointing("offload", host_budget=1.5 * input_bytes / 2**30)
     reports = []
-    checkpointing.report = reports.append
-    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
+    install_packed_training(
+        model, ModelPatcher(), checkpointing=checkpointing, environment=RunEnvironment(report=reports.append)
+    )
     model(**batches[0]).loss.backward()
     assert_equal(read_gradients(model), expected, what="small slab")
     assert "1 of 3 inputs" in reports[0]

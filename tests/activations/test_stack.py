@@ -20,6 +20,7 @@ from lightning_fastft.activations.engine import describe_use
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.patches import packed as packed_module
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.plan import Machine, predict
@@ -46,13 +47,19 @@ class Attached:
         self.batch = make_batch(lengths)
         self.checkpointing = OffloadCheckpointing(policy, **options)
         self.reports, self.asked = [], []
-        self.checkpointing.report = self.reports.append
-        self.checkpointing.extra_bytes = lambda: extra_bytes
-        self.checkpointing.agree = lambda plan: self.asked.append(plan) or (plan if agree is None else agree(plan))
+        environment = RunEnvironment(
+            report=self.reports.append,
+            agree=lambda plan: self.asked.append(plan) or (plan if agree is None else agree(plan)),
+            missing_bytes=lambda: extra_bytes,
+        )
         self.patcher = ModelPatcher()
-        install_packed_training(self.model, self.patcher, checkpointing=self.checkpointing)
+        install_packed_training(self.model, self.patcher, checkpointing=self.checkpointing, environment=environment)
         self.stack = self.checkpointing.stacks[-1]
         self.stack.make_copy_streams = lambda device: LateStreams(seed=1)
+
+    def knows(self, **facts):
+        """Change what the run knows."""
+        self.stack.environment = self.stack.environment._replace(**facts)
 
     @property
     def plans(self):
@@ -326,8 +333,10 @@ def test_a_host_that_refuses_memory_shrinks_the_plan_and_is_reported(monkeypatch
     attached = Attached(vram_budget=1.05 * bytes_of("recompute"), host_budget=1)
     expected = attached.expected()
     # Whatever the planner would choose, begin with all inputs on the host.
-    attached.checkpointing.agree = lambda plan: plan._replace(
-        segments=tuple(host_plan), prediction=plan.prediction._replace(host_bytes=NUM_LAYERS * input_bytes)
+    attached.knows(
+        agree=lambda plan: plan._replace(
+            segments=tuple(host_plan), prediction=plan.prediction._replace(host_bytes=NUM_LAYERS * input_bytes)
+        )
     )
     attached.until_planned()
     assert host.asked[0] == NUM_LAYERS * input_bytes
@@ -425,7 +434,6 @@ def test_two_models_have_a_stack_each():
     pair, batch = Pair(), make_batch(LENGTHS)
     expected = [kept_gradients(model, [batch], 1) for model in (pair.one, pair.other)]
     checkpointing, patcher = OffloadCheckpointing("auto", vram_budget=1000), ModelPatcher()
-    checkpointing.report = lambda text: None
     install_packed_training(pair, patcher, checkpointing=checkpointing)
     assert [len(stack.segments) for stack in checkpointing.stacks] == [2, 3]
     for _ in range(5):
@@ -637,7 +645,7 @@ def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch):
 def test_ranks_of_one_host_share_its_memory(monkeypatch):
     monkeypatch.setattr(stack_module, "auto_host_bytes", lambda: 80 * GIB)
     attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", weights="stream")
-    attached.checkpointing.num_local_ranks = lambda: 8
+    attached.knows(num_local_ranks=8)
     assert attached.stack._host_budget() == 10 * GIB
     attached.checkpointing.place(torch.device("cpu"))
     embedding = attached.model.get_input_embeddings().weight
@@ -717,7 +725,7 @@ def test_a_plan_of_another_model_is_refused():
 
 def test_an_announced_pack_length_is_planned_for_from_the_start():
     attached = Attached(vram_budget=1000)
-    attached.checkpointing.most_tokens = lambda: 300
+    attached.knows(longest_pack=300)
     attached.until_planned()
     assert attached.stack.cost.segments[0].input_bytes == 300 * 32 * 4
     reports = len(attached.reports)

@@ -149,11 +149,17 @@ def test_forward_is_repeated_once_with_the_same_batch_under_a_leaner_plan(tmp_pa
     assert all(map(torch.equal, whole.parameters(), module.parameters()))
 
 
+def _announce(trainer, num_tokens):
+    """Let the run know of a longer pack to come."""
+    for stack in trainer.strategy.checkpointing.stacks:
+        stack.environment = stack.environment._replace(longest_pack=num_tokens)
+
+
 class AnnouncesTooMuch(Callback):
     """The longest pack to come needs a slab that no host has."""
 
     def on_train_start(self, trainer, pl_module):
-        trainer.strategy.checkpointing.most_tokens = lambda: 2**42
+        _announce(trainer, 2**42)
 
 
 def test_offload_buffer_that_cannot_be_had_is_done_without_and_said(tmp_path):
@@ -307,7 +313,7 @@ class Cap(Callback):
         self._cap(trainer, "forward", "offload buffer")
         if self.where == "offload buffer":
             # Slots on the device for packs of 512 MiB.
-            trainer.strategy.checkpointing.most_tokens = lambda: 2**22
+            _announce(trainer, 2**22)
 
     def on_before_backward(self, trainer, pl_module, loss):
         self._cap(trainer, "backward")

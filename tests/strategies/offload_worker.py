@@ -64,14 +64,14 @@ class WatchPlan(Callback):
         self.plans, self.num_asked, self.num_planned, self.on_host = [], 0, 0, 0
 
     def on_train_start(self, trainer, pl_module):
-        checkpointing = trainer.strategy.checkpointing
-        agree = checkpointing.agree
+        for stack in trainer.strategy.checkpointing.stacks:
+            agree = stack.environment.agree
 
-        def count(plan):
-            self.num_asked += 1
-            return agree(plan)
+            def count(plan, agree=agree):
+                self.num_asked += 1
+                return agree(plan)
 
-        checkpointing.agree = count
+            stack.environment = stack.environment._replace(agree=count)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         stacks = trainer.strategy.checkpointing.stacks
