@@ -15,7 +15,7 @@ class _Pending(NamedTuple):
 
 
 class AsyncScalarReader:
-    """Bring small device tensors to the host without making the host wait.
+    """Read small device tensors on the host without a host sync.
 
     A pushed tensor is copied on the current stream; ``poll`` hands out, in order, those whose copy has finished. On the
     CPU they have finished at once. Holds no device object before the first push and can be pickled when empty.
@@ -51,7 +51,7 @@ class AsyncScalarReader:
         self._pending.append(_Pending(tag, host, done))
 
     def poll(self) -> list[tuple[Any, torch.Tensor]]:
-        """Return what has arrived since the last call, oldest first, as CPU tensors of the caller's own.
+        """Return the values that arrived since the last call, oldest first, as CPU tensors that the caller owns.
 
         Cost:
             No host synchronisation.
@@ -72,7 +72,7 @@ class AsyncScalarReader:
         return [self._hand_out(self._pending.popleft()) for _ in range(len(self._pending))]
 
     def clear(self) -> None:
-        """Drop what has not been read and the pinned memory."""
+        """Drop unread values and the pinned memory."""
         self._pending.clear()
         self._free.clear()
 

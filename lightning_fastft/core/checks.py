@@ -24,7 +24,7 @@ def check_int(name: str, value: int, *, low: int, high: int | None = None) -> in
 
 
 def check_share(name: str, value: float) -> float:
-    """Return value if it lies within [0, 1]; NaN is refused."""
+    """Return value if it is within [0, 1]; refuse NaN."""
     return check_float(name, value, low=0.0, high=1.0)
 
 
@@ -92,7 +92,7 @@ def check_replaceable(name: str, path: Path, *, is_ours: Callable[[bytes], bool]
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Refuse what is neither None, nor a name or folder, nor something that is called with text."""
+    """Check that a tokenizer is None, a name, a folder or a callable."""
     if isinstance(tokenizer, str):
         check_string("tokenizer", tokenizer)
     elif tokenizer is not None and not callable(tokenizer):
@@ -128,7 +128,7 @@ def check_tensor(
 
 
 def check_columns(name: str, tensor: torch.Tensor) -> None:
-    """Refuse rows whose columns are apart in memory."""
+    """Refuse rows whose columns are not contiguous in memory."""
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise ShapeError(
             f"{name} has strides {tensor.stride()}; the last axis must be contiguous: call .contiguous() on it."

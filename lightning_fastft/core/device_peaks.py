@@ -1,4 +1,4 @@
-"""What a device can do at best: dense bf16 tensor-core operations per second, accumulated in fp32, by the name
+"""Peak rates of devices: dense bf16 tensor-core operations per second, accumulated in fp32, by the name
 that CUDA gives it.
 """
 

@@ -56,11 +56,11 @@ class DamagedCheckpointError(FastFTError, RuntimeError):
 
 
 class UnsafeCheckpointError(FastFTError, RuntimeError):
-    """A checkpoint holds more than tensors and plain types, or lies where it is not loaded from."""
+    """A checkpoint holds more than tensors and plain types, or is at a place that is never loaded from."""
 
 
 class CheckpointNotSavedError(FastFTError, OSError):
-    """A checkpoint could not be written; what stood at its path before stands there still."""
+    """A checkpoint could not be written; the file that was at its path before is unchanged."""
 
 
 class ContextError(FastFTError, RuntimeError):
@@ -72,7 +72,7 @@ class UnsupportedModelError(FastFTError, RuntimeError):
 
 
 class HostMemoryError(FastFTError, RuntimeError):
-    """The host cannot give or pin the memory that offloaded tensors need."""
+    """The host cannot allocate or pin the memory for offloaded tensors."""
 
 
 class DeviceMemoryError(FastFTError, torch.OutOfMemoryError):
@@ -82,7 +82,7 @@ class DeviceMemoryError(FastFTError, torch.OutOfMemoryError):
 
 
 class BackendError(FastFTError, RuntimeError):
-    """An attention or kernel backend cannot do what was asked; the message names those that can."""
+    """An attention or kernel backend cannot serve the request; the message names backends that can."""
 
 
 class SwapError(FastFTError, RuntimeError):
@@ -94,4 +94,4 @@ class NotTrainingError(FastFTError, RuntimeError):
 
 
 class MissingDependencyError(FastFTError, ImportError):
-    """An optional package is needed for what was asked and is not installed."""
+    """An optional package is required and not installed."""

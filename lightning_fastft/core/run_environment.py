@@ -1,4 +1,4 @@
-"""What a run knows and hands down to the rooms that plan for it."""
+"""One record of what a run knows, handed down to the rooms that plan for it."""
 
 from __future__ import annotations
 

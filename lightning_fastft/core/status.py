@@ -1,4 +1,4 @@
-"""What is active, and why not: one Status per optimisation, and the table that shows them."""
+"""One Status per optimisation, active or not and why, and the table that shows them."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -12,7 +12,7 @@ class Status(NamedTuple):
     Args:
         name: The optimisation, for example "packed attention".
         state: "active"; "inactive" (not asked for, or the model has no such structure); "refused".
-        reason: What is in use, or why it is not.
+        reason: The form in use, or the reason against it.
         remedy: What to change to make it active; empty when nothing is to be done.
 
     Example:

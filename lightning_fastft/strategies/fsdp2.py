@@ -1,4 +1,4 @@
-"""FastFTFSDPStrategy: packed training with one model in pieces over all devices."""
+"""FastFTFSDPStrategy: packed training with one model sharded over all devices."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MOST_DEVICES = 2**20
 
 
 class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
-    """Train with FSDP2: weights, gradients and optimizer state in pieces over all devices, one decoder layer gathered
+    """Train with FSDP2: weights, gradients and optimizer state sharded over all devices, one decoder layer gathered
     at a time.
 
     Distribution is torch's and Lightning's own. Every device is a data parallel rank unless sizes say otherwise. A
-    FineTuner is built in pieces, so that no device ever holds the whole. A module of your own builds its model in
+    FineTuner is built sharded, so that no device ever holds the whole model. A module of your own builds its model in
     ``configure_model`` (Lightning's rule for this kind of strategy) and may shard it there with ``fully_shard`` over
     ``self.device_mesh["data_parallel"]``; a transformers model that it leaves whole is sharded here before the
     optimizer is made, each tensor in its own dtype.
@@ -128,7 +128,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard what configure_model left whole, then install packed training and make the optimizer.
+        """Shard what configure_model left unsharded, then install packed training and make the optimizer.
 
         Raises:
             OptionError: The module cannot be sharded from outside; the message has the line to add.
@@ -182,7 +182,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         save_folder(checkpoint, place)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load into the pieces of the model what was judged before.
+        """Load verified tensors into the shards of the model.
 
         Raises:
             DamagedCheckpointError: A file is not what was written; on all ranks.
@@ -213,7 +213,7 @@ class FastFTFSDPStrategy(FastFTStrategyMixin, ModelParallelStrategy):
         )
 
     def statuses(self) -> list[Status]:
-        """Return what is active and why not, with how the model is sharded."""
+        """Return the statuses, with how the model is sharded."""
         own = super().statuses()
         return own if self._sharding is None else [self._sharding, *own]
 

@@ -1,4 +1,4 @@
-"""What is said where memory runs out, and what an optimizer step that ran out of it left behind."""
+"""Explain out-of-memory errors, and find out what a failed optimizer step changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fastft.core.errors import FastFTError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# What torch says of memory that is not there in errors that are no OutOfMemoryError: its host allocator, the CUDA
+# Messages of allocation failures that are no OutOfMemoryError: its host allocator, the CUDA
 # runtime, cuBLAS.
 _REFUSALS = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -21,7 +21,7 @@ _REFUSALS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-# Optimizers whose every write is seen in the version of a tensor.
+# Optimizers whose writes all raise the version counter of a tensor.
 _WITNESSED = ("torch.optim.", "lightning_fastft.")
 
 

@@ -57,7 +57,7 @@ class FastFTStrategyMixin(_Base):
         attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
         exact_resume: Whether the callback ExactResume is added where the Trainer has none: random states in
             checkpoints, signals that end in one.
-        **kwargs: What the strategy underneath takes.
+        **kwargs: Arguments of the strategy underneath.
 
     Raises:
         OptionError: activations is no OffloadCheckpointing, or attention names no backend.
@@ -82,9 +82,7 @@ class FastFTStrategyMixin(_Base):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads checkpoints: the user's, else ours; one that wraps another without having one
-        wraps ours.
-        """
+        """Return the CheckpointIO: the user's, else ours; a wrapper without an inner one wraps ours."""
         # Lightning leaves Windows its own: ours needs POSIX.
         if os.name == "posix":
             if self._checkpoint_io is None:
@@ -98,7 +96,7 @@ class FastFTStrategyMixin(_Base):
         self._checkpoint_io = io
 
     def _configure_launcher(self) -> None:
-        """Have ``ckpt_path="last"`` find the newest intact checkpoint, also that of a stopped run."""
+        """Make ``ckpt_path="last"`` find the newest intact checkpoint, checkpoints of stopped runs included."""
         super()._configure_launcher()
         self._launcher = with_last(self._launcher)
 
@@ -109,11 +107,11 @@ class FastFTStrategyMixin(_Base):
             _callbacks_of(model._trainer).append(ExactResume())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save; what fails on one rank raises on all, so that none waits for the others.
+        """Save; a failure on one rank raises on all ranks, so that no rank waits for another.
 
         Raises:
             CheckpointNotSavedError: The checkpoint was not written.
-            DeviceMemoryError: There was not the memory to write it; what stood there before stands there still.
+            DeviceMemoryError: Memory ran out; the file that was there before is unchanged.
         """
         save = super().save_checkpoint
         with self._explaining_memory("save", effect="The checkpoint was not written; those before it are whole."):
@@ -123,7 +121,7 @@ class FastFTStrategyMixin(_Base):
         """Collect the state of the model.
 
         Raises:
-            DeviceMemoryError: There was not the memory to collect it.
+            DeviceMemoryError: Memory ran out.
         """
         with self._explaining_memory("save", effect="The checkpoint was not written; those before it are whole."):
             return super().lightning_module_state_dict()
@@ -145,7 +143,7 @@ class FastFTStrategyMixin(_Base):
         """Load the weights of a checkpoint.
 
         Raises:
-            ResumeError: They are those of another model: other names or shapes.
+            ResumeError: The weights belong to another model: other names or shapes.
         """
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -160,14 +158,12 @@ class FastFTStrategyMixin(_Base):
             ) from error
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and see to it that they are left in order when the program ends."""
+        """Join the other ranks, and destroy the process groups in order at exit."""
         super().setup_environment()
         destroy_groups_at_exit()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the process groups as they are after an error; a run that was told to stop ends on all ranks, in
-        order.
-        """
+        """Leave the process groups as they are after an error; a stopped run ends on all ranks, in order."""
         super().on_exception(exception)
         if not isinstance(exception, RunStopped):
             destroy_groups_at_exit(False)
@@ -192,8 +188,7 @@ class FastFTStrategyMixin(_Base):
         super().teardown()
 
     def on_train_start(self) -> None:
-        """Refuse ranks with different numbers of batches; log what is active, once the model is placed and before the
-        first training batch.
+        """Refuse ranks with different numbers of batches, and log the status table before the first training batch.
 
         Raises:
             DataError: The ranks have different numbers of batches.
@@ -207,9 +202,7 @@ class FastFTStrategyMixin(_Base):
         rank_zero_info("\n" + render_status_table(self.statuses()))
 
     def statuses(self) -> list[Status]:
-        """Return what is active and why not: attention, loss head, activations, then what the module and the
-        callbacks report.
-        """
+        """Return the statuses of attention, loss head and activations, then of the module and the callbacks."""
         own = self.packed_steps.statuses()
         if self._fastft_trainer is None:
             return own
@@ -226,7 +219,7 @@ class FastFTStrategyMixin(_Base):
         return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the step, and refuse it before the backward if no attention layer read the packed batch."""
+        """Run the step; refuse it before the backward if no attention layer read the packed batch."""
         output = self._run_or_step_down(super().training_step, *args, **kwargs)
         if not self._has_logged_backends and self.packed_steps.backends_used:
             self._has_logged_backends = True
@@ -246,10 +239,10 @@ class FastFTStrategyMixin(_Base):
         return self._judged_step(super().predict_step, "predict_step", *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward; say what to do where it runs out of memory.
+        """Run the backward; explain an out-of-memory error.
 
         Raises:
-            DeviceMemoryError: With the options to start again with in its message.
+            DeviceMemoryError: The message gives the options to restart with.
         """
         with self._explaining_memory(
             "backward", effect="Gradients may be half done, so the step cannot be repeated; no weight was stepped."
@@ -257,10 +250,10 @@ class FastFTStrategyMixin(_Base):
             return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run forward, backward and step; say what a step that runs out of memory has changed by then.
+        """Run forward, backward and step; after an out-of-memory error say what the step has changed.
 
         Raises:
-            DeviceMemoryError: With what became of weights and state, and the options to start again with.
+            DeviceMemoryError: The message says what changed, and the options to restart with.
         """
         witness = StepWitness(optimizer)
 
@@ -279,7 +272,7 @@ class FastFTStrategyMixin(_Base):
             check_settings(checkpoint, trainer)
 
     def _inner_checkpoint_io(self) -> CheckpointIO:
-        """Return what reads and writes files, without a plugin that wraps it."""
+        """Return the innermost CheckpointIO."""
         io = self.checkpoint_io
         return (io.checkpoint_io or io) if isinstance(io, _WrappingCheckpointIO) else io
 
@@ -313,7 +306,7 @@ class FastFTStrategyMixin(_Base):
 
     @contextlib.contextmanager
     def _explaining_memory(self, where: str, *, effect: str | Callable[[], str]) -> Iterator[None]:
-        """Turn an allocation that fails inside into the error that says what to do."""
+        """Turn a failed allocation into an error with a remedy."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -322,7 +315,7 @@ class FastFTStrategyMixin(_Base):
             raise self._memory_error(where, error, effect=effect if isinstance(effect, str) else effect()) from error
 
     def _memory_error(self, where: str, reason: BaseException | str, *, effect: str) -> DeviceMemoryError:
-        """Return the error with what was running, what became of it, the plan, the peak, the budget and what to set."""
+        """Return the error: what was running, its effect, the plan, the peak, the budget and the remedy."""
         trainer = self._fastft_trainer
         place = str(self.root_device)
         if trainer is not None:

@@ -1,4 +1,4 @@
-"""Install packed training for one run, watch that each packed step is read, and take everything back."""
+"""Install packed training for one run, and check that each packed step was read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PackedSteps:
-    """Own the swaps of one run and judge its steps; the strategies and the callback PackedTraining share it.
+    """Install packed training for one run and check its steps; used by the strategies and by PackedTraining.
 
     Args:
         attention: Backend of the packed attention, "auto" to choose by device and shapes.
@@ -69,8 +69,7 @@ class PackedSteps:
         if self._is_installed:
             return
         if "transformers.modeling_utils" not in sys.modules:
-            # Nobody has made a transformers model. Nor is anything imported for one: PEFT would bring bitsandbytes
-            # along.
+            # There is no transformers model. Nothing is imported for one: PEFT would import bitsandbytes.
             reason = f"{type(module).__name__} holds no transformers model"
             names = ("packed attention", "loss head", *([ACTIVATIONS_STATUS] if self.activations is not None else []))
             self._statuses = [Status(name, "inactive", reason) for name in names]
@@ -88,12 +87,12 @@ class PackedSteps:
         self._statuses = installation.statuses
 
     def place(self, device: torch.device) -> None:
-        """Do what waits for the model to stand on its device: frozen weights that are streamed leave it."""
+        """Stream frozen weights, once the model is on its device."""
         if self.activations is not None:
             self.activations.place(device)
 
     def check_training_mode(self) -> None:
-        """Refuse layers that were asked to recompute and stand in evaluation mode."""
+        """Refuse layers in evaluation mode that should recompute."""
         if self.activations is not None and self._layers:
             self.activations.check_training_mode(self._layers)
 
@@ -102,11 +101,11 @@ class PackedSteps:
         return PackedStep(self, find_packed_batches(batch))
 
     def statuses(self) -> list[Status]:
-        """Return what is active, with the attention backends that really ran so far."""
+        """Return the statuses, with the attention backends that ran so far."""
         return [current for status in self._statuses for current in self._current(status)]
 
     def _current(self, status: Status) -> list[Status]:
-        """A status of the installation as it stands now."""
+        """Return a status of the installation as it is now."""
         if status.state == "active" and status.name.startswith("packed attention") and self.backends_used:
             return [status._replace(reason=f"{status.reason}; ran: {', '.join(sorted(self.backends_used))}")]
         if status.state == "active" and status.name == ACTIVATIONS_STATUS and self.activations is not None:
@@ -208,7 +207,7 @@ def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
-    # FusedAdamW stands above strategies, which know it by this method.
+    # FusedAdamW is in a higher room; strategies know it by this method.
     own_count = getattr(optimizer, "state_bytes", None)
     if callable(own_count):
         return int(own_count(parameter))

@@ -9,7 +9,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 _DESCRIPTIONS = (
     (FastFTStrategy, "Packed fine-tuning on one device"),
     (FastFTDDPStrategy, "Packed fine-tuning with a whole model on every device (DDP)"),
-    (FastFTFSDPStrategy, "Packed fine-tuning with one model in pieces over all devices (FSDP2)"),
+    (FastFTFSDPStrategy, "Packed fine-tuning with one model sharded over all devices (FSDP2)"),
 )
 
 

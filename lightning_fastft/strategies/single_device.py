@@ -79,7 +79,7 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
                 f"The strategy 'fastft' trains on one device, the Trainer was given {len(devices)} "
                 f"({', '.join(map(str, devices))}). Set devices=1, "
                 'or use Trainer(strategy="fastft_ddp") for a whole model on each, Trainer(strategy="fastft_fsdp") for '
-                "one model in pieces over all."
+                "one model sharded over all."
             )
         self._parallel_devices = devices
         if devices:

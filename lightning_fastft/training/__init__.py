@@ -1,4 +1,5 @@
 """Train: the LightningModule, the DataModule, the optimizer, schedules and metrics.
 
-Options of the user enter; what Lightning's Trainer runs leaves. Read ``fine_tuner``, then ``datamodule``.
+The user's options enter; a LightningModule and a DataModule for the Trainer leave. Read ``fine_tuner``, then
+``datamodule``.
 """

@@ -89,7 +89,7 @@ class PackedDataModule(LightningDataModule):
         show_progress: Whether tokenising shows a progress bar.
 
     Raises:
-        OptionError: An option is outside of what is allowed.
+        OptionError: An option is not allowed.
 
     Example:
         >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
@@ -181,7 +181,7 @@ class PackedDataModule(LightningDataModule):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer given here, or that of the LightningModule; None where neither has one."""
+        """The tokenizer given here, else the one of the LightningModule; None if neither has one."""
         if isinstance(self._tokenizer, str):
             from lightning_fastft.hf.loading import ModelSource
 
@@ -306,17 +306,17 @@ class PackedDataModule(LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what the plan that it counts in was made of: plain numbers and strings."""
+        """Return the position and the identity of its plan: plain numbers and strings."""
         return {} if self._plan is None else {"micro_batches": self.position, "plan": self._plan_identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the position of a checkpoint.
 
         Args:
-            state_dict: What state_dict returned when the checkpoint was written.
+            state_dict: The result of state_dict when the checkpoint was written.
 
         Raises:
-            ResumeError: The position counts in another plan; the message names what changed.
+            ResumeError: The position belongs to another plan; the message names the changes.
         """
         if self._plan is None or not state_dict:
             return
@@ -424,7 +424,7 @@ class PackedDataModule(LightningDataModule):
         return plan
 
     def _plan_identity(self) -> dict[str, Any]:
-        """What a position means nothing without; the names are those that a user changes."""
+        """Return the settings without which a position has no meaning, under the names that a user sets."""
         plan = self.plan
         return {
             # By content: the same rows elsewhere, or touched, are the same data.
@@ -516,7 +516,7 @@ class PackedDataModule(LightningDataModule):
         Raises:
             ContextError: Documents of a pack would see each other.
         """
-        # Who has not imported transformers has no model of it.
+        # Without an import of transformers there is no transformers model.
         if self._is_model_checked or self.trainer is None or "transformers" not in sys.modules:
             return
         from lightning_fastft.patches.packed import describe_unprepared
@@ -662,7 +662,7 @@ def _usable_cores() -> int:
 
 
 def _check_source(name: str, source: object) -> None:
-    """Refuse what cannot be data; what is in a list or a file is judged when it is read."""
+    """Refuse values that cannot be data; the content of lists and files is checked when it is read."""
     if isinstance(source, (str, os.PathLike)):
         check_path(name, source)
     elif source is not None and not isinstance(source, (list, tuple)) and not hasattr(source, "column_names"):

@@ -59,13 +59,13 @@ class FineTuner(LightningModule):
     The Trainer's precision stays "32-true", where Lightning changes no dtype: ``dtype`` is the dtype of the base and of
     the arithmetic, ``adapter_dtype`` that of the trained adapter Parameters. dtype="float32" is fp32 to the last bit:
     TF32 must be off. fp16 (GPUs before Ampere) needs LoRA and ``Trainer(precision="16-mixed")``, whose loss scaler
-    waits for the device once per step. Code from a model repository is never run, and weights are read from safetensors
-    only.
+    syncs with the device once per step. Code from a model repository is never run, and weights are read from
+    safetensors only.
 
     Args:
         model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers
             configuration, or a model that is loaded already (transformers or PEFT; used as it is).
-        tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the one beside the model.
+        tokenizer: Hub id or folder of the tokenizer, or a tokenizer; None for the model's own.
         quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra
             ``qlora``); None for no quantisation.
         lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the
@@ -73,7 +73,7 @@ class FineTuner(LightningModule):
         init: "pretrained" reads the weights, "random" initialises them from the configuration.
         dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
         adapter_dtype: "float32" or "bfloat16".
-        master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's averages. "auto": fp32 where the
+        master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's moments. "auto": fp32 where the
             model is sharded (16 bytes per weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere.
             "float32" and "bfloat16" say it; "bfloat16" takes 8 bytes. "float32" on whole bf16 weights: ``FusedAdamW``
             holds masters beside them (16 bytes per weight with its gradient), without which changes below the last
@@ -172,7 +172,7 @@ class FineTuner(LightningModule):
         self.warmup_share = warmup_share
         self.warmup_steps = warmup_steps
         self.min_learning_rate_share = min_learning_rate_share
-        # No hyperparameter: a checkpoint must not bring the permission along.
+        # Not a hyperparameter: a checkpoint must not carry the permission.
         self.accept_other_base = check_bool("accept_other_base", accept_other_base)
 
         self.model: Any = model if is_instance else None
@@ -214,7 +214,7 @@ class FineTuner(LightningModule):
             hparams["scheduler"] = scheduler
         self.save_hyperparameters(hparams)
 
-    # What data modules and callbacks ask for.
+    # For data modules and callbacks.
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -246,10 +246,10 @@ class FineTuner(LightningModule):
         Args:
             name: A name is applied once, however often it is registered.
             transform: Called with the model; returns another model, or None if it changed that one.
-            stage: "before_adapters": the transformers model; "after_adapters": what stands after PEFT.
+            stage: "before_adapters": the transformers model; "after_adapters": the PEFT model.
 
         Raises:
-            SwapError: The model stands already and this name was not registered before.
+            SwapError: The model is built and this name was not registered before.
         """
         check_choice("stage", stage, STAGES)
         if name in self._transforms:
@@ -262,7 +262,7 @@ class FineTuner(LightningModule):
         self._transforms[name] = (transform, stage)
 
     def statuses(self) -> list[Status]:
-        """Return what is active in the model itself: sharding, quantisation and adapters."""
+        """Return the statuses of the model itself: sharding, quantisation and adapters."""
         if not self._is_built:
             return []
         found = [] if self._sharding is None else [self._sharding]
@@ -325,14 +325,14 @@ class FineTuner(LightningModule):
         self.model.train()
 
     def _find_mesh(self) -> DeviceMesh | None:
-        """The data parallel mesh of a strategy that holds models in pieces, None under any other; what does not
-        fit it is refused.
+        """Return the data parallel mesh of a strategy that shards models, else None; refuse options that do not
+        fit it.
         """
         strategy = None if self._trainer is None else self.trainer.strategy
         if not isinstance(strategy, ModelParallelStrategy):
             if self._sharding is not None:
                 raise OptionError(
-                    "The model is in pieces over the ranks of an earlier Trainer: make a new FineTuner, or use "
+                    "The model is sharded over the ranks of an earlier Trainer: make a new FineTuner, or use "
                     "strategy='fastft_fsdp'."
                 )
             if self.master_dtype_name not in ("auto", self.dtype_name) and not self._wants_masters():
@@ -351,15 +351,15 @@ class FineTuner(LightningModule):
         return mesh["data_parallel"]
 
     def _wants_masters(self) -> bool:
-        """Whether the optimizer may hold fp32 masters of whole weights; loss scaling of fp16 cannot be part of
-        its pass.
+        """Return whether the optimizer may hold fp32 masters of unsharded weights; loss scaling of fp16 cannot be part
+        of its pass.
         """
         return self.master_dtype_name == "float32" and self.dtype_name in ("auto", "bfloat16")
 
     def _open_model(
         self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool
     ) -> tuple[PreTrainedModel, Filler | None]:
-        """The finished model; or, where it will be in pieces, one that is still to be filled."""
+        """Return the finished model, or one to be filled where it will be sharded."""
         from lightning_fastft.hf.loading import build_model
 
         assert self.source is not None
@@ -463,7 +463,7 @@ class FineTuner(LightningModule):
         return resolve_dtype(name, device=device)
 
     def _install_low_precision_adapters(self, patcher: ModelPatcher) -> None:
-        """Give fp32 adapters on a base of lower precision a copy in its dtype to compute with."""
+        """Give fp32 adapters on a base of lower precision a low-precision copy to compute with."""
         if not self.has_adapters or self.low_precision_adapters is not None:
             return
         from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
@@ -492,11 +492,11 @@ class FineTuner(LightningModule):
         self._refresh_low_precision_adapters()
 
     def teardown(self, stage: str) -> None:
-        """Leave a plain transformers or PEFT model behind; the run's patcher has undone what the run changed."""
+        """Leave a plain transformers or PEFT model; the run's patcher has undone its changes."""
         self._own_patcher.undo()
 
     def _release_optimizers(self) -> None:
-        # Lightning moves the state to the host; tables would hold what it leaves behind.
+        # Lightning moves the state to the host; tables would keep the device memory alive.
         for optimizer in () if self._trainer is None else self.trainer.optimizers:
             if isinstance(optimizer, FusedAdamW):
                 optimizer.release()
@@ -658,7 +658,7 @@ class FineTuner(LightningModule):
                 "master_dtype='float32' needs whole, plain bf16 or fp32 weights on one device: use "
                 "Trainer(strategy='fastft_fsdp')."
             )
-        # Without masters, averages of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
+        # Without masters, moments of bf16 weights stay bf16, as master_dtype promises and the plan of memory counts.
         if is_served and (wants_masters or all(parameter.dtype is torch.float32 for parameter in parameters)):
             return FusedAdamW(groups, master_weights=wants_masters)
         return torch.optim.AdamW(groups, fused=is_fused)
@@ -785,7 +785,7 @@ class FineTuner(LightningModule):
         max_new_tokens: int = 128,
         **options: Any,
     ) -> list[str]:
-        """Return what the model writes after each prompt, in evaluation mode; the mode of every module is restored.
+        """Generate a continuation of each prompt in evaluation mode, and restore the mode of every module.
 
         Args:
             prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
@@ -809,7 +809,7 @@ class FineTuner(LightningModule):
 
 
 def _check_kinds(*, revision: object, optimizer: object, scheduler: object) -> None:
-    """Refuse what is neither a name nor to be called."""
+    """Check that each value is a name or a callable."""
     if revision is not None:
         check_string("revision", revision)  # type: ignore[arg-type]
     if optimizer is not None and not callable(optimizer):

@@ -1,4 +1,4 @@
-"""FusedAdamW: AdamW that clips, steps and writes narrow copies of all parameters in one pass over memory."""
+"""FusedAdamW: AdamW that clips, steps and writes low-precision copies of all parameters in one pass over memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DTYPES = (torch.float32, torch.bfloat16)
 # What the pass can write beside a master; an owner of other copies is not told that they were written.
 _COPY_DTYPES = (torch.bfloat16, torch.float16)
 _AVERAGES = ("exp_avg", "exp_avg_sq")
-# Of averages in 8 bits: the largest magnitude of each block of 256.
+# Of moments in 8 bits: the largest magnitude of each block of 256.
 _ABSMAXS = ("exp_avg_absmax", "exp_avg_sq_absmax")
-# Smaller parameters keep averages in fp32, as with bitsandbytes: norms and biases, whose few numbers tell little of
+# Smaller parameters keep moments in fp32, as with bitsandbytes: norms and biases, whose few numbers tell little of
 # each other's size.
 MIN_8BIT_SIZE = 4096
 _MASTER = "master"
@@ -58,27 +58,27 @@ class _Part(NamedTuple):
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW of fp32 and bf16 parameters on one device, in one pass over memory per parameter group.
 
-    State, its names and its files are those of torch.optim.AdamW, and each loads the other's; averages are fp32, also
+    State, its names and its files are those of torch.optim.AdamW, and each loads the other's; moments are fp32, also
     those of bf16 parameters, or 8 bits where asked for, in a state that no other optimizer loads. In fp32 on a CPU the
     weights are bit-equal to torch's; on CUDA they have one rounding less. A parameter without gradient is left alone,
     and the step is not counted for it. As in torch's fused optimizers, a tensor in ``found_inf`` (shape (), fp32, on
-    the device) that is not 0 makes a step change nothing: no weight, average, narrow copy or count. While it is set,
-    ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is asked.
+    the device) that is not 0 makes a step change nothing: no weight, average, low-precision copy or count. While it is
+    set, ``state[...]["step"]`` counts skipped steps too, until ``state_dict`` is asked.
 
     Args:
         params: Parameters, or groups of them with options of their own. Plain contiguous tensors; fp32 or bf16; all
             that get gradients on one device.
         lr: Learning rate from 0, a number that schedulers may change between steps; or a tensor of shape () in fp32 on
             the device of the parameters.
-        betas: Shares of the old averages of gradients and of their squares, in [0, 1).
+        betas: Shares of the old moments of gradients and of their squares, in [0, 1).
         eps: Added to the denominator, from 0.
         weight_decay: Decoupled decay per unit of learning rate, from 0.
         master_weights: Hold bf16 parameters in fp32 too: steps add to the master, ``state[...]["master"]``, and write
             the parameter as its rounded value, so that changes too small for bf16 add up. A parameter that somebody
             else has written since the last step is taken as it is then.
-        optim_bits: 32, or 8 for averages in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256
+        optim_bits: 32, or 8 for moments in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256
             values and the largest magnitude of each. Parameters of fewer than 4096 values keep fp32. A gradient that is
-            not finite spoils the averages of its block: guard the steps.
+            not finite spoils the moments of its block: guard the steps.
 
     Raises:
         OptionError: A number is not allowed, or a parameter or gradient is none of the above; torch.optim.AdamW takes
@@ -86,9 +86,10 @@ class FusedAdamW(torch.optim.Optimizer):
 
     Cost:
         Per step and group one launch per combination of dtypes: 28 bytes read and written per fp32 parameter (16 with
-        averages in 8 bits), 2 more for a narrow copy; clipping reads gradients once more. No host synchronisation. 8
-        bytes of averages per parameter (2.03 in 8 bits), and 4 of a master, from its first step on. Tables of addresses
-        are kept, and made anew where the parameters that have gradients are others than in the step before.
+        moments in 8 bits), 2 more for a low-precision copy; clipping reads gradients once more. No host
+        synchronisation. 8 bytes of moments per parameter (2.03 in 8 bits), and 4 of a master, from its first step on.
+        Tables of addresses are kept, and made anew where the parameters that have gradients are others than in the step
+        before.
 
     Source:
         AdamW, arXiv 1711.05101; defaults of torch.optim.AdamW. Averages in 8 bits, arXiv 2110.02861.
@@ -104,7 +105,7 @@ class FusedAdamW(torch.optim.Optimizer):
         tensor([ 0.9000, -2.1000])
     """
 
-    # Neither pickled nor copied: an owner of narrow copies, or a guard, belongs to one optimizer.
+    # Neither pickled nor copied: an owner of low-precision copies, or a guard, belongs to one optimizer.
     found_inf: torch.Tensor | None = None
     _judge: Callable[[torch.Tensor], torch.Tensor] | None = None
     _pairs: Callable[[], Pairs] | None = None
@@ -127,12 +128,12 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state; what was made from the old one is made anew."""
+        """Take over a state and rebuild what depends on it."""
         super().__setstate__(state)
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied, with counts that leave skipped steps out."""
+        """Return the state to pickle or copy, with counts without skipped steps."""
         self._settle()
         return {**super().__getstate__(), "master_weights": self.master_weights, "optim_bits": self.optim_bits}
 
@@ -175,11 +176,11 @@ class FusedAdamW(torch.optim.Optimizer):
         return state[_MASTER] if _MASTER in state else param.detach().float()
 
     def state_bytes(self, param: torch.Tensor) -> int:
-        """Return the bytes of averages and master of a parameter."""
-        averages = (
+        """Return the bytes of moments and master of a parameter."""
+        moments = (
             2 * (param.numel() + 4 * num_blocks(param.numel())) if self._is_in_8_bits(param) else 8 * param.numel()
         )
-        return averages + 4 * param.numel() * self._has_master(param)
+        return moments + 4 * param.numel() * self._has_master(param)
 
     def _has_master(self, param: torch.Tensor) -> bool:
         return self.master_weights and param.dtype is torch.bfloat16
@@ -194,7 +195,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return dict.fromkeys(_AVERAGES, torch.float32)
 
     def attach_copies(self, pairs: Callable[[], Pairs], on_written: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Have each step write narrow copies of parameters in the same pass.
+        """Have each step write low-precision copies of parameters in the same pass.
 
         Args:
             pairs: Returns (parameter, copy) at each step. Copies have shape, layout and device of their parameters;
@@ -244,7 +245,7 @@ class FusedAdamW(torch.optim.Optimizer):
         A later step makes tables anew.
 
         Cost:
-            One host wait where steps were guarded, for their count.
+            One host sync where steps were guarded, for their count.
         """
         self._pairs = self._on_written = None
         self.detach_guard()
@@ -255,7 +256,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Return the state as torch.optim.AdamW does, with counts that leave skipped steps out.
 
         Cost:
-            One host wait where steps were guarded.
+            One host sync where steps were guarded.
         """
         self._settle()
         return super().state_dict()
@@ -304,7 +305,7 @@ class FusedAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Make one step, and return what the closure returned.
+        """Make one step and return the result of the closure.
 
         Args:
             closure: Called first, with gradients enabled; it may call ``clip_next``.
@@ -360,7 +361,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _settle(self) -> None:
-        """Take skipped steps out of the counts on the host; waits for the device if there were guarded ones."""
+        """Take skipped steps out of the counts on the host; syncs with the device if there were guarded ones."""
         cohorts = list(dict.fromkeys(self._cohorts.values()))
         if not cohorts:
             return
@@ -384,7 +385,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return cohort
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this class or of torch.optim.AdamW; averages are copied and held in fp32.
+        """Go on from a state of this class or of torch.optim.AdamW; moments are copied and held in fp32.
 
         Raises:
             ResumeError: The state is that of another optimizer, or of AdamW with options that this one has not.
@@ -405,7 +406,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for name in (*_OTHER_RULES, *_OTHER_WAYS):
                 group.pop(name, None)
         for number, param in self._pair_up(given[0]):
-            # PyTorch has cast averages to the dtype of the parameter, and shares them with the state given where it had
+            # PyTorch has cast moments to the dtype of the parameter, and shares them with the state given where it had
             # nothing to cast.
             if given[0]["state"].get(number):
                 self.state[param] = _copy_state(
@@ -420,7 +421,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return zip(numbers, chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _check_given(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a state whose numbers would be lost or read as others."""
+        """Refuse a state that would lose values or change their meaning."""
         for group in state_dict["param_groups"]:
             wanted = [name for name in _OTHER_RULES if group.get(name)]
             if wanted:
@@ -474,7 +475,7 @@ class FusedAdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for name, dtype in self._state_dtypes(param).items():
                 shape = (num_blocks(param.numel()),) if name in _ABSMAXS else param.shape
-                # With a largest magnitude of 0 every code stands for 0.
+                # With a largest magnitude of 0 every code means 0.
                 state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
         if self._has_master(param):
             if _MASTER not in state:
@@ -496,7 +497,7 @@ def is_steppable(param: torch.Tensor) -> bool:
 
 
 def _make_row(param: torch.Tensor, state: dict[str, Any], copy: torch.Tensor | None) -> TableRow:
-    """Return what a step writes for a parameter: with a master, the parameter is the narrow copy."""
+    """Return what a step writes for a parameter: with a master, the parameter is the low-precision copy."""
     param_and_copy = (state[_MASTER], param) if _MASTER in state else (param, copy)
     exp_avg, exp_avg_sq = (state[name] for name in _AVERAGES)
     return TableRow(
@@ -585,7 +586,7 @@ def _check_state(number: Any, state: dict[str, Any], *, names: set[str], has_mas
     if state and found != names and found in ({*_AVERAGES}, {*_AVERAGES, *_ABSMAXS}):
         held, other = (8, 32) if _ABSMAXS[0] in found else (32, 8)
         raise ResumeError(
-            f"The state of parameter {number} holds averages in {held} bits, and this optimizer has "
+            f"The state of parameter {number} holds moments in {held} bits, and this optimizer has "
             f"optim_bits={other}: resume with "
             f"FusedAdamW(optim_bits={held})."
         )

@@ -20,7 +20,7 @@ def group_parameters(
     """Return the groups an optimizer is called with, each parameter in exactly one.
 
     Args:
-        parameters: What is trained.
+        parameters: Trainable parameters.
         learning_rate: Rate of every group; None leaves the optimizer's own.
         weight_decay: Decay of matrices, with 0 for vectors (norms, biases); None leaves the optimizer's own for all.
 
@@ -48,7 +48,7 @@ def learning_rate_schedule(
 
     Args:
         name: "cosine", "linear" or "constant": the way down after the warm-up.
-        num_steps: Optimizer steps of the run; what comes after stays at end_share.
+        num_steps: Optimizer steps of the run; later steps stay at end_share.
         num_warmup_steps: Steps of the linear rise, the last of which has the peak.
         end_share: Share of the peak at which "cosine" and "linear" end.
 

@@ -487,7 +487,7 @@ def test_states_of_8_and_32_bits_are_told_apart_and_nothing_changes(first, secon
     run_steps(optimizer, params, range(2))
     run_steps(other, others, range(3))
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ResumeError, match=rf"parameter 0 holds averages in {first} bits.*optim_bits={first}"):
+    with pytest.raises(ResumeError, match=rf"parameter 0 holds moments in {first} bits.*optim_bits={first}"):
         other.load_state_dict(optimizer.state_dict())
     after = other.state_dict()
     assert before["state"].keys() == after["state"].keys()
