@@ -16,6 +16,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.last import STOPPED
+from lightning_fastft.checkpoint.lightning_internals import (
+    ask_nobody,
+    batch_progress,
+    cluster_environment,
+    is_in_window,
+    question_of_ranks,
+    signal_connector,
+)
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.rng import RandomState
@@ -35,7 +43,6 @@ _FIXED = ("lora.r",)
 _RESTORED = ("learning_rate", "weight_decay", "seed_everything")
 # The method of Lightning's epoch loop that asks rank 0 on the device, before each micro-batch, whether it was told to
 # stop, and waits for the answer.
-_ASKING = "_broadcast_sigterm_tensor"
 _INTERRUPT_ANSWER = (
     "\nCtrl-C: the run is saved at the next optimizer step and ends; a second Ctrl-C ends it at once, without saving.\n"
 )
@@ -172,7 +179,7 @@ class ExactResume(Callback):
         if self._to_restore is not None:
             state, self._to_restore = self._to_restore, None
             state.restore(device)
-        if (_batch_progress(trainer).current.ready - 1) % trainer.accumulate_grad_batches == 0:
+        if (batch_progress(trainer).current.ready - 1) % trainer.accumulate_grad_batches == 0:
             # Without accumulation too: a save of an exception, inside the only micro-batch, stands for its beginning.
             self._at_window_start = RandomState.capture(device)
 
@@ -256,8 +263,7 @@ class ExactResume(Callback):
         return {**collect_settings(trainer, pl_module), "seed_everything": self._seed}
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
-        environment = trainer._accelerator_connector.cluster_environment
-        connector = trainer._signal_connector
+        environment, connector = cluster_environment(trainer), signal_connector(trainer)
         self._has_signals = False
         reason = (
             "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes "
@@ -289,10 +295,10 @@ class ExactResume(Callback):
 
     def _spare_the_device(self, trainer: pl.Trainer) -> None:
         """Leave out Lightning's question, where on every rank the signals come here; all ranks make this call."""
-        loop = trainer.fit_loop.epoch_loop
+        loop, asking = question_of_ranks(trainer)
         self._patcher.undo()
-        if trainer.world_size > 1 and hasattr(loop, _ASKING) and self._vote.everywhere(self._has_signals):
-            self._patcher.set_attribute(loop, _ASKING, _ask_nobody)
+        if trainer.world_size > 1 and asking and self._vote.everywhere(self._has_signals):
+            self._patcher.set_attribute(loop, asking, ask_nobody)
             self._status = self._status._replace(
                 reason=f"{self._status.reason}; ranks agree on the host, in place of Lightning's question before each "
                 "micro-batch"
@@ -310,16 +316,6 @@ class ExactResume(Callback):
                 "optimizer steps (ModelCheckpoint(every_n_train_steps=...)), or make val_check_interval a multiple of "
                 "accumulate_grad_batches."
             )
-
-
-def _ask_nobody(*_: object) -> None:
-    """No rank is told to stop by Lightning."""
-
-
-def is_in_window(trainer: pl.Trainer) -> bool:
-    """Return whether gradients of a window are summed in part, or a micro-batch is under way."""
-    progress = _batch_progress(trainer).current
-    return progress.processed < progress.ready or bool(trainer.fit_loop._should_accumulate())
 
 
 def collect_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -384,7 +380,3 @@ def check_settings(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> None:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _batch_progress(trainer: pl.Trainer) -> Any:
-    return trainer.fit_loop.epoch_loop.batch_progress

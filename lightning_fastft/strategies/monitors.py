@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fastft.checkpoint.lightning_internals import batch_progress, checks_at_epoch_end
 from lightning_fastft.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -70,11 +71,8 @@ def _ends_before_validation(trainer: pl.Trainer, callback: EarlyStopping) -> boo
     """Whether max_steps ends the run inside an epoch whose end the callback waits for, and no metric is there
     from before.
     """
-    if (
-        not (callback.strict and callback._check_on_train_epoch_end and trainer.enable_validation)
-        or trainer.max_steps < 0
-    ):
+    if not (callback.strict and checks_at_epoch_end(callback) and trainer.enable_validation) or trainer.max_steps < 0:
         return False
-    num_done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    num_done = batch_progress(trainer).current.ready
     num_left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
     return num_done + num_left < trainer.num_training_batches and callback.monitor not in trainer.callback_metrics

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.core.checks import (
     check_bool,
     check_choice,
@@ -206,7 +207,7 @@ class PackedDataModule(LightningDataModule):
         """Micro-batches of the plan that are behind this run: the one integer that a checkpoint keeps."""
         if self.trainer is None or self._anchor is None:
             return self._position
-        return self._position + _batch_progress(self.trainer).total.processed - self._anchor
+        return self._position + batch_progress(self.trainer).total.processed - self._anchor
 
     def subset(self, split: str) -> DocumentSubset | None:
         """Return the tokenised documents of "train", "val" or "test"; None where there is no such data, or before
@@ -471,7 +472,7 @@ class PackedDataModule(LightningDataModule):
         """Bring the run's position and Lightning's progress to the same micro-batch, at a border of an
         accumulation window.
         """
-        progress = _batch_progress(trainer)
+        progress = batch_progress(trainer)
         position = self.position
         in_epoch = position % self.plan.num_micro_batches
         num_behind = progress.current.ready % self.plan.num_micro_batches
@@ -491,12 +492,7 @@ class PackedDataModule(LightningDataModule):
                 "The checkpoint lies inside an accumulation window; its %d micro-batches are trained again.",
                 num_replayed,
             )
-            for tracker in (progress.total, progress.current):
-                for name in ("ready", "started", "processed", "completed"):
-                    setattr(tracker, name, getattr(tracker, name) - num_replayed)
-            fetcher = trainer.fit_loop._data_fetcher
-            if fetcher is not None:
-                fetcher.fetched -= num_replayed
+            take_back_batches(trainer, num_replayed)
             position -= num_replayed
         self._position, self._anchor = position, progress.total.processed
 
@@ -601,13 +597,6 @@ def _run_folder(trainer: Trainer) -> Path:
     return Path(folder or trainer.default_root_dir)
 
 
-def _batch_progress(trainer: Trainer) -> Any:
-    """Return Lightning's count of training micro-batches, which it restores from a checkpoint before the first
-    batch.
-    """
-    return trainer.fit_loop.epoch_loop.batch_progress
-
-
 def _ranks(trainer: Trainer | None) -> tuple[int, int]:
     """Return how many processes train different data, and which of them this one is."""
     if trainer is None:
@@ -634,7 +623,7 @@ def _planned_accumulation(trainer: Trainer | None) -> int:
 
 
 def _trained_before(trainer: Trainer | None) -> bool:
-    return trainer is not None and _batch_progress(trainer).total.processed > 0
+    return trainer is not None and batch_progress(trainer).total.processed > 0
 
 
 def _choose_held_out(num_documents: int, *, share: float, seed: int) -> np.ndarray:

@@ -1,0 +1,58 @@
+"""All reads and writes of Lightning's internals: no public way to these facts exists in Lightning 2.6.6."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# The question that the training loop asks all ranks before each micro-batch: has any of them received SIGTERM?
+_ASKING = "_broadcast_sigterm_tensor"
+
+
+def batch_progress(trainer: pl.Trainer) -> Any:
+    """Return Lightning's count of training micro-batches, which it restores from a checkpoint before the first one."""
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def take_back_batches(trainer: pl.Trainer, num_batches: int) -> None:
+    """Make Lightning count the last micro-batches as not begun: they are trained again."""
+    progress = batch_progress(trainer)
+    for tracker in (progress.total, progress.current):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(tracker, name, getattr(tracker, name) - num_batches)
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None:
+        fetcher.fetched -= num_batches
+
+
+def is_in_window(trainer: pl.Trainer) -> bool:
+    """Return whether gradients of a window are summed in part, or a micro-batch is running."""
+    progress = batch_progress(trainer).current
+    return progress.processed < progress.ready or bool(trainer.fit_loop._should_accumulate())
+
+
+def cluster_environment(trainer: pl.Trainer) -> Any:
+    """Return the cluster environment of a Trainer."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+def signal_connector(trainer: pl.Trainer) -> Any:
+    """Return what installs Lightning's own signal handlers."""
+    return trainer._signal_connector
+
+
+def question_of_ranks(trainer: pl.Trainer) -> tuple[Any, str]:
+    """Return the loop and the name of its method that asks all ranks for SIGTERM; an empty name if there is none."""
+    loop = trainer.fit_loop.epoch_loop
+    return loop, _ASKING if hasattr(loop, _ASKING) else ""
+
+
+def checks_at_epoch_end(callback: Any) -> bool:
+    """Return whether an EarlyStopping looks at its metric when a training epoch ends."""
+    return bool(callback._check_on_train_epoch_end)
+
+
+def ask_nobody(*_: object) -> None:
+    """Ask no rank: ours agree on the host."""
