@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_fastft.checkpoint.files import check_file, commit_folder, part_beside
+from lightning_fastft.checkpoint.atomic import part_beside
+from lightning_fastft.checkpoint.files import check_file, commit_folder
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
