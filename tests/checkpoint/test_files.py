@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from lightning_fastft.checkpoint import digests
+from lightning_fastft.checkpoint.atomic import part_beside, sweep
+from lightning_fastft.checkpoint.digests import hash_file
+from lightning_fastft.checkpoint.files import (
     RECORD,
     check_file,
     check_folder,
     commit_folder,
-    hash_file,
     load_file,
     newest_intact,
-    part_beside,
     remove,
     replace_folder,
     save_file,
-    sweep,
-)  # fmt: skip
+)
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.faults.saves import fork
 
