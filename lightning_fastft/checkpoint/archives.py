@@ -59,7 +59,7 @@ def check_sizes(file: IO[bytes], *, name: str) -> None:
         for record in records:
             if record.filename.endswith("/data.pkl") and _asks_for_buffer(archive.read(record)):
                 raise UnsafeCheckpointError(
-                    f"{name} is not loaded: its pickle allocates a bytearray of arbitrary length."
+                    f"{name} is not loaded: its pickle allocates an empty buffer of arbitrary length."
                 )
 
 

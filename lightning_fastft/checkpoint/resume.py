@@ -149,7 +149,7 @@ class ExactResume(Callback):
             )
             return
         for line in describe_differences(state["settings"], self._settings(trainer, pl_module)):
-            rank_zero_warn(f"A setting differs from that of the checkpoint: {line}.")
+            rank_zero_warn(f"Resumed with another setting than that of the checkpoint: {line}.")
         states = state["random"]
         if len(states) != trainer.world_size:
             rank_zero_warn(

@@ -113,7 +113,7 @@ def test_damage_names_expected_found_and_the_newest_intact_one(tmp_path):
     expected = digests.read_comment(paths[3].open("rb")).sha256
     assert str(paths[3]) in message
     assert f"expected SHA-256 {expected}, found" in message
-    assert message.endswith(f"The newest intact checkpoint beside it is {paths[1]}.")
+    assert message.endswith(f"The newest intact checkpoint of its folder is {paths[1]}.")
 
 
 def test_damage_without_an_intact_one_says_so(tmp_path):

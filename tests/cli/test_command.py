@@ -102,7 +102,7 @@ def test_help_lists_the_options_of_model_data_and_trainer(words, capsys):
 def test_checkpoint_that_is_not_there_is_refused_before_anything_is_made(command, folder, answer):
     status, text = answer([command, "--model.model", "x", "--data.paths", "y", "--ckpt_path", "runs/none.ckpt"])
     assert status == 1
-    assert text == f"error: OptionError: ckpt_path: there is nothing at runs/none.ckpt (looked from {folder}).\n"
+    assert text.startswith("error: OptionError: ckpt_path: ") and "runs/none.ckpt" in text and str(folder) in text
 
 
 @pytest.mark.parametrize("name", ["FusedKernels", "BincountRouter", "PackedTraining"])

@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, fold
 def test_a_source_that_is_not_there_is_said_to_be_missing(folder, answer):
     status, text = answer(["export", "runs/none.ckpt", "out"])
     assert status == 1
-    assert text.startswith(f"error: OptionError: There is nothing at runs/none.ckpt (looked from {folder}): ")
+    assert text.startswith("error: OptionError: ") and "runs/none.ckpt" in text and str(folder) in text
     assert list(folder.iterdir()) == []
 
 

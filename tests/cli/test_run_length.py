@@ -181,4 +181,4 @@ def test_command_line_tells_steps_and_answers_checkpoints(folder, demo_files, an
     assert "error: ResumeError: The checkpoint out/last.ckpt has 3 epochs behind it and this run ends after 1" in text
     assert "Traceback" not in text
     assert answer(["fit", *resumed, "--trainer.max_epochs", "3"])[0] == 0
-    assert "Nothing was left to train: out/last.ckpt stands at the end" in caplog.text
+    assert "Nothing was left to train: out/last.ckpt" in caplog.text

@@ -18,11 +18,11 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
-from lightning_fastft.callbacks import run_report, token_throughput
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
+from lightning_fastft.monitor import run_report, token_throughput
 from lightning_fastft.monitor.report.copies import Copy, Kernel, StepTrace, copy_use, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
 from lightning_fastft.monitor.report.losses import StepLosses, WindowLosses
