@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LAST = "last"
 STOPPED = "stopped-step="
 _SUFFIX = ".ckpt"
+_RESOLVE_FOLDER = "_ModelCheckpoint__resolve_ckpt_dir"
 
 
 def find_last(trainer: pl.Trainer) -> str | None:
@@ -116,8 +117,8 @@ class _Processes(_MultiProcessingLauncher):
 def _folders(trainer: pl.Trainer) -> list[str]:
     """Return the folders of the run's ModelCheckpoints, else the Trainer's default_root_dir."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    # Lightning's own rule for a callback without a folder, which depends on the logger.
-    named = [str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in callbacks]  # type: ignore[attr-defined]
+    # Lightning's private method has its rule for a callback without a folder, which depends on the logger.
+    named = [str(getattr(callback, _RESOLVE_FOLDER)(trainer)) for callback in callbacks]
     return list(dict.fromkeys(named or [str(trainer.default_root_dir)]))
 
 

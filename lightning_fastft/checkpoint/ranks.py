@@ -30,16 +30,17 @@ def on_all_ranks(action: Callable[[], T], *, error: type[FastFTError]) -> list[T
     num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_ranks == 1:
         return [action()]
-    result, reports = None, [None] * num_ranks
+    result: T | None = None
+    reports: list[Any] = [None] * num_ranks
     try:
         result = action()
     finally:
         failure = sys.exc_info()[1]
         dist.all_gather_object(reports, (result, None if failure is None else f"{type(failure).__name__}: {failure}"))
-    failures = [f"rank {rank}: {report[1]}" for rank, report in enumerate(reports) if report[1] is not None]  # type: ignore[index]
+    failures = [f"rank {rank}: {failed}" for rank, (_, failed) in enumerate(reports) if failed is not None]
     if failures:
         raise error("; ".join(failures))
-    return [report[0] for report in reports]  # type: ignore[index]
+    return [own for own, _ in reports]
 
 
 def destroy_groups_at_exit(is_wanted: bool = True) -> None:

@@ -40,7 +40,8 @@ class RandomState(NamedTuple):
             seed and offset on the host.
         """
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), cuda)  # type: ignore[arg-type]
+        numpy_state: Any = np.random.get_state(legacy=True)
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda)
 
     def restore(self, device: torch.device) -> None:
         """Set all generators to these states."""

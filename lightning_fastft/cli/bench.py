@@ -62,7 +62,8 @@ def run_bench(words: Sequence[str]) -> int:
     # Found by PYTHONPATH, so that files are written to the current folder; child processes inherit it.
     places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    return subprocess.run([*command, *rest], env=environment, check=False).returncode  # noqa: S603 - our own module, no shell
+    done = subprocess.run([*command, *rest], env=environment, check=False)  # noqa: S603 - our own module, no shell
+    return done.returncode
 
 
 def find_repository() -> Path:

@@ -18,10 +18,10 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft test     --config NAME|FILE [--key value ...]   the same on the test data
   fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
   fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
-  fastft plan     --config NAME|FILE [--gpu NAME]        what is kept, offloaded or recomputed, and its cost, without training
+  fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
   fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a plain Hugging Face folder
   fastft demo                                            the whole job on data that it makes itself
-  fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems, on the workload that fits
+  fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems
 
 Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
 Values that name classes may come from lightning, torch, torchmetrics, peft, lightning_fastft and transformers'

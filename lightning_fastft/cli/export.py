@@ -192,7 +192,8 @@ def _open_folder(question: _Question) -> tuple[FineTuner, list[str]]:
     if not name:
         raise OptionError(f"{question.source} does not say which model its adapters belong to. Add --base NAME.")
     dtype = _merge_dtype(question, {"model": name, "dtype": "auto"})
-    base = FineTuner(name, tokenizer=_tokenizer_of(question.source, base=name), dtype=dtype).to(question.device)  # type: ignore[arg-type]
+    tokenizer = _tokenizer_of(question.source, base=name)
+    base = FineTuner(name, tokenizer=tokenizer, dtype=dtype).to(question.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if question.is_merged and is_quantised:
         _register_dequantise(base)

@@ -91,8 +91,10 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     Source:
         2 N forward and 4 N backward per token: Kaplan et al., arXiv 2001.08361; the split for frozen weights is own.
     """
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # type: ignore[union-attr,operator]
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    causal_model: Any = model
+    embedding = causal_model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     has_backward = embedding is not None and any(parameter.requires_grad for parameter in embedding.parameters())
     counted = []
     for index, layer in enumerate(layers):
@@ -101,7 +103,7 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
         counted.append(
             LayerFlops(num_active, num_trained, _attention_width(config), _window(config, index), has_backward)
         )
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    head = causal_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_weight = getattr(head, "weight", None)
     return ModelFlops(
         layers=counted,

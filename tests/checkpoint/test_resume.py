@@ -180,10 +180,7 @@ def test_first_interrupt_saves_at_the_next_step_and_says_what_a_second_does(tmp_
     assert ended.value.code == 130
     assert check_file(tmp_path / "stopped-step=1.ckpt")
     assert capfd.readouterr().err.count("A second Ctrl-C") == 1
-    assert (
-        "SIGINT: the run was saved at optimizer step 1 and ends; go on with "
-        f"ckpt_path={tmp_path / 'stopped-step=1.ckpt'}" in caplog.text
-    )
+    assert f"ckpt_path={tmp_path / 'stopped-step=1.ckpt'}" in caplog.text
     assert signal.getsignal(signal.SIGINT) == before
 
 
