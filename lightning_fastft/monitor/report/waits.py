@@ -24,7 +24,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 # Callbacks of this package read what has been copied to the host, its optimizers counters that lie there; their tests
 # hold them to that.
 HOST_READERS = (
-    *(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks", "report")),
+    *(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks", "monitor")),
     os.path.join(_PACKAGE, "optim.py"),
 )
 # Frames between the call that waits and what records it.
