@@ -369,7 +369,7 @@ def test_doctor_refuses_modules_that_it_cannot_shrink(folder, answer):
     (folder / "config.yaml").write_text(BORING)
     status, text = answer(["doctor", "--config", "config.yaml"])
     assert status == 1
-    assert "miniature" in text
+    assert "FineTuner" in text
 
 
 def test_miniature_keeps_every_kind_of_layer():

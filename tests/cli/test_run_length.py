@@ -97,11 +97,11 @@ def test_checkpoint_past_the_last_epoch_is_refused_with_what_to_do(told, tmp_pat
     [
         (
             {"max_epochs": 2},
-            "epoch 2 of max_epochs=2, optimizer step 28). To go on, give a higher --trainer.max_epochs.",
+            "epoch 2 of max_epochs=2, optimizer step 28). To continue, give a higher --trainer.max_epochs.",
         ),
         (
             {"max_epochs": -1, "max_steps": 28},
-            "optimizer step 28 of max_steps=28). To go on, give a higher --trainer.max_steps.",
+            "optimizer step 28 of max_steps=28). To continue, give a higher --trainer.max_steps.",
         ),
     ],
 )
