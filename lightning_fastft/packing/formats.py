@@ -126,5 +126,6 @@ def find_wrong_mapping(columns: Sequence[str] | frozenset[str], *, options: Form
             near = difflib.get_close_matches(mapping[absent[0]], columns, n=1)
             meant = f". Did you mean {near[0]!r}?" if near else "."
             wrong = ", ".join(f"{name} to {mapping[name]!r}" for name in absent)
-            return f"columns maps {wrong}, which the rows do not have{meant} Their columns are {', '.join(sorted(columns))}."
+            present = ", ".join(sorted(columns))
+            return f"columns maps {wrong}, which the rows do not have{meant} Their columns are {present}."
     return ""
