@@ -1,4 +1,4 @@
-"""Judge the archive of a checkpoint before it is unpickled: what reading it would take in memory."""
+"""Check the memory that a checkpoint archive needs before it is unpickled."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _BYTEARRAY = "builtins bytearray"
 
 
 def check_sizes(file: IO[bytes], *, name: str) -> None:
-    """Refuse an archive that takes more memory to read than it has bytes.
+    """Reject an archive that needs more memory than its size.
 
-    ``torch.save`` stores its records as they are. A record that is compressed, or records that overlap, come from
-    elsewhere: a few MiB can stand for TiB. A pickle of a few bytes can ask for a bytearray of any length.
+    ``torch.save`` stores records uncompressed. Compressed or overlapping records come from another program: a few MiB
+    can expand to TiB. A pickle of a few bytes can allocate a bytearray of any length.
 
     Args:
         file: An open archive of ``torch.save``.
-        name: Which file this is, for the message.
+        name: Name of the file, for the message.
 
     Raises:
-        UnsafeCheckpointError: A record is compressed, the records are larger than the file, or the pickle asks for an
+        UnsafeCheckpointError: A record is compressed, the records are larger than the file, or the pickle allocates an
             empty buffer.
-        zipfile.BadZipFile: This is no archive.
+        zipfile.BadZipFile: The file is not a zip archive.
 
     Cost:
         Reads the directory of the archive and its pickle: milliseconds, whatever the size of the tensors.
@@ -48,19 +48,18 @@ def check_sizes(file: IO[bytes], *, name: str) -> None:
         )
         if packed is not None:
             raise UnsafeCheckpointError(
-                f"{name} is not loaded: its record {packed.filename[:80]!r} is compressed, {packed.compress_size} "
-                "bytes that stand for "
-                f"{packed.file_size}. torch.save stores records as they are; write the file again with it."
+                f"{name} is not loaded: its record {packed.filename[:80]!r} is compressed from {packed.file_size} to "
+                f"{packed.compress_size} bytes. torch.save stores records as they are; write the file again with it."
             )
         claimed = sum(record.file_size for record in records)
         if claimed > num_bytes:
             raise UnsafeCheckpointError(
-                f"{name} is not loaded: it has {num_bytes} bytes and its records claim {claimed}, so they overlap."
+                f"{name} is not loaded: it has {num_bytes} bytes, but its records claim {claimed}, so they overlap."
             )
         for record in records:
             if record.filename.endswith("/data.pkl") and _asks_for_buffer(archive.read(record)):
                 raise UnsafeCheckpointError(
-                    f"{name} is not loaded: its pickle asks for an empty buffer of a length of its own choice."
+                    f"{name} is not loaded: its pickle allocates an empty buffer of arbitrary length."
                 )
 
 
@@ -91,7 +90,7 @@ def _asks_for_buffer(pickled: bytes) -> bool:
 
 
 def _operations(pickled: bytes) -> list[tuple[str, object]]:
-    """Return the operations of a pickle up to the first that cannot be read, where unpickling ends as well."""
+    """Return the operations of a pickle up to the first invalid one, where unpickling fails too."""
 
     def read() -> Iterator[tuple[str, object]]:
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: a folder with the pieces of all ranks, whole or refused."""
+"""Save and load checkpoints of sharded models: a folder with the shards of all ranks, verified as a whole."""
 
 from __future__ import annotations
 
@@ -23,22 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_fastft.checkpoint.files import (
-    check_folder,
-    commit_folder,
-    hash_file,
-    load_file,
-    part_beside,
-    replace_folder,
-    save_file,
-)
+from lightning_fastft.checkpoint.atomic import part_beside
+from lightning_fastft.checkpoint.digests import hash_file
+from lightning_fastft.checkpoint.files import check_folder, commit_folder, load_file, replace_folder, save_file
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 
-# Lightning's names: with the record taken away, the folder is one of its own.
+# Lightning's names: without the commit record, the folder is a checkpoint of Lightning.
 METADATA = "meta.pt"
 _INDEX = ".metadata"
-# What torch's index of the pieces is made of; anything else in it would be somebody's code.
+# Classes in torch's index of the shards. Any other class could run foreign code.
 _INDEX_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _INDEX_NAMES = {
     ("torch", "Size"),
@@ -49,18 +43,19 @@ _INDEX_NAMES = {
 
 
 def save_folder(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write the pieces of all ranks beside path, then the commit record, then give the folder its name; every rank
-    makes this call.
+    """Write the shards of all ranks to a temporary folder, then the commit record, then rename the folder.
+
+    Every rank must call this.
 
     Args:
-        checkpoint: Lightning's, with ``state_dict`` and ``optimizer_states`` in pieces.
-        path: The same on all ranks; a folder that they share.
+        checkpoint: Lightning's checkpoint, with sharded ``state_dict`` and ``optimizer_states``.
+        path: The same on all ranks; a shared folder.
 
     Raises:
-        CheckpointNotSavedError: On all ranks, with the rank that failed; what stood at path stands there still.
+        CheckpointNotSavedError: On all ranks, with the rank that failed. An earlier checkpoint at path is untouched.
 
     Cost:
-        Each rank reads its piece again for its SHA-256, from the page cache.
+        Each rank reads its shard once more for the SHA-256, from the page cache.
     """
     rank = dist.get_rank()
     pieces = {"state_dict": checkpoint.pop("state_dict")}
@@ -103,19 +98,20 @@ def load_folder(
     strict: bool,
     judge: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Load the pieces of a folder into a sharded module and its optimizers, and return the rest of the checkpoint;
-    every rank makes this call.
+    """Load a folder into a sharded module and its optimizers, and return the rest of the checkpoint.
+
+    Every rank must call this.
 
     Args:
-        path: A folder of ``save_folder``, of any number of ranks.
-        module: As it was when it was saved, in pieces over the present ranks.
-        optimizers: Those of the module; none where it is only evaluated.
+        path: A folder of ``save_folder``, from any number of ranks.
+        module: The sharded module, with the structure it was saved with.
+        optimizers: Optimizers of the module; none for evaluation.
         strict: As in ``load_state_dict``.
-        judge: Called with the rest of the checkpoint, before a piece is loaded; raises what does not fit.
+        judge: Called with the rest of the checkpoint before a shard is loaded; raises if it does not fit.
 
     Raises:
-        DamagedCheckpointError: On all ranks, where a file is missing or differs from what was written.
-        UnsafeCheckpointError: The index or a piece holds more than tensors and plain types.
+        DamagedCheckpointError: On all ranks, if a file is missing or does not match its digest.
+        UnsafeCheckpointError: The index or a shard has more than tensors and plain types.
 
     Cost:
         Together the ranks read the folder once more, for the digests.
@@ -146,17 +142,17 @@ def load_folder(
 
 
 def check_index(file: Path) -> None:
-    """Refuse an index of pieces that holds anything but torch's own records.
+    """Reject an index of shards with classes other than torch's own.
 
     Raises:
-        UnsafeCheckpointError: With the name of the first such thing.
+        UnsafeCheckpointError: With the name of the first such class.
     """
     with file.open("rb") as opened:
         _IndexUnpickler(opened).load()
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles the index of torch.distributed.checkpoint and nothing else."""
+    """Unpickle only the index of torch.distributed.checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -166,29 +162,26 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         raise UnsafeCheckpointError(
-            f"The index {_INDEX} of the checkpoint names {module}.{name}, which is no part of one; it is not loaded."
+            f"The index {_INDEX} of the checkpoint names {module}.{name}, which is not allowed; it is not loaded."
         )
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Stand in for the getattr by which early releases of Python 3.11 pickle the members of enumerations, and for
-    no other use of it.
-    """
+    """Replace getattr in pickles of enum members, as early releases of Python 3.11 write them; reject other uses."""
     if not (
         isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(name, str) and name in kind.__members__
     ):
         raise UnsafeCheckpointError(
-            f"The index {_INDEX} of the checkpoint asks for {name!r} of {kind!r}, which is no part of one; it is not "
-            "loaded."
+            f"The index {_INDEX} of the checkpoint reads {name!r} of {kind!r}, which is not allowed; it is not loaded."
         )
     return kind[name]
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """Reads what is no tensor as plain types only."""
+    """Load entries other than tensors as plain types only."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        # torch reads these without a limit: what passes with one is harmless without.
+        # torch unpickles these bytes without restrictions, so check them with weights_only first.
         try:
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:

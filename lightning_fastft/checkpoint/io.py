@@ -1,4 +1,4 @@
-"""VerifiedCheckpointIO: Lightning's checkpoints in files that are whole or refused."""
+"""VerifiedCheckpointIO: write Lightning checkpoints atomically and verify them before loading."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.checkpoint import remote
-from lightning_fastft.checkpoint.files import is_own, load_file, read_comment, remove, save_file, saving, sweep
+from lightning_fastft.checkpoint.atomic import saving, sweep
+from lightning_fastft.checkpoint.digests import read_comment
+from lightning_fastft.checkpoint.files import is_own, load_file, remove, save_file
 from lightning_fastft.core.errors import OptionError, UnsafeCheckpointError
 
 _FORCED_OPEN = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class VerifiedCheckpointIO(CheckpointIO):
-    """Write checkpoints beside their place with a SHA-256 and rename them; judge them by it before they are unpickled.
+    """Write checkpoints atomically with a SHA-256, and verify it before a checkpoint is unpickled.
 
-    What is unpickled is tensors and plain types only, whatever the caller and the environment say.
+    Only tensors and plain types are unpickled, whatever options the caller and the environment set.
 
-    The strategies of this package install it where no other CheckpointIO was given. Its files are plain files of
-    ``torch.save``. A path may be a URL of any file system of fsspec (``s3://``, ``gs://``, ``hf://``). The file is then
-    staged in a temporary folder and uploaded, and a record with its size and SHA-256 is uploaded last. A save without a
-    valid record is not loaded. ``checkpoint/remote.py`` describes the layout.
+    The strategies of this package install it unless another CheckpointIO is given. Its files are ``torch.save`` files.
+    A path may be a URL of any fsspec file system (``s3://``, ``gs://``, ``hf://``). The file is then staged in a
+    temporary folder and uploaded, and a record with its size and SHA-256 is uploaded last. A save without a valid
+    record is not loaded. ``checkpoint/remote.py`` describes the layout.
 
     Raises:
-        CheckpointNotSavedError: From a save that did not happen.
+        CheckpointNotSavedError: From a save that failed.
         DamagedCheckpointError: From a load, with the newest intact checkpoint of the folder.
         UnsafeCheckpointError: From a load of more than tensors and plain types.
 
@@ -43,33 +45,34 @@ class VerifiedCheckpointIO(CheckpointIO):
 
     Example:
         >>> from lightning.pytorch import Trainer
-        >>> Trainer(plugins=[VerifiedCheckpointIO()], accelerator="cpu", logger=False).strategy.checkpoint_io.__class__.__name__
+        >>> trainer = Trainer(plugins=[VerifiedCheckpointIO()], accelerator="cpu", logger=False)
+        >>> type(trainer.strategy.checkpoint_io).__name__
         'VerifiedCheckpointIO'
     """
 
     def __init__(self) -> None:
         if os.name != "posix":
             raise OptionError(
-                "VerifiedCheckpointIO needs the file locks and folder syncs of POSIX; on this system leave checkpoints "
-                "to Lightning."
+                "VerifiedCheckpointIO needs POSIX file locks and folder syncs. On this system use Lightning's "
+                "CheckpointIO."
             )
         self._swept: set[Path] = set()
         self._homes: set[Path] = set()
         self._remote_homes: set[str] = set()
-        # What this object loaded it may remove: Lightning's launchers hand weights over in a file.
+        # Loaded files may be removed too: Lightning's launchers pass weights between processes in a file.
         self._loaded: set[Path] = set()
         self._has_looked = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; it stands at path in full when this returns.
+        """Write a checkpoint; it is complete when this returns.
 
         Raises:
-            CheckpointNotSavedError: It does not, and what stood at path stands there still.
+            CheckpointNotSavedError: The save failed, and an earlier checkpoint at path is untouched.
         """
         if storage_options is not None:
             raise OptionError(
-                f"storage_options={storage_options!r} is not supported: leave it out and configure fsspec instead "
-                "(~/.config/fsspec), or give a CheckpointIO that takes it."
+                f"storage_options={storage_options!r} is not supported. Configure fsspec instead (~/.config/fsspec), "
+                "or use a CheckpointIO that accepts it."
             )
         if remote.is_remote(path):
             url = str(path)
@@ -91,12 +94,12 @@ class VerifiedCheckpointIO(CheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return a checkpoint whose bytes are those that were written.
+        """Return a verified checkpoint.
 
         Args:
             path: A local file or a URL.
-            map_location: As torch.load's; the default leaves tensors on the host.
-            weights_only: True, whatever is given here.
+            map_location: As in ``torch.load``; the default keeps tensors on the host.
+            weights_only: Ignored; checkpoints are always loaded with True.
         """
         if remote.is_remote(path):
             warn_of_options(weights_only)
@@ -109,7 +112,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         warn_of_options(weights_only)
         if place.is_dir():
             raise OptionError(
-                f"{place} is a folder with the pieces of several ranks: resume it with strategy='fastft_fsdp'."
+                f"{place} is a folder with the pieces of several ranks. Resume it with strategy='fastft_fsdp'."
             )
         if not place.is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {place}.")
@@ -121,8 +124,8 @@ class VerifiedCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint of this package from a folder that this object saves to.
 
-        Anything else stays, with a warning: ModelCheckpoint takes the paths that it removes from the checkpoint it
-        resumed from.
+        Other paths are kept with a warning, because ModelCheckpoint reads the paths to remove from the checkpoint that
+        it resumed from.
         """
         if remote.is_remote(path):
             self._remove_remote(str(path))
@@ -137,11 +140,11 @@ class VerifiedCheckpointIO(CheckpointIO):
             remove(place)
 
     def own(self, folder: Path) -> None:
-        """Note a folder in which, and below which, this object may remove checkpoints."""
+        """Allow this object to remove checkpoints in a folder and below it."""
         self._homes.add(folder.resolve())
 
     def own_remote(self, folder: str) -> None:
-        """Note a URL below which this object may remove checkpoints."""
+        """Allow this object to remove checkpoints below a URL."""
         self._remote_homes.add(folder.rstrip("/"))
 
     def _remove_remote(self, url: str) -> None:
@@ -152,27 +155,27 @@ class VerifiedCheckpointIO(CheckpointIO):
         if not is_below:
             rank_zero_warn(f"{url} is not removed: it is outside of the folders that this run saves to.")
         elif not remote.is_own(url):
-            rank_zero_warn(f"{url} is not removed: it is no checkpoint that this package wrote.")
+            rank_zero_warn(f"{url} is not removed: this package did not write it.")
         else:
             remote.remove(url)
 
     def _warn_of_objects(self, place: Path, name: str) -> None:
-        """Check once, on the first save, for content that cannot be loaded again."""
+        """Check the first save for content that cannot be loaded again."""
         if not self._has_looked:
             self._has_looked = True
             warn_of_objects(place, name=name)
 
     def _why_kept(self, place: Path) -> str:
-        """Return why a path is not removed; nothing where it may be."""
+        """Return the reason to keep a path; "" if it may be removed."""
         folder = place.parent.resolve()
         if place.resolve() not in self._loaded and not any(
             folder == home or home in folder.parents for home in self._homes
         ):
-            return "it lies outside of the folders that this run saves to"
-        return "" if is_own(place) else "it is no checkpoint that this package wrote"
+            return "it is outside of the folders that this run saves to"
+        return "" if is_own(place) else "this package did not write it"
 
     def prepare(self, folder: Path) -> None:
-        """Take away what killed saves left in a folder, before its first use by this object."""
+        """Remove leftovers of killed saves from a folder before its first use."""
         folder = folder.absolute()
         if folder not in self._swept:
             self._swept.add(folder)
@@ -183,7 +186,7 @@ def local_path(path: str | Path, *, use: str) -> Path:
     """Return the path of a local file or folder.
 
     Raises:
-        UnsafeCheckpointError: It names a URL or an object store.
+        UnsafeCheckpointError: The path is a URL.
 
     Example:
         >>> local_path("file:///tmp/a.ckpt", use="loaded from")
@@ -193,45 +196,44 @@ def local_path(path: str | Path, *, use: str) -> Path:
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "file":
         return Path(rest)
-    # Path("s3://a") has lost a slash.
+    # Path("s3://a") loses a slash.
     if separator or (":/" in text and not Path(text).exists() and text.partition(":/")[0].isalnum()):
         raise UnsafeCheckpointError(
             f"Here checkpoints are {use} local or mounted folders only, got {text!r}. A Trainer with strategy='fastft' "
-            "or 'fastft_ddp' takes URLs, given as text (a Path loses a slash). Elsewhere copy the checkpoint first."
+            "or 'fastft_ddp' accepts URLs as str (a Path loses a slash). Otherwise copy the checkpoint first."
         )
     return Path(text)
 
 
 def warn_of_options(weights_only: bool | None) -> None:
-    """Say that options which would let a checkpoint run code have no effect."""
+    """Warn that options which would let a checkpoint run code have no effect."""
     if weights_only is False:
         rank_zero_warn(
             "weights_only=False is ignored: checkpoints are read as tensors and plain types only. To load a class that "
-            "you trust, name it in "
-            "torch.serialization.add_safe_globals([...])."
+            "you trust, add it with torch.serialization.add_safe_globals([...])."
         )
     if os.environ.get(_FORCED_OPEN, "0").lower() in ("1", "y", "yes", "true"):
         rank_zero_warn(
-            f"{_FORCED_OPEN} is set and is ignored here; everywhere else torch.load now runs what a file asks it to "
-            "run. Unset it."
+            f"{_FORCED_OPEN} is set. It is ignored here, but other calls of torch.load can run code of a file. Unset "
+            "it."
         )
 
 
 def warn_without_digest(place: Path, *, name: str = "") -> None:
-    """Say that a checkpoint was not written by this package, so that its damage is not noticed."""
+    """Warn that damage of a checkpoint cannot be detected, because this package did not write it."""
     with place.open("rb") as file:
         if read_comment(file) is None:
             rank_zero_warn(
-                f"{name or place} carries no digest (it was not written by this package): damage in it cannot be noticed."
+                f"{name or place} carries no digest (it was not written by this package), so damage cannot be detected."
             )
 
 
 def warn_of_objects(place: Path, *, name: str) -> None:
-    """Say now, and not when a run is to go on, that a checkpoint holds what is not loaded again."""
+    """Warn at the time of the save that a checkpoint has objects that cannot be loaded."""
     kinds = torch.serialization.get_unsafe_globals_in_checkpoint(str(place))
     if kinds:
         rank_zero_warn(
             f"{name} holds objects of {', '.join(sorted(kinds))}. Checkpoints are read as tensors and plain types "
-            "only, so it cannot be resumed: keep such objects out of hyperparameters and state, or name their classes "
-            "in torch.serialization.add_safe_globals."
+            "only, so it cannot be resumed. Remove such objects from hyperparameters and state, or add their classes "
+            "with torch.serialization.add_safe_globals."
         )

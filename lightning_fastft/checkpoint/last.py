@@ -1,4 +1,4 @@
-"""ckpt_path="last": the newest intact checkpoint of the run's folders, those of stopped runs included."""
+"""Resolve ckpt_path="last" to the newest intact checkpoint in the run's folders, including those of stopped runs."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 LAST = "last"
 STOPPED = "stopped-step="
 _SUFFIX = ".ckpt"
+_RESOLVE_FOLDER = "_ModelCheckpoint__resolve_ckpt_dir"
 
 
 def find_last(trainer: pl.Trainer) -> str | None:
-    """Return the checkpoint that ``ckpt_path="last"`` means; None where there is none yet.
+    """Return the checkpoint for ``ckpt_path="last"``; None if there is none yet.
 
-    That is the newest of ``last*.ckpt`` and ``stopped-step=N.ckpt``, and of what OnExceptionCheckpoint wrote, in the
-    folders of the run. Where the newest is damaged it is the newest intact checkpoint of these folders, whatever its
-    name, and a warning says so.
+    It is the newest of ``last*.ckpt``, ``stopped-step=N.ckpt`` and the files of OnExceptionCheckpoint in the folders of
+    the run. If it is damaged, the newest intact checkpoint with any name is used, with a warning.
 
     Cost:
-        Rank 0 reads the newest checkpoint once, for its digest, and every damaged one. The strategy hands its choice to
-        the other ranks. From a URL it downloads them.
+        Rank 0 reads the newest checkpoint once, for its digest, and every damaged one (URLs are downloaded). The
+        strategy broadcasts its choice to the other ranks.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     written = [str(callback.ckpt_path) for callback in callbacks if isinstance(callback, OnExceptionCheckpoint)]
@@ -61,39 +61,37 @@ def find_last(trainer: pl.Trainer) -> str | None:
         is_intact = place != newest and _find_damage(place, needs_digest=True) is None
         if is_intact and (not is_fit or _is_resumable(place)):
             rank_zero_warn(
-                f'ckpt_path="last": {newest} is damaged ({damage}). The newest intact checkpoint is taken: {place}.'
+                f'ckpt_path="last": {newest} is damaged ({damage}). The newest intact checkpoint is used: {place}.'
             )
             return place
-    # The strategy refuses it, on all ranks.
+    # The strategy raises the error on all ranks.
     return newest
 
 
 def with_last(launcher: _Launcher | None) -> _Launcher:
-    """Return a launcher that does what the given one does, and gives ``"last"`` our meaning in the processes that
-    it starts.
-    """
+    """Return the launcher with ``ckpt_path="last"`` resolved by ``find_last`` in the processes that it starts."""
     if launcher is None:
         return _Here()
     kinds: dict[type, type] = {_SubprocessScriptLauncher: _Scripts, _MultiProcessingLauncher: _Processes}
     if type(launcher) in kinds:
-        # The strategy has just made it, and nobody else holds it.
+        # The strategy has just created it, and nothing else references it.
         launcher.__class__ = kinds[type(launcher)]
     return launcher
 
 
 def run_with_last(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an entry point of the Trainer with the path that ``"last"`` means."""
+    """Call an entry point of the Trainer with ``ckpt_path="last"`` replaced by a path."""
     given = inspect.signature(function).bind(*args, **kwargs)
     trainer = getattr(function, "__self__", None)
     if given.arguments.get("ckpt_path") == LAST and trainer is not None:
         found = find_last(trainer)
-        # Without one Lightning goes on without, and says so.
+        # Without a checkpoint, Lightning warns and starts from the beginning.
         given.arguments["ckpt_path"] = LAST if found is None else found
     return function(*given.args, **given.kwargs)
 
 
 class _Here(_Launcher):
-    """Runs in this process."""
+    """Run in this process."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -103,7 +101,7 @@ class _Here(_Launcher):
         return run_with_last(function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """Nothing was started."""
+        """Do nothing: there is no child process."""
 
 
 class _Scripts(_SubprocessScriptLauncher):
@@ -117,15 +115,15 @@ class _Processes(_MultiProcessingLauncher):
 
 
 def _folders(trainer: pl.Trainer) -> list[str]:
-    """Return the folders that the run saves to: those of its ModelCheckpoints, else the Trainer's."""
+    """Return the folders of the run's ModelCheckpoints, else the Trainer's default_root_dir."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    # Lightning's own rule for a callback without a folder, which depends on the logger.
-    named = [str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in callbacks]  # type: ignore[attr-defined]
+    # Lightning's private method has its rule for a callback without a folder, which depends on the logger.
+    named = [str(getattr(callback, _RESOLVE_FOLDER)(trainer)) for callback in callbacks]
     return list(dict.fromkeys(named or [str(trainer.default_root_dir)]))
 
 
 def _list_times(folder: str) -> dict[str, int]:
-    """Return when each checkpoint of a folder was saved, in nanoseconds."""
+    """Return the modification time of each checkpoint of a folder, in nanoseconds."""
     if remote.is_remote(folder):
         return remote.list_committed(folder)
     place = Path(folder)
@@ -139,7 +137,7 @@ def _find_damage(place: str, *, needs_digest: bool = False) -> str | None:
 
 
 def _is_resumable(place: str) -> bool:
-    """Whether an intact checkpoint holds the state of the optimizers, and not the weights alone; folders always do."""
+    """Return whether an intact checkpoint has optimizer states and not only weights; folders always have them."""
     if remote.is_remote(place):
         with remote.downloaded(place) as file:
             return "optimizer_states" in load_file(file, origin=place)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# The question that the training loop asks all ranks before each micro-batch: has any of them received SIGTERM?
-_ASKING = "_broadcast_sigterm_tensor"
+# A method of the epoch loop that broadcasts the stop flag of rank 0 before each micro-batch, with a host sync.
+_SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
 
 
 def batch_progress(trainer: pl.Trainer) -> Any:
@@ -43,10 +43,10 @@ def signal_connector(trainer: pl.Trainer) -> Any:
     return trainer._signal_connector
 
 
-def question_of_ranks(trainer: pl.Trainer) -> tuple[Any, str]:
-    """Return the loop and the name of its method that asks all ranks for SIGTERM; an empty name if there is none."""
+def sigterm_broadcast(trainer: pl.Trainer) -> tuple[Any, str]:
+    """Return the epoch loop and the name of its SIGTERM broadcast; the name is empty if the loop has none."""
     loop = trainer.fit_loop.epoch_loop
-    return loop, _ASKING if hasattr(loop, _ASKING) else ""
+    return loop, _SIGTERM_BROADCAST if hasattr(loop, _SIGTERM_BROADCAST) else ""
 
 
 def checks_at_epoch_end(callback: Any) -> bool:
@@ -54,5 +54,5 @@ def checks_at_epoch_end(callback: Any) -> bool:
     return bool(callback._check_on_train_epoch_end)
 
 
-def ask_nobody(*_: object) -> None:
-    """Ask no rank: ours agree on the host."""
+def do_nothing(*_: object) -> None:
+    """Replace Lightning's broadcast: ranks agree on the host."""

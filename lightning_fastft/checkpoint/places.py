@@ -1,4 +1,4 @@
-"""Where a run saves checkpoints: the folders of its callbacks, judged before the first step."""
+"""Check the checkpoint folders of a run's callbacks before the first step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
-    """Refuse folders of ModelCheckpoint that cannot be saved to, before a step is trained; all ranks make this call.
+    """Check that every folder of ModelCheckpoint can be written to. All ranks must call this.
 
     Raises:
         UnsafeCheckpointError: A folder is neither local nor mounted, and the strategy saves sharded checkpoints.
-        CheckpointNotSavedError: A folder cannot be made or written to.
+        CheckpointNotSavedError: A folder cannot be created or written to.
 
     Cost:
-        For each URL an object of a few bytes that is written and removed.
+        For each URL, an object of a few bytes is written and removed.
     """
     if not isinstance(io, VerifiedCheckpointIO) or getattr(trainer, "fast_dev_run", False):
         return
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     places = [str(callback.dirpath) for callback in callbacks if callback.dirpath is not None and _saves(callback)]
-    # Lightning makes a Path of what a sharded run saves to, and its ranks write into one folder.
+    # Sharded runs convert the URL to a Path, and their ranks write to one folder.
     takes_urls = not isinstance(trainer.strategy, ModelParallelStrategy)
     urls = [place for place in places if takes_urls and remote.is_remote(place)]
     folders = [local_path(place, use="saved to") for place in places if place not in urls]
@@ -52,10 +52,10 @@ def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written to; nothing is made.
+    """Check that a folder can be created and written to, without creating it.
 
     Raises:
-        CheckpointNotSavedError: With the place that is in the way.
+        CheckpointNotSavedError: With the path that prevents it.
     """
     place = folder.absolute()
     while not place.exists() and place != place.parent:
@@ -67,7 +67,7 @@ def check_writable(folder: Path) -> None:
         )
     if not os.access(place, os.W_OK | os.X_OK):
         raise CheckpointNotSavedError(
-            f"Checkpoints cannot be saved to {folder}: {place} cannot be written to. Give ModelCheckpoint(dirpath=...) "
+            f"Checkpoints cannot be saved to {folder}: {place} is not writable. Give ModelCheckpoint(dirpath=...) "
             "another folder."
         )
 

@@ -25,7 +25,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fastft.checkpoint.files import RECORD, check_folder, commit_folder, read_record, saving
+from lightning_fastft.checkpoint.atomic import saving
+from lightning_fastft.checkpoint.files import RECORD, check_folder, commit_folder, read_record
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 
 DATA = "checkpoint.ckpt"

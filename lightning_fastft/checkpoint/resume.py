@@ -1,6 +1,4 @@
-"""ExactResume: a run that goes on from a checkpoint as if it had never stopped, and that ends in a checkpoint
-when it is told to stop.
-"""
+"""ExactResume: resume a run bit for bit from a checkpoint, and save one when a signal stops the run."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.lightning_internals import (
-    ask_nobody,
     batch_progress,
     cluster_environment,
+    do_nothing,
     is_in_window,
-    question_of_ranks,
     signal_connector,
+    sigterm_broadcast,
 )
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.remote import is_remote
@@ -37,14 +35,12 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 STATE = "fastft_resume"
-# Shapes of trained tensors follow from these: nothing could be resumed.
+# The shapes of trained tensors depend on these settings, so they cannot change.
 _FIXED = ("lora.r",)
-# What an optimizer and its schedule bring along from the checkpoint, whatever this run says.
+# Settings whose values come from the checkpoint and not from this run.
 _RESTORED = ("learning_rate", "weight_decay", "seed_everything")
-# The method of Lightning's epoch loop that asks rank 0 on the device, before each micro-batch, whether it was told to
-# stop, and waits for the answer.
 _INTERRUPT_ANSWER = (
-    "\nCtrl-C: the run is saved at the next optimizer step and ends; a second Ctrl-C ends it at once, without saving.\n"
+    "\nCtrl-C: the run saves at the next optimizer step and ends. A second Ctrl-C ends it at once, without saving.\n"
 )
 _TRAINER_SETTINGS = (
     "accumulate_grad_batches",
@@ -57,47 +53,47 @@ _TRAINER_SETTINGS = (
 
 
 def checkpoint_folder(trainer: pl.Trainer) -> str:
-    """Return the folder, or the URL of one, of the first ModelCheckpoint that has one, else the Trainer's."""
+    """Return the folder or URL of the first ModelCheckpoint that has one, else the Trainer's default_root_dir."""
     folders = (callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return str(next((folder for folder in folders if folder is not None), trainer.default_root_dir))
 
 
 class ExactResume(Callback):
-    """Keep what a checkpoint of Lightning leaves out, so that the resumed run equals the one that went on, bit for bit
-    where its kernels are.
+    """Save the state that Lightning checkpoints lack, so that a resumed run equals an uninterrupted one.
 
-    The strategies of this package add it. A checkpoint gets the random states of all ranks, restored at the first
-    batch. One that is asked for inside an accumulation window stands for the beginning of that window, because
-    half-summed gradients are in no checkpoint: it has the random states of then, and PackedDataModule trains the window
-    again; other data modules are warned about. SIGTERM and SIGUSR1 are noted, and at the next optimizer step all ranks
-    save ``stopped-step=N.ckpt`` (in the folder of the first ModelCheckpoint, else in the Trainer's
-    ``default_root_dir``) and end with exit code 143 or 138. So does a first Ctrl-C, with exit code 130; a second one,
-    half a second later or more, is a KeyboardInterrupt and saves nothing. In notebooks and other interactive sessions,
-    and where the script has a handler of its own for it, Ctrl-C stays what it is. Settings that differ from those of
-    the checkpoint are named. While signals are noted here on every rank, Lightning's own question of rank 0 before each
-    micro-batch, for whose answer the host waits for the device, is left out: the ranks agree on the host.
+    The strategies of this package add it. The result is bit-equal if the kernels of the model are deterministic.
 
-    A signal that comes during a validation, the last one too, ends it between two of its batches in the same way; its
-    metrics are lost, and the resumed run goes on behind it. One that comes later than that (``on_train_end``) changes
-    nothing: the run did what it was asked, and exits with 0. A rank that hangs reaches no step: where nothing goes on
-    for stop_timeout_s after a SIGTERM or SIGUSR1, the process writes its stacks to stderr and ends with 143 or 138,
-    without a save.
+    Checkpoints get the random states of all ranks, which are restored at the first batch. A checkpoint inside an
+    accumulation window has the random states of the start of that window, because partial gradients are not saved.
+    PackedDataModule repeats the window; for other data modules there is a warning. Settings that differ from those of
+    the checkpoint are reported.
+
+    After SIGTERM or SIGUSR1 all ranks save ``stopped-step=N.ckpt`` at the next optimizer step, and exit with code 143
+    or 138. The folder is that of the first ModelCheckpoint, else the Trainer's ``default_root_dir``. A first Ctrl-C
+    does the same with exit code 130. A second one, at least half a second later, raises KeyboardInterrupt without a
+    save. Ctrl-C is unchanged in interactive sessions and if the script has its own handler. The ranks agree on the
+    host, so Lightning's broadcast before each micro-batch, which has a host sync, is disabled.
+
+    A signal during a validation ends it after the current batch in the same way; its metrics are lost, and the resumed
+    run continues after it. A signal in or after ``on_train_end`` has no effect, and the run exits with 0. If a rank
+    makes no progress for stop_timeout_s after SIGTERM or SIGUSR1, it prints its stacks to stderr and exits with 143 or
+    138 without a save.
 
     Args:
-        stop_signals: Whether SIGTERM, SIGUSR1 and a first Ctrl-C are taken over during training. SLURM with automatic
-            requeueing keeps Lightning's.
+        stop_signals: Whether to handle SIGTERM, SIGUSR1 and a first Ctrl-C during training. SLURM with automatic
+            requeueing keeps Lightning's handlers.
         stop_timeout_s: Seconds without a micro-batch or validation batch, after a signal, until a hung process ends
-            itself, 1 to 86,400; more than the longest micro-batch takes. A save is waited for.
+            itself, 1 to 86,400. It must exceed the longest micro-batch. Time spent in a save does not count.
 
     Raises:
-        ResumeError: A setting of this run makes the tensors of the checkpoint useless.
+        ResumeError: A setting of this run changes the tensor shapes of the checkpoint.
 
     Cost:
-        About 100 microseconds of the host per optimizer step; with several ranks a sum of 8 bytes on the host per
-        optimizer step. No host wait.
+        About 100 microseconds of the host per optimizer step; with several ranks an all-reduce of 8 bytes on the host
+        per optimizer step. No host sync.
 
     Source:
-        own; the order (random states last, at the first batch) because the making of loaders draws from the generators.
+        own; random states are restored last, at the first batch, because creating loaders draws random numbers.
 
     Example:
         >>> ExactResume().status().state
@@ -120,11 +116,11 @@ class ExactResume(Callback):
         self._status = Status("exact resume", "inactive", "no training yet")
 
     def status(self) -> Status:
-        """Return whether random states are kept and signals noted."""
+        """Return whether random states are saved and signals are handled."""
         return self._status
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin a run without anything of an earlier one."""
+        """Reset the state of an earlier run."""
         self._stops.unwatch()
         self._stops = StopSignals()
         self._at_window_start = self._to_restore = None
@@ -135,7 +131,7 @@ class ExactResume(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the random states of all ranks, and the settings; every rank makes this call."""
+        """Add the random states of all ranks and the settings. Every rank must call this."""
         self._stops.note_save()
         present = self._at_window_start if is_in_window(trainer) else None
         if present is not None:
@@ -148,14 +144,14 @@ class ExactResume(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take up the random state of this rank, and name settings that differ."""
+        """Read the random state of this rank, and warn of settings that differ."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         state = checkpoint.get(STATE)
         if state is None:
             rank_zero_warn(
-                "The checkpoint has no random states (it was written without ExactResume): dropout and whatever else "
-                "is drawn goes on differently."
+                "The checkpoint has no random states, because it was written without ExactResume. Dropout and other "
+                "random numbers differ from those of an uninterrupted run."
             )
             return
         for line in describe_differences(state["settings"], self._settings(trainer, pl_module)):
@@ -163,8 +159,8 @@ class ExactResume(Callback):
         states = state["random"]
         if len(states) != trainer.world_size:
             rank_zero_warn(
-                f"The checkpoint has random states of {len(states)} ranks and this run has {trainer.world_size}: what "
-                "is drawn differs."
+                f"The checkpoint has random states of {len(states)} ranks and this run has {trainer.world_size}, so "
+                "random numbers differ."
             )
             return
         self._to_restore = RandomState.from_plain(states[trainer.global_rank])
@@ -172,7 +168,7 @@ class ExactResume(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Restore the random states before the first batch of a resumed run; keep those with which a window begins."""
+        """Restore the random states at the first batch of a resumed run; record them at the start of each window."""
         self._stops.note_progress()
         self._step_before = trainer.global_step
         device = trainer.strategy.root_device
@@ -180,46 +176,46 @@ class ExactResume(Callback):
             state, self._to_restore = self._to_restore, None
             state.restore(device)
         if (batch_progress(trainer).current.ready - 1) % trainer.accumulate_grad_batches == 0:
-            # Without accumulation too: a save of an exception, inside the only micro-batch, stands for its beginning.
+            # Also without accumulation: a save after an exception in a micro-batch restarts that micro-batch.
             self._at_window_start = RandomState.capture(device)
 
     # Signals.
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over as soon as Lightning has installed its own handlers."""
+        """Install the signal handlers, after Lightning has installed its own."""
         self._take_signals(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over where there was no sanity check, and join the other ranks."""
+        """Install the signal handlers if there was no sanity check, and create the process group."""
         self._take_signals(trainer)
         self._vote.open()
-        self._spare_the_device(trainer)
+        self._disable_sigterm_broadcast(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """At an optimizer step, save and end if a rank was told to stop.
+        """Save and stop after an optimizer step if a rank received a signal.
 
         Raises:
             RunStopped: A SystemExit with 128 plus the number of the signal.
         """
         self._stops.note_progress()
-        # A module that steps by hand has windows of its own: they end with the micro-batch in which it stepped.
+        # With manual optimization a window ends with the micro-batch in which the module stepped.
         has_stepped = pl_module.automatic_optimization or trainer.global_step != self._step_before
         if has_stepped and not is_in_window(trainer):
             self._stop_if_told(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find how many validation batches every rank has: so often all of them can be asked."""
+        """Find the number of validation batches that every rank has: the ranks can vote that often."""
         self._num_val_votes = 0
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             num_batches = sum(trainer.num_val_batches)
             self._num_val_votes = self._vote.fewest(0 if num_batches == float("inf") else int(num_batches))
 
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Note that the run goes on."""
+        """Record progress."""
         self._stops.note_progress()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Between two validation batches, save and end if a rank was told to stop.
+        """Save and stop between two validation batches if a rank received a signal.
 
         Raises:
             RunStopped: A SystemExit with 128 plus the number of the signal.
@@ -234,23 +230,23 @@ class ExactResume(Callback):
         if not number:
             return
         folder, name = checkpoint_folder(trainer), f"{STOPPED}{trainer.global_step}.ckpt"
-        # A Path would take a slash from a URL, and save into a local folder named after it.
+        # A Path would remove a slash from a URL and save into a local folder.
         path = f"{folder.rstrip('/')}/{name}" if is_remote(folder) else Path(folder) / name
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
-            f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends; go on "
-            f"with ckpt_path={path}"
+            f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends. "
+            f"Resume with ckpt_path={path}"
         )
         raise RunStopped(number, step=trainer.global_step, path=path)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the other ranks; Lightning gives the signals back."""
+        """Close the process group; Lightning restores the signal handlers."""
         self._stops.unwatch()
         self._patcher.undo()
         self._vote.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Wait for no rank any more."""
+        """Drop the process group without waiting for other ranks."""
         self._stops.unwatch()
         self._patcher.undo()
         self._vote.drop()
@@ -266,13 +262,13 @@ class ExactResume(Callback):
         environment, connector = cluster_environment(trainer), signal_connector(trainer)
         self._has_signals = False
         reason = (
-            "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes "
-            "at the start of it"
+            "checkpoints hold the random states of all ranks; one written inside an accumulation window resumes at its "
+            "start"
         )
         if not self.stop_signals:
-            reason += "; signals are left alone (stop_signals=False)"
+            reason += "; signals are not handled (stop_signals=False)"
         elif isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            reason += "; SIGTERM and the requeue signal are Lightning's (SLURM requeues)"
+            reason += "; Lightning handles SIGTERM and the requeue signal (SLURM requeues)"
         elif self._stops.install(
             STOP_SIGNALS, is_ignored=lambda handler: getattr(handler, "__self__", None) is connector
         ):
@@ -285,41 +281,39 @@ class ExactResume(Callback):
             if self._stops.install_interrupt(_INTERRUPT_ANSWER if trainer.is_global_zero else ""):
                 reason += ", and so does a first Ctrl-C"
             if connector.received_sigterm:
-                # It came between Lightning's handlers and ours; Lightning would end the run inside a window, with exit
-                # code 0.
+                # The signal came before these handlers were installed. Lightning would end the run inside a window,
+                # with exit code 0.
                 connector.received_sigterm = False
                 self._stops.received = signal.SIGTERM
         else:
-            reason += "; signals are left alone (this is not the main thread)"
+            reason += "; signals are not handled (this is not the main thread)"
         self._status = Status("exact resume", "active", reason)
 
-    def _spare_the_device(self, trainer: pl.Trainer) -> None:
-        """Leave out Lightning's question, where on every rank the signals come here; all ranks make this call."""
-        loop, asking = question_of_ranks(trainer)
+    def _disable_sigterm_broadcast(self, trainer: pl.Trainer) -> None:
+        """Disable Lightning's broadcast if every rank handles signals here. All ranks must call this."""
+        loop, broadcast = sigterm_broadcast(trainer)
         self._patcher.undo()
-        if trainer.world_size > 1 and asking and self._vote.everywhere(self._has_signals):
-            self._patcher.set_attribute(loop, asking, ask_nobody)
+        if trainer.world_size > 1 and broadcast and self._vote.everywhere(self._has_signals):
+            self._patcher.set_attribute(loop, broadcast, do_nothing)
             self._status = self._status._replace(
-                reason=f"{self._status.reason}; ranks agree on the host, in place of Lightning's question before each "
+                reason=f"{self._status.reason}; ranks agree on the host, in place of Lightning's broadcast before each "
                 "micro-batch"
             )
 
     def _warn_of_lost_window(self, trainer: pl.Trainer) -> None:
-        """Say that data which cannot go back loses the beginning of a window."""
+        """Warn that a data module without a plan cannot repeat the start of a window."""
         if not self._has_warned and not hasattr(getattr(trainer, "datamodule", None), "plan"):
             self._has_warned = True
             rank_zero_warn(
-                "A checkpoint was asked for inside an accumulation window: its gradients are not kept, and a run that "
-                "is resumed from it does not "
-                "train these micro-batches, unless the data goes back to the beginning of the window, as "
-                "PackedDataModule does. Save every so many "
-                "optimizer steps (ModelCheckpoint(every_n_train_steps=...)), or make val_check_interval a multiple of "
+                "A checkpoint was saved inside an accumulation window. Its partial gradients are not saved, so a "
+                "resumed run skips these micro-batches (PackedDataModule repeats them). Save at optimizer steps with "
+                "ModelCheckpoint(every_n_train_steps=...), or make val_check_interval a multiple of "
                 "accumulate_grad_batches."
             )
 
 
 def collect_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-    """Return by dotted name what a user sets and a run depends on: plain types only."""
+    """Return the settings of Trainer and module by dotted name, as plain types."""
     found = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
     hparams = dict(getattr(pl_module, "hparams", {}))
     return {
@@ -330,7 +324,7 @@ def collect_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted name; names that begin with an underscore are left out.
+    """Return the leaves of nested mappings by dotted name; skip names that begin with an underscore.
 
     Example:
         >>> flatten({"lora": {"r": 4}, "_x": 1})
@@ -348,21 +342,21 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a line per setting that differs, with both values and the one that counts."""
+    """Return a line per setting that differs, with both values and the one that is used."""
     lines = []
     for name in sorted(saved.keys() & current.keys()):
         before, now = saved[name], current[name]
         if _plain(before) != _plain(now):
-            effect = "the checkpoint's goes on" if name in _RESTORED else "this run's counts"
+            effect = "the checkpoint's is used" if name in _RESTORED else "this run's is used"
             lines.append(f"{name} was {before!r} and is {now!r} ({effect})")
     return lines
 
 
 def check_settings(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> None:
-    """Refuse settings with which the tensors of a checkpoint cannot be used, before one of them is.
+    """Check that the settings of this run fit the tensors of a checkpoint, before any tensor is loaded.
 
     Raises:
-        ResumeError: With the name and both values.
+        ResumeError: A setting differs; the message has its name and both values.
     """
     saved = checkpoint.get(STATE, {}).get("settings", {})
     current = collect_settings(trainer, trainer.lightning_module)
@@ -374,7 +368,7 @@ def check_settings(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> None:
     if wrong:
         raise ResumeError(
             f"The checkpoint does not fit this run: {'; '.join(wrong)}. Resume with the values of the checkpoint, or "
-            "begin a new run without it."
+            "start a new run without it."
         )
 
 

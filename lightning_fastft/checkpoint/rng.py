@@ -1,4 +1,4 @@
-"""The states of all random number generators of a process, as plain types and tensors."""
+"""Save and restore the states of all random number generators of a process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 class RandomState(NamedTuple):
-    """What Python, numpy, torch and the CUDA device of this process would draw next.
+    """The random states of Python, numpy, torch and the CUDA device of this process.
 
     Args:
         python: As ``random.getstate()``.
         numpy: As ``numpy.random.get_state()``.
         cpu: As ``torch.get_rng_state()``. Shape (5056,); uint8, on the host.
-        cuda: The same of the CUDA device, uint8, on the host; None without one.
+        cuda: State of the CUDA device, uint8, on the host; None without a CUDA device.
 
     Example:
         >>> before = RandomState.capture(torch.device("cpu"))
@@ -33,17 +33,18 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        """Return the present states.
+        """Return the current states.
 
         Cost:
-            About 100 microseconds, most of them numpy's (timeit, one core); a CUDA generator keeps seed and offset on
-            the host, so nothing waits for the device.
+            About 100 microseconds, mostly for numpy (timeit, one core). No host sync, because a CUDA generator keeps
+            seed and offset on the host.
         """
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), cuda)  # type: ignore[arg-type]
+        numpy_state: Any = np.random.get_state(legacy=True)
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda)
 
     def restore(self, device: torch.device) -> None:
-        """Make this what is drawn next."""
+        """Set all generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -51,7 +52,7 @@ class RandomState(NamedTuple):
             torch.cuda.set_rng_state(self.cuda, device)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what ``torch.load(weights_only=True)`` reads."""
+        """Return the states as tensors and plain types, for ``torch.load(weights_only=True)``."""
         version, words, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         return {
@@ -63,11 +64,11 @@ class RandomState(NamedTuple):
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RandomState:
-        """Return the states that ``to_plain`` was called on."""
+        """Return the states of a ``to_plain`` result."""
         version, words, gauss = plain["python"]
         name, keys, position, has_gauss, cached = plain["numpy"]
         cuda = None if plain["cuda"] is None else plain["cuda"].cpu()
-        # Waits if the checkpoint was read onto a device: training has not begun.
+        # A host sync if the checkpoint was loaded onto a device; training has not begun.
         return cls(
             (version, tuple(words.tolist()), gauss),
             (name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached),

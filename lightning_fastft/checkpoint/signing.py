@@ -1,4 +1,4 @@
-"""Signatures of checkpoints, for those who must tell what they wrote themselves from what somebody else wrote."""
+"""Sign checkpoints with a secret key, so that checkpoints of other origin can be rejected."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ KEY_VARIABLE = "FASTFT_CHECKPOINT_KEY"
 
 
 def sign(sha256: str) -> str:
-    """Return the HMAC-SHA256 of a digest by the key of the environment, in hexadecimal; empty where there is no key.
+    """Return the HMAC-SHA256 of a digest with the key of the environment, in hexadecimal; "" without a key.
 
-    A digest finds damage: anyone can compute it. A signature can be made with the key only.
+    A digest detects damage, but anyone can compute it. A signature needs the key.
     """
     key = os.environ.get(KEY_VARIABLE, "")
     return hmac.new(key.encode(), sha256.encode(), hashlib.sha256).hexdigest() if key else ""
 
 
 def describe_forgery(sha256: str, signature: str) -> str:
-    """Return why a checkpoint is not taken for one of ours; empty where it is, or where the environment has no key."""
+    """Return the reason to reject a signature; "" if it is valid, or if the environment has no key."""
     expected = sign(sha256)
     if not expected or hmac.compare_digest(expected, signature):
         return ""

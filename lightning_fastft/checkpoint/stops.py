@@ -1,4 +1,4 @@
-"""Signals that ask a run to end, noted when they come, and how a run ends that was saved for one."""
+"""Handle signals that ask a run to stop, and end a run that was saved for one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-# One Ctrl-C under torchrun comes twice: from the terminal, and from torchrun, which hands on what it got.
+# Under torchrun one Ctrl-C arrives twice: from the terminal, and forwarded by torchrun.
 _SAME_INTERRUPT_S = 0.5
 _STANDARD_ERROR = 2
 
 
 class RunStopped(SystemExit):
-    """A run that was told to end by a signal was saved at an optimizer step, and ends.
+    """Raised to end a run that received a signal and was saved at an optimizer step.
 
     Args:
         number: The signal; the exit code is 128 more.
         step: Optimizer step of the checkpoint.
-        path: The checkpoint; a text where it is a URL.
+        path: The checkpoint; a str if it is a URL.
 
     Example:
         >>> RunStopped(signal.SIGTERM, step=3, path=Path("stopped-step=3.ckpt")).code
@@ -43,16 +43,16 @@ class RunStopped(SystemExit):
 
 
 class StopSignals:
-    """Note SIGTERM and SIGUSR1, and do nothing else when they come: a second one changes nothing.
+    """Record SIGTERM and SIGUSR1; a second signal has no effect.
 
-    Handlers that somebody else had installed are called as well, but for those that ``is_ignored`` names. Ctrl-C
-    (SIGINT) can be noted too: the first one; a second one is a KeyboardInterrupt as ever.
+    Handlers that were installed before are called too, except those for which ``is_ignored`` returns True. The first
+    Ctrl-C (SIGINT) can be recorded as well; a second one raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self._others: dict[int, list[Callable[..., Any]]] = {}
-        # Of the first Ctrl-C, on the clock of the host.
+        # Time of the first Ctrl-C, on the monotonic clock.
         self._interrupted_s: float | None = None
         self._answer = ""
         self._process = os.getpid()
@@ -62,33 +62,33 @@ class StopSignals:
         self._is_saving = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled object listens to nothing: handlers and the watch belong to the original's process."""
+        """Drop handlers and the watchdog thread, which belong to the process of the original object."""
         return vars(self) | {"_wakeup": None, "_watching": None, "_others": {}}
 
     def install(
         self, signals: tuple[int, ...] = STOP_SIGNALS, *, is_ignored: Callable[[Any], bool] = lambda handler: False
     ) -> bool:
-        """Take the signals over; False where that cannot be done: only the main thread of a process can."""
+        """Install the handlers; return False outside of the main thread, where that is impossible."""
         if threading.current_thread() is not threading.main_thread():
             return False
         for number in signals:
             present = signal.getsignal(number)
             if present == self._note:
                 continue
-            # Lightning composes handlers; its own one would act in the middle of a step.
+            # Lightning composes handlers, and its own one would act in the middle of a step.
             handlers = getattr(present, "signal_handlers", [present])
             self._others[number] = [handler for handler in handlers if callable(handler) and not is_ignored(handler)]
             signal.signal(number, self._note)
         return True
 
     def install_interrupt(self, answer: str) -> bool:
-        """Take Ctrl-C over as well; False where it is to stay what it is.
+        """Install a handler for Ctrl-C; return False if its behaviour must not change.
 
-        That is in a notebook or another interactive session, where an interrupt ends the cell and not the process;
-        where somebody else has taken it over, or it is ignored; and in any thread but the main one.
+        That is the case in interactive sessions such as notebooks, if another handler is installed or the signal is
+        ignored, and outside of the main thread.
 
         Args:
-            answer: What the first Ctrl-C is answered with, at once, on standard error; empty for nothing.
+            answer: Text written to standard error at the first Ctrl-C; "" for none.
         """
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
         if is_interactive or threading.current_thread() is not threading.main_thread():
@@ -102,12 +102,12 @@ class StopSignals:
         return True
 
     def watch(self, limit_s: float) -> None:
-        """End the process where it makes no progress for limit_s after a signal came: a hung rank reaches no step at
-        which it could stop.
+        """Start a thread that ends the process if it makes no progress for limit_s after a signal.
 
-        Python runs handlers in the main thread, which may wait in a collective that nobody answers. A thread is told of
-        signals by the interpreter's own handler instead. It leaves the stacks on standard error, and the exit code that
-        a stopped run has. No watch where another library uses ``signal.set_wakeup_fd``, or outside of the main thread.
+        A hung rank never reaches the step at which it would stop. Python runs signal handlers in the main thread, which
+        may block in a collective, so the thread reads signals from ``signal.set_wakeup_fd``. It prints the stacks to
+        standard error and uses the exit code of a stopped run. It does nothing if another library uses the wakeup fd,
+        or outside of the main thread.
         """
         self.unwatch()
         if threading.current_thread() is not threading.main_thread():
@@ -121,7 +121,7 @@ class StopSignals:
             write.close()
             return
         self._wakeup = write
-        # A forked worker of a loader would tell this process of its own signals.
+        # Otherwise signals of a forked loader worker would reach this process.
         unwatch = weakref.WeakMethod(self.unwatch)
         os.register_at_fork(after_in_child=lambda: _call(unwatch()))
         self._watching = threading.Thread(
@@ -130,29 +130,29 @@ class StopSignals:
         self._watching.start()
 
     def unwatch(self) -> None:
-        """End the watch; a second call does nothing."""
+        """Stop the watchdog thread; a second call has no effect."""
         wakeup, self._wakeup = self._wakeup, None
         if wakeup is not None:
             signal.set_wakeup_fd(-1)
             wakeup.close()
-            # It reads the end of the stream, and ends; a forked child has no such thread.
+            # The thread reads the end of the stream and ends. A forked child has no such thread.
             if self._watching is not None:
                 self._watching.join()
 
     def note_progress(self) -> None:
-        """Note that the run goes on: a signal that came is seen at the next step."""
+        """Record progress of the run."""
         self._num_progress += 1
         self._is_saving = False
 
     def note_save(self) -> None:
-        """Note that a save begins, which takes as long as it takes, until the next progress."""
+        """Record the start of a save, which has no time limit, until the next progress."""
         self._is_saving = True
 
     def _end_if_hung(self, wakeup: socket.socket, limit_s: float) -> None:
         number, num_progress = 0, -1
         with wakeup:
             while True:
-                # Nothing is waited for before a signal came.
+                # The time limit starts with a signal.
                 wakeup.settimeout(limit_s if number else None)
                 try:
                     told = wakeup.recv(64)
@@ -172,14 +172,14 @@ class StopSignals:
         with contextlib.suppress(OSError):
             os.write(
                 _STANDARD_ERROR,
-                f"{name}: no progress for {limit_s:g} s, so there is no step to stop at; nothing is saved.\n".encode(),
+                f"{name}: no progress for {limit_s:g} s, so the process ends now without a save.\n".encode(),
             )
             faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
         os._exit(128 + number)
 
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
-        # Workers of a DataLoader that were forked have this handler and get the signal of the terminal too: they go on
-        # until the run ends.
+        # Forked DataLoader workers inherit this handler and get the terminal's signal too; they continue until the run
+        # ends.
         if os.getpid() != self._process:
             return
         if self._interrupted_s is not None:
@@ -188,7 +188,7 @@ class StopSignals:
             return
         self._interrupted_s = time.monotonic()
         self.received = self.received or number
-        # Not through logging or sys.stderr, in the middle of whose work this may be.
+        # Logging and sys.stderr are not reentrant, and this handler may interrupt them.
         with contextlib.suppress(OSError):
             os.write(_STANDARD_ERROR, self._answer.encode())
 

@@ -1,4 +1,4 @@
-"""Turn the parser's many-line refusals into one reason, and say what was probably meant."""
+"""Shorten the multi-line errors of the parser to one reason with hints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNKNOWN_OPTION = re.compile(
 _UNKNOWN_LORA = re.compile(r"(lora has the unknown fields \[[^\]]*\])\.\s+(?:Did you mean ([^?]+)\?)?")
 _MISSING = re.compile(r"the following arguments are required: ([\w., ]+)")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
-# Functions of transformers that everything read from a folder or the hub goes through.
+# Functions of transformers that read files of a folder or the hub.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
     r"^(Given value|Subtypes:|Errors:|Does not validate against|- Does not validate|- Expected a path but|- Expected a "
@@ -27,13 +27,13 @@ _NOISE = re.compile(
 
 
 def explain_refusal(message: str, *, options: Collection[str], program: str, configs: Collection[str] = ()) -> str:
-    """Return the reason why arguments were refused, in the first line, then hints.
+    """Return the reason of a parser error in the first line, followed by hints.
 
     Args:
-        message: What the parser says.
-        options: Dotted names of the options that the parser has.
+        message: The error message of the parser.
+        options: Dotted names of the parser's options.
         program: The command whose ``--help`` lists the options.
-        configs: Names of the shipped configs, which are named where something required is missing.
+        configs: Names of the shipped configs, for errors about missing options.
 
     Example:
         >>> reason = "unrecognized arguments: --trainer.max_stps 2"
@@ -50,7 +50,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
     refused = _IMPORT_REFUSED.search(message)
     if refused:
         root, _, _ = refused[1].partition(".")
-        # Of a package that is partly open, only the part that was named.
+        # If a package is partly allowed, suggest only the named part of it.
         package = refused[1].rpartition(".")[0] if root in PARTLY_ALLOWED else root
         advice = f"hint: if you trust it, add --allow-import {package} to the command line (a file cannot)\n"
         return f"error: {where}a config may not import {refused[1]!r}\n{advice}{last_line}"
@@ -58,11 +58,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
     unknown = _UNKNOWN_OPTION.search(message)
     if unknown:
         name = next(filter(None, unknown.groups()))
-        owner, reason = _owner_of(lines, name), next(line for line in lines if name in line)
-        accepted = _parameters_of(owner) if owner else options
-        near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)
-        hint = f"hint: did you mean {near[0]}?\n" if near else ""
-        return f"error: {where}{reason}{f' by {owner}' if owner else ''}\n{hint}{last_line}"
+        return f"error: {where}{_explain_unknown(name, lines, options)}{last_line}"
 
     unknown = _UNKNOWN_LORA.search(message)
     if unknown:
@@ -75,7 +71,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
     if missing:
         owner = f"{key[1].rpartition('.')[2]}." if key else ""
         names = ", ".join(f"--{owner}{name.strip()}" for name in missing[1].split(","))
-        advice = f"hint: a config brings it along: --config NAME or a file; shipped are {', '.join(configs)}\n"
+        advice = f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(configs)}\n"
         return f"error: {names} is required and was not given\n{advice}{last_line}"
 
     kept = [
@@ -87,11 +83,10 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
 
 
 def explain_missing_files(error: OSError | ValueError) -> str:
-    """Return what to do where transformers could not read the files of a model; "" where the error is of another
-    origin.
+    """Return an error text with hints if transformers could not read the files of a model; "" for other errors.
 
     Args:
-        error: As it was raised, with its traceback.
+        error: The error with its traceback.
 
     Example:
         >>> explain_missing_files(OSError("no space left on device"))
@@ -105,19 +100,28 @@ def explain_missing_files(error: OSError | ValueError) -> str:
         return ""
     return (
         f"error: the model's files could not be read: {' '.join(str(error).split()) or type(error).__name__}\n"
-        f"hint: --model.model takes a name on huggingface.co or a folder (looked from {Path.cwd()}); gated models need "
-        "`hf auth login`\n"
-        "hint: without a network set HF_HUB_OFFLINE=1 and take a folder that is here: fastft demo leaves a small model "
-        "in runs/demo/trained\n"
+        f"hint: --model.model must be a name on huggingface.co or a folder (searched from {Path.cwd()}); gated models "
+        "need `hf auth login`\n"
+        "hint: without a network set HF_HUB_OFFLINE=1 and give a local folder; fastft demo writes a small model to "
+        "runs/demo/trained\n"
     )
 
 
+def _explain_unknown(name: str, lines: list[str], options: Collection[str]) -> str:
+    """Return the reason of an unknown option with its owner, and the closest known option as a hint."""
+    owner, reason = _owner_of(lines, name), next(line for line in lines if name in line)
+    accepted = _parameters_of(owner) if owner else options
+    near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)
+    hint = f"hint: did you mean {near[0]}?\n" if near else ""
+    return f"{reason}{f' by {owner}' if owner else ''}\n{hint}"
+
+
 def _explain_choice(reason: str, lines: list[str]) -> str:
-    """Return a reason with the value that is none of the choices, and the choices as one writes them."""
+    """Return a reason with the wrong value and the allowed choices."""
     found = _CHOICE.search(reason)
     if not found:
         return reason
-    # The refusals that are quoted in a refusal come first, and the innermost is the value's own.
+    # Nested errors come first, and the innermost one is that of the value.
     value = found[2] or next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), None)
     has_none = "- Expected a <class 'NoneType'>" in lines and found[2] is None
     got = "" if value is None else f", got {value!r}"
@@ -125,7 +129,7 @@ def _explain_choice(reason: str, lines: list[str]) -> str:
 
 
 def _owner_of(lines: list[str], option: str) -> str | None:
-    """Return the class that refused the option, where the message names one."""
+    """Return the class that rejected the option, if the message names one."""
     owner = None
     for line in lines:
         found = re.search(r"Problem with given class_path '([^']+)'", line)
@@ -136,9 +140,7 @@ def _owner_of(lines: list[str], option: str) -> str | None:
 
 
 def _parameters_of(class_path: str) -> list[str]:
-    """Return the parameters of a class that the parser has imported already; nothing is imported for an error
-    message.
-    """
+    """Return the parameters of an imported class; nothing is imported for an error message."""
     module, _, name = class_path.rpartition(".")
     owner = getattr(sys.modules.get(module), name, None)
     return list(inspect.signature(owner).parameters) if isinstance(owner, type) else []

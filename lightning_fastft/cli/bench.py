@@ -1,4 +1,4 @@
-"""``fastft bench``: the comparison with other systems, on the workload that fits the machine."""
+"""``fastft bench``: compare with other systems on the workload that fits this machine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _GIB = 2**30
 
 
 class _Fit(NamedTuple):
-    """A workload, and the device memory that it asks for, in GiB."""
+    """A workload and the device memory that it needs, in GiB."""
 
     workload: str
     least_gib: float
 
 
-# Largest first. What decides is the system that all others are judged by, transformers + PEFT with recompute: 26.9 GiB
-# at its peak in the first and 15.6 in the last (H200, benchmarks/train_step.py), in the second its smaller base less;
-# and the first is built from 27.5 GiB of bf16 weights.
+# Largest first. The baseline of all comparisons, transformers + PEFT with recompute, must fit: its peak is 26.9 GiB in
+# the first workload and 15.6 in the last (H200, benchmarks/train_step.py). The first is built from 27.5 GiB of bf16
+# weights.
 _FITS = (_Fit("qwen3-14b-qlora", 40.0), _Fit("qwen3-8b-qlora", 30.0), _Fit("qwen3-0.6b-lora", 20.0))
 _CPU_WORKLOAD = "tiny"
 
@@ -35,20 +35,19 @@ _CPU_WORKLOAD = "tiny"
 def run_bench(words: Sequence[str]) -> int:
     """Run ``python -m benchmarks.compare`` on the workload that fits this machine and return its exit status.
 
-    0 where rows were written; without a GPU, where everything ran.
+    The status is 0 if rows were written; without a GPU, if all systems ran.
 
     Args:
-        words: ``--workload NAME`` (by default the largest that fits the GPU; a model of two layers where there is
-            none), ``--out FOLDER`` (a new one in runs/compare), and further options of ``benchmarks.compare``.
+        words: ``--workload NAME`` (default: the largest that fits the GPU, or a model of two layers without a GPU),
+            ``--out FOLDER`` (default: a new one in runs/compare), and options of ``benchmarks.compare``.
 
     Raises:
-        MissingDependencyError: There is no folder ``benchmarks`` beside the package or in the current folder: wheels do
-            not carry it.
-        OptionError: The GPU is smaller than every workload.
+        MissingDependencyError: There is no folder ``benchmarks`` next to the package or in the current folder. Wheels
+            do not contain it.
+        OptionError: The GPU is too small for every workload.
 
     Cost:
-        Minutes to an hour: every setting of every system in two processes. One model of the workload on the host beside
-        it.
+        Minutes to an hour: every setting of every system runs in two processes. Host memory for one model.
     """
     workload, rest = take_option(words, "--workload", default="")
     out, rest = take_option(rest, "--out", default="")
@@ -60,18 +59,18 @@ def run_bench(words: Sequence[str]) -> int:
     command = [sys.executable, "-m", "benchmarks.compare", "--workload", chosen, "--device", device]
     if out:
         command += ["--out", out]
-    # Found by its path, so that weights and results are written where the user stands; the processes that it starts
-    # find it in the same way.
+    # Found by PYTHONPATH, so that files are written to the current folder; child processes inherit it.
     places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    return subprocess.run([*command, *rest], env=environment, check=False).returncode  # noqa: S603 - our own module, no shell
+    done = subprocess.run([*command, *rest], env=environment, check=False)  # noqa: S603 - our own module, no shell
+    return done.returncode
 
 
 def find_repository() -> Path:
-    """Return the folder that holds ``benchmarks``: that of an editable install, or the current one.
+    """Return the folder with ``benchmarks``: that of an editable install, or the current folder.
 
     Raises:
-        MissingDependencyError: Neither has it.
+        MissingDependencyError: Neither folder has it.
     """
     places = [Path(lightning_fastft.__file__).resolve().parents[1], Path.cwd()]
     for place in places:
@@ -79,17 +78,16 @@ def find_repository() -> Path:
             return place
     raise MissingDependencyError(
         f"fastft bench runs benchmarks/compare.py of the repository, which is neither in {places[0]} nor in "
-        f"{places[1]}: an installed package does "
-        "not carry it. Clone the repository of lightning_fastft, run `pip install -e '.[qlora,test]'` in the clone, "
-        "then `fastft bench` there."
+        f"{places[1]}. Installed packages do not contain it. Clone the repository of lightning_fastft, run `pip "
+        "install -e '.[qlora,test]'` in the clone, then `fastft bench` there."
     )
 
 
 def choose_workload() -> tuple[str, str]:
-    """Return the workload that fits this machine, and why.
+    """Return the workload that fits this machine, and the reason.
 
     Raises:
-        OptionError: The GPU is smaller than every workload.
+        OptionError: The GPU is too small for every workload.
     """
     if not torch.cuda.is_available():
         return _CPU_WORKLOAD, (

@@ -1,4 +1,4 @@
-"""The ``fastft`` command: its subcommands, and how it ends."""
+"""The ``fastft`` command: dispatch to subcommands, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft test     --config NAME|FILE [--key value ...]   the same on the test data
   fastft data     --config NAME|FILE [--out FOLDER]      what the data module would do, without training
   fastft doctor   --config NAME|FILE                     what is active on this machine, and why not, without training
-  fastft plan     --config NAME|FILE [--gpu NAME]        what is kept, offloaded or recomputed, and what it will cost, without training
+  fastft plan     --config NAME|FILE [--gpu NAME]        the memory plan of a config and its cost, without training
   fastft export CHECKPOINT|FOLDER OUT [--merge]          adapters or merged weights as a plain Hugging Face folder
   fastft demo                                            the whole job on data that it makes itself
-  fastft bench    [--workload NAME] [--out FOLDER]       speed and memory beside other systems, on the workload that fits this machine
+  fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems
 
 Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
-Values that name classes may come from lightning, torch, torchmetrics, peft, transformers' schedulers and lightning_fastft;
+Values that name classes may come from lightning, torch, torchmetrics, peft, lightning_fastft and transformers'
+schedulers;
 --allow-import my_package adds a package of yours, found from the current folder too.
 All options: fastft fit --help.  Shipped configs: {configs}
 """
@@ -46,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except FastFTError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1
-    # What is wrong with a folder shows as either.
+    # transformers raises either for a missing or damaged model folder.
     except (OSError, ValueError) as error:
         answer = explain_missing_files(error)
         if not answer:
@@ -59,7 +60,7 @@ def _run(command: str, words: list[str]) -> int:
     if command in FastFTCLI.subcommands():
         FastFTCLI([command, *words])
         return 0
-    # Imported on use: each brings parts along that the others do not need.
+    # Imported on use, because each command has imports that the others do not need.
     if command == "data":
         from lightning_fastft.cli.data import run_data
 
@@ -85,5 +86,5 @@ def _run(command: str, words: list[str]) -> int:
 
         return run_bench(words)
     raise OptionError(
-        f"Unknown command {command!r}; there are fit, validate, test, data, doctor, plan, export, demo and bench."
+        f"Unknown command {command!r}. Allowed are fit, validate, test, data, doctor, plan, export, demo and bench."
     )

@@ -1,4 +1,4 @@
-"""``fastft data``: show what the data module would do, without a model and without training."""
+"""``fastft data``: describe the data of a config without a model and without training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ DEFAULT_FOLDER = "runs/data"
 
 
 def run_data(words: Sequence[str]) -> int:
-    """Print rows per format, rejects, lengths, packs and an example; write the length histogram as a picture, and the
-    rejected rows; return 0.
+    """Print rows per format, rejects, lengths, packs and an example; write a histogram and rejected rows; return 0.
 
     Args:
-        words: Arguments of ``fastft fit``, and ``--out FOLDER`` for what is written (``runs/data`` in the current
-            folder).
+        words: Arguments of ``fastft fit``, and ``--out FOLDER`` for the files (default: ``runs/data``).
     """
     out, words = take_option(words, "--out", default=DEFAULT_FOLDER)
     cli = FastFTCLI(words, run=False)
     data, trainer = cli.datamodule, cli.trainer
     if not isinstance(data, PackedDataModule):
-        raise OptionError(f"fastft data describes a PackedDataModule, the config has {type(data).__name__}.")
-    # The data module asks the trainer's module for its tokenizer; the model itself is never built.
+        raise OptionError(f"fastft data needs a PackedDataModule, but the config has {type(data).__name__}.")
+    # The data module reads the tokenizer of the trainer's module; the model itself is not built.
     trainer.strategy.connect(cli.model)
     data.trainer = trainer
     data.rejected_path = data.rejected_path or str(Path(out) / REJECTED)

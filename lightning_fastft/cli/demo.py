@@ -1,6 +1,4 @@
-"""``fastft demo``: make the data, run the shipped config through the command line's own machinery, and show what
-came of it.
-"""
+"""``fastft demo``: generate data, train with a shipped config, and show the results."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ DEMO_FOLDER = Path("runs/demo")
 NUM_ANSWERED, NUM_SHOWN = 48, 3
 LOSS_MEAN_STEPS = 20
 
-# Runs in a process of its own that never imports lightning_fastft: the saved model must need nothing of ours.
+# Runs in a process without lightning_fastft, because the saved model must not need it.
 RELOAD_SCRIPT = """
 import json, sys, numpy, torch, transformers
 folder, device, ids, out = sys.argv[1:]
@@ -40,7 +38,7 @@ numpy.save(out, logits[0].float().cpu().numpy())
 
 
 class LossCurve(Callback):
-    """Keep the loss of every training step on its device, and read them all at the end."""
+    """Record the loss of every training step on its device, and read all losses at the end."""
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -48,7 +46,7 @@ class LossCurve(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep one number; nothing is copied to the host."""
+        """Record the loss without a host sync."""
         self._losses.append(outputs["loss"].detach())
 
     def first_and_last(self) -> tuple[float, float]:
@@ -58,11 +56,10 @@ class LossCurve(Callback):
 
 
 def run_demo(words: Sequence[str]) -> int:
-    """Run the demo in the current folder and return 0, or 1 if the loss did not fall or the saved model came back
-    different.
+    """Run the demo in the current folder; return 1 if the loss did not fall or the reloaded model differs, else 0.
 
     Args:
-        words: Further arguments of ``fastft fit``, on top of the demo's config: ``--trainer.max_steps 50``.
+        words: Arguments of ``fastft fit`` in addition to the demo's config, such as ``--trainer.max_steps 50``.
     """
     begin = time.perf_counter()
     rows = generate_rows()
@@ -106,9 +103,7 @@ def _say(text: str) -> None:
 
 
 def _show_answers(model: Any, rows: DemoRows) -> int:
-    """Show a short, a middling and a long question beside its right answer; return how many of all were answered
-    right.
-    """
+    """Show a short, a medium and a long question with both answers; return the number of correct answers."""
     asked = sorted(rows.validation, key=_answer_length)[:: max(1, len(rows.validation) // NUM_ANSWERED)][:NUM_ANSWERED]
     written = model.generate([row["messages"][:1] for row in asked], max_new_tokens=300, do_sample=False)
     right = [final_answer(text) == final_answer(row["messages"][1]["content"]) for text, row in zip(written, asked)]
@@ -123,9 +118,7 @@ def _answer_length(row: Row) -> int:
 
 
 def _reload(model: Any, folder: Path, files: DemoFiles) -> tuple[float, float]:
-    """Save, reload without our package, and return the largest difference of a logit and the largest that
-    rounding explains.
-    """
+    """Save, reload in plain transformers, and return the largest logit difference and its rounding bound."""
     model.save_pretrained(str(folder))
     network = model.model.eval()
     question = json.loads(files.validation.read_text(encoding="utf-8").partition("\n")[0])["messages"]

@@ -1,6 +1,4 @@
-"""``fastft doctor``: what would be active for a model on this machine, found by one step of a miniature of it;
-nothing of the user's is trained.
-"""
+"""``fastft doctor``: show which features are active for a model on this machine, by one step of a miniature model."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from lightning_fastft.packing.sources import SUFFIXES, open_sources
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 
-# The miniature keeps what decides (family, heads, windows, quantisation, adapters) and drops what only costs.
+# Upper bounds for sizes of the miniature. It keeps family, heads, windows, quantisation and adapters.
 MOST = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
@@ -35,7 +33,7 @@ MOST = {
 }
 SOURCES = ("paths", "val_paths", "test_paths")
 DOCUMENT_LENGTHS = (192, 64, 256, 2, 126)
-# Options of a run that the miniature must not follow; they come last, so they win.
+# Options that override those of the run; they come last, so they take effect.
 OVERRIDES = (
     *(
         "--trainer.max_steps",
@@ -52,18 +50,18 @@ OVERRIDES = (
 
 
 class LastTable(Callback):
-    """Keep the table of what is active as it stands at the end of training, before anything is taken back."""
+    """Record the status table at the end of training, before teardown."""
 
-    text = "the strategy is not ours: nothing is active"
+    text = "the strategy is not of lightning_fastft: nothing is active"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the table."""
+        """Render the status table."""
         if hasattr(trainer.strategy, "statuses"):
             self.text = render_status_table(trainer.strategy.statuses())
 
 
 class _DoctorCLI(FastFTCLI):
-    """Replace the model by a miniature, once everything of the config has been parsed and judged."""
+    """Replace the model by a miniature after the config has been parsed and validated."""
 
     def __init__(self, args: Sequence[str], *, run: bool = True, callbacks: Sequence[Callback] = ()) -> None:
         self.examples = _find_examples(args)
@@ -77,22 +75,21 @@ class _DoctorCLI(FastFTCLI):
             options.get("model"), (str, dict)
         ):
             raise OptionError(
-                "fastft doctor makes a miniature of a FineTuner's model; for a module of your own the table is logged "
-                "at the start of fit."
+                "fastft doctor needs a FineTuner. For other modules the status table is logged at the start of fit."
             )
         options.model = shrink_config(_read_config(options.model, options.get("revision")))
         options.init, options.tokenizer, options.revision = "random", None, None
 
 
 def run_doctor(words: Sequence[str]) -> int:
-    """Print the machine and the table of what is active and why not for the model of a config; return 0.
+    """Print the machine and the status table for the model of a config; return 0.
 
     Args:
         words: Arguments of ``fastft fit``.
 
     Raises:
-        DataError: A file or folder of data that is named is not there or cannot be read. Nothing of it is tokenised,
-            and what a shipped config names as an example need not be there.
+        DataError: A data file or folder is missing or cannot be read. Data is not tokenised, and example paths of
+            shipped configs need not exist.
     """
     table = LastTable()
     with tempfile.TemporaryDirectory() as folder, _quiet():
@@ -110,17 +107,15 @@ def run_doctor(words: Sequence[str]) -> int:
         )
         trainer.fit(cli.model, datamodule=data)
     model = (
-        f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and "
-        "tensors are counted here"
+        f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors "
+        "are counted below"
     )
     sys.stdout.write(f"{describe_machine()}\n{model}\n\n{table.text}\n")
     return 0
 
 
 def _find_examples(words: Sequence[str]) -> set[str]:
-    """Return the paths of data that stand in the shipped configs that are named, and not on the command line:
-    files that a user is still to make.
-    """
+    """Return the data paths of the given shipped configs that are not on the command line: example files."""
     import yaml
 
     given = [value for word in words for value in (word, word.partition("=")[2])]
@@ -130,9 +125,7 @@ def _find_examples(words: Sequence[str]) -> set[str]:
 
 
 def _check_sources(options: Mapping[str, Any], *, examples: set[str]) -> None:
-    """Refuse files and folders of data that are not there or cannot be read, as the data module would; names on
-    the hub are left to it.
-    """
+    """Check that data files and folders exist and can be read; hub ids are not checked."""
     for name in SOURCES:
         given = options.get(name)
         for source in given if isinstance(given, (list, tuple)) else [given]:
@@ -151,7 +144,7 @@ def _is_local(source: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what Lightning logs about the one step away from the answer."""
+    """Suppress logs and warnings of Lightning about the one step."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -164,7 +157,7 @@ def _quiet() -> Iterator[None]:
 
 
 def describe_machine() -> str:
-    """Return the devices and the versions that decide what can be active, one per line."""
+    """Return the devices and the relevant package versions, one per line."""
     from importlib.metadata import PackageNotFoundError, version
 
     lines = []
@@ -186,16 +179,15 @@ def describe_machine() -> str:
 
 
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration of the same family with few layers, experts and tokens; head shapes, windows and layer
-    kinds stay.
+    """Return a small configuration of the same family; head shapes, windows and layer types are unchanged.
 
     Args:
         config: A transformers configuration as a dictionary.
 
     Example:
-        >>> small = shrink_config({"model_type": "qwen3", "num_hidden_layers": 36, "head_dim": 128, "vocab_size": 151936, "intermediate_size": 12288})
-        >>> small["num_hidden_layers"], small["head_dim"], small["vocab_size"], small["intermediate_size"]
-        (2, 128, 512, 256)
+        >>> small = shrink_config({"num_hidden_layers": 36, "head_dim": 128, "vocab_size": 151936})
+        >>> small["num_hidden_layers"], small["head_dim"], small["vocab_size"]
+        (2, 128, 512)
     """
     if isinstance(config.get("text_config"), dict):
         return {**config, "text_config": shrink_config(config["text_config"])}
@@ -206,13 +198,13 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
     for name in ("n_group", "topk_group"):
         if name in small:
             small[name] = 1
-    # Ids of the full vocabulary mean nothing in the small one.
+    # Ids of the full vocabulary may be outside of the small one.
     small.update({name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in small})
     return small
 
 
 def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what a configuration says of its layers, cut to the fewest that hold every kind, two at least."""
+    """Return the layer fields for the smallest number of layers, at least two, that has every layer type."""
     kinds = list(config.get("layer_types") or [])
     num_layers = max(2, int(config.get("first_k_dense_replace") or 0) + 1)
     while num_layers < len(kinds) and set(kinds[:num_layers]) != set(kinds):
@@ -222,7 +214,7 @@ def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_config(model: str | dict[str, Any], revision: str | None) -> dict[str, Any]:
-    """Return the configuration of the model; only this one file is fetched from the hub."""
+    """Return the configuration of the model; only its file is downloaded from the hub."""
     from lightning_fastft.hf.loading import ModelSource
 
     config = ModelSource(model, init="random", revision=revision).config

@@ -1,4 +1,4 @@
-"""``fastft export``: what a run has trained, as a plain Hugging Face folder that needs nothing of ours."""
+"""``fastft export``: write trained adapters or merged weights as a plain Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MIB = 2**20
 
 
 class _Question(NamedTuple):
-    """What is exported, where to, and how."""
+    """The options of ``fastft export``."""
 
     source: Path
     out: Path
@@ -37,26 +37,23 @@ class _Question(NamedTuple):
 
 
 def run_export(words: Sequence[str]) -> int:
-    """Write the adapters or the merged weights of a checkpoint or a PEFT folder to a new folder, read back and
-    compared; return 0.
+    """Write the adapters or merged weights of a checkpoint or PEFT folder to a new folder and verify them; return 0.
 
     Args:
         words: A checkpoint file of a FineTuner or a folder of PEFT adapters, then the folder to write. ``--merge``
-            writes the whole model with the adapters in its weights. ``--base NAME`` is the base model where the one
-            that was trained on lies elsewhere now. ``--dtype`` is that of merged weights: that of the run; where the
-            run chose by itself, bfloat16 on a base in NF4, that of the base's files on another. ``--device`` is where
-            the model is built (cpu). ``--accept-other-base`` takes a base with other weights than those of the run.
+            merges the adapters into the weights of the whole model. ``--base NAME`` is the base model, if it has moved
+            since training. ``--dtype`` is the dtype of merged weights; by default that of the run, or if that is
+            "auto", bfloat16 on an NF4 base and else the dtype of the base's files. ``--device`` is the device to build
+            the model on (cpu). ``--accept-other-base`` accepts a base with other weights than those of the run.
 
     Raises:
-        OptionError: There is something at the target, nothing at the source, the source is neither, or its base is not
-            known.
-        DamagedCheckpointError: Bytes of the checkpoint differ from those that were written.
-        ResumeError: The checkpoint does not fit the model that it names, or the base has other weights than that of the
-            run.
-        CheckpointNotSavedError: The folder cannot be written or reads back otherwise; nothing is left of it.
+        OptionError: The target exists, the source does not exist or is of another kind, or its base is not known.
+        DamagedCheckpointError: The checkpoint does not match its digest.
+        ResumeError: The checkpoint does not fit the model that it names, or the base has other weights.
+        CheckpointNotSavedError: The folder cannot be written or reads back differently; it is removed.
 
     Cost:
-        The base on the device once, for a merge once more on the host while it is read back.
+        The base on the device once; for a merge, once more on the host while it is verified.
     """
     question = _read_question(words)
     from lightning_fastft.hf.export import check_free, export_adapters, export_merged
@@ -64,14 +61,14 @@ def run_export(words: Sequence[str]) -> int:
     check_free(question.out)
     module, notes = _open(question)
     module.model.eval()
-    # An export is no training; what it keeps for a backward would be memory.
+    # Avoid memory for a backward.
     module.model.requires_grad_(requires_grad=False)
     if question.is_merged or not module.has_adapters:
         exported = export_merged(module.model, question.out, tokenizer=module.tokenizer)
     else:
         exported = export_adapters(module.model, question.out, tokenizer=module.tokenizer)
     notes.append(
-        "no tokenizer is known, so none is beside it" if module.tokenizer is None else "the tokenizer is beside it"
+        "without a tokenizer, because none is known" if module.tokenizer is None else "the tokenizer is included"
     )
     kind = "merged weights" if question.is_merged else "adapters" if module.has_adapters else "all weights"
     lines = [f"Wrote {kind} to {question.out}: {exported.num_tensors} tensors, {exported.num_bytes / _MIB:,.1f} MiB."]
@@ -82,14 +79,14 @@ def run_export(words: Sequence[str]) -> int:
     )
     if question.is_merged:
         lines.append(
-            f"  logits of the merged model lie {exported.merge_difference:.1e} of their size from those with adapters"
+            f"  relative logit difference between the merged model and adapters: {exported.merge_difference:.1e}"
         )
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
 def _read_question(words: Sequence[str]) -> _Question:
-    """Take the words of the command line apart and judge them."""
+    """Parse and validate the command line."""
     flags = ("--merge", "--accept-other-base")
     is_merged, accepts_other_base = (flag in words for flag in flags)
     rest = [word for word in words if word not in flags]
@@ -101,8 +98,8 @@ def _read_question(words: Sequence[str]) -> _Question:
     check_choice("--dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
     if dtype != "auto" and not is_merged:
         raise OptionError(
-            "--dtype is the dtype of merged weights; adapters and trained weights keep theirs: add --merge, or leave "
-            "it away."
+            "--dtype applies only to merged weights; adapters and trained weights keep their dtype. Add --merge, or "
+            "remove --dtype."
         )
     try:
         place = torch.device(device)
@@ -111,13 +108,13 @@ def _read_question(words: Sequence[str]) -> _Question:
     source = local_path(rest[0], use="exported from")
     if not source.exists():
         raise OptionError(
-            f"There is nothing at {source} (looked from {Path.cwd()}): give a checkpoint file or a folder of adapters."
+            f"There is nothing at {source} (searched from {Path.cwd()}). Give a checkpoint or a folder of adapters."
         )
     return _Question(source, Path(rest[1]), is_merged, base, dtype, place, accepts_other_base)
 
 
 def _open(question: _Question) -> tuple[FineTuner, list[str]]:
-    """Return a module whose model stands, adapters on it, and what is to be said of it."""
+    """Return a module with its built model and adapters, and notes for the user."""
     source = question.source
     if source.is_file():
         return _open_checkpoint(question)
@@ -129,17 +126,17 @@ def _open(question: _Question) -> tuple[FineTuner, list[str]]:
             "save_pretrained on the module."
         )
     if (source / "config.json").is_file():
-        raise OptionError(f"{source} holds a whole model already; there is nothing to export.")
+        raise OptionError(f"{source} is a whole model already, so there is nothing to export.")
     raise OptionError(f"{source} is neither a checkpoint file of a FineTuner nor a folder with an adapter_config.json.")
 
 
 def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
-    """Build what a checkpoint was trained on, and load what was trained."""
+    """Build the model of a checkpoint and load its trained weights."""
     content = load_file(question.source, map_location="cpu")
     trained = content.get("fastft_base")
     if trained is None or "hyper_parameters" not in content:
         raise OptionError(
-            f"{question.source} is no checkpoint of a FineTuner: save a module of your own by its model's "
+            f"{question.source} is not a checkpoint of a FineTuner. Save other modules with their model's "
             "save_pretrained."
         )
     known = inspect.signature(FineTuner.__init__).parameters
@@ -147,62 +144,62 @@ def _open_checkpoint(question: _Question) -> tuple[FineTuner, list[str]]:
     has_adapters = options.get("lora") is not None
     if question.is_merged and not has_adapters:
         raise OptionError(
-            f"{question.source} holds all weights and no adapters, so there is nothing to merge: leave --merge away."
+            f"{question.source} has all weights and no adapters, so there is nothing to merge. Remove --merge."
         )
     if question.base:
         options.update(model=question.base, init="pretrained", revision=None)
     if "model" not in options:
         raise OptionError(
-            f"{question.source} does not say which model it was trained on, because that one was given loaded: add "
+            f"{question.source} does not say which model it was trained on, because a loaded model was given. Add "
             "--base NAME."
         )
     if options["init"] == "random" and has_adapters and not question.is_merged:
         raise OptionError(
-            "These adapters belong to random weights, which no one else can load: add --merge, which writes base and "
-            "adapters as one."
+            "These adapters belong to random weights, which cannot be loaded elsewhere. Add --merge to write base and "
+            "adapters as one model."
         )
     options["accept_other_base"] = question.accepts_other_base
-    # How a sharded run holds its weights means nothing here.
+    # The master dtype of a sharded run is not needed here.
     options["master_dtype"] = "auto"
     notes = []
     if not has_adapters:
         options["dtype"] = _dtype_of(content["state_dict"])
     elif question.is_merged:
         options["dtype"] = _merge_dtype(question, options)
-    # Random weights are those of the seed that the run had.
+    # Random weights are recreated from the seed of the run.
     torch.manual_seed(trained["seed"])
     module = FineTuner(**options).to(question.device)
     if question.is_merged and options.get("quantization") is not None:
         assert module.source is not None
         notes.append(
-            f"merged into the weights of {module.source.name} as NF4 holds them, made dense in {options['dtype']}: "
-            "what adapters were trained on, "
-            "so they differ from the base's own weights by what 4 bits lose"
+            f"merged into the weights of {module.source.name} dequantised from NF4 to {options['dtype']}, as in "
+            "training; they differ from the original weights by the 4-bit rounding"
         )
         _register_dequantise(module)
     module.configure_model()
     module.on_load_checkpoint(content)
     module.load_state_dict(content["state_dict"], strict=not has_adapters)
-    # Narrow copies are for training: what leaves computes as PEFT does.
+    # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
     return module, notes
 
 
 def _open_folder(question: _Question) -> tuple[FineTuner, list[str]]:
-    """Build the base that a PEFT folder names, and put the adapters on it."""
+    """Build the base model of a PEFT folder and add the adapters."""
     from lightning_fastft.hf.export import open_adapters, read_base_name
 
     name = question.base or read_base_name(question.source)
     if not name:
-        raise OptionError(f"{question.source} does not say which model its adapters belong to: add --base NAME.")
+        raise OptionError(f"{question.source} does not say which model its adapters belong to. Add --base NAME.")
     dtype = _merge_dtype(question, {"model": name, "dtype": "auto"})
-    base = FineTuner(name, tokenizer=_tokenizer_of(question.source, base=name), dtype=dtype).to(question.device)  # type: ignore[arg-type]
+    tokenizer = _tokenizer_of(question.source, base=name)
+    base = FineTuner(name, tokenizer=tokenizer, dtype=dtype).to(question.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if question.is_merged and is_quantised:
         _register_dequantise(base)
     base.configure_model()
     module = FineTuner(open_adapters(base.model, question.source), tokenizer=base.tokenizer)
-    weights = "as 4 bits hold them, made dense" if is_quantised else "as its files hold them"
+    weights = "dequantised from 4 bits" if is_quantised else "of its files"
     return module, [f"merged into the weights of {name} {weights}, in {dtype}"] if question.is_merged else []
 
 
@@ -213,7 +210,7 @@ def _register_dequantise(module: FineTuner) -> None:
 
 
 def _is_bnb(module: FineTuner) -> bool:
-    """Whether the files of a base are held in 4 or 8 bits by bitsandbytes."""
+    """Return whether the files of a base are quantised by bitsandbytes."""
     assert module.source is not None
     held = getattr(module.source.config, "quantization_config", None) or {}
     method = held.get("quant_method") if isinstance(held, dict) else getattr(held, "quant_method", None)
@@ -221,22 +218,22 @@ def _is_bnb(module: FineTuner) -> bool:
 
 
 def _tokenizer_of(folder: Path, *, base: str) -> str:
-    """Return where the tokenizer is: beside the adapters, else beside the base."""
+    """Return the folder of the tokenizer: that of the adapters, else that of the base."""
     return str(folder) if (folder / "tokenizer_config.json").is_file() else base
 
 
 def _dtype_of(state_dict: dict[str, torch.Tensor]) -> str:
-    """Return the name of the dtype in which all weights were trained."""
+    """Return the name of the most frequent floating dtype."""
     dtypes = [value.dtype for value in state_dict.values() if value.is_floating_point()]
     return str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
 
 
 def _merge_dtype(question: _Question, options: dict[str, Any]) -> str:
-    """Return the dtype of merged weights: asked for, the run's, that of the base's files, or bf16."""
+    """Return the dtype of merged weights: the option, that of the run, that of the base's files, or bfloat16."""
     if question.dtype != "auto" or options["dtype"] != "auto":
         return question.dtype if question.dtype != "auto" else str(options["dtype"])
     if options.get("quantization") is not None:
-        # What NF4 computes in on every GPU that has it.
+        # The compute dtype of NF4.
         return "bfloat16"
     from lightning_fastft.hf.loading import ModelSource
 

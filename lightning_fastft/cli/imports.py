@@ -1,8 +1,7 @@
-"""Decide what a config may import: a short list of packages, and what the user names on the command line, never what a
-file names.
+"""Restrict the imports of a config to an allowlist and to packages that the user names on the command line.
 
-The check of packages is jsonargparse's own: a path outside the list is refused before anything of it is imported, and
-what a path resolves to is checked again. On top of it a config names classes, not functions.
+jsonargparse checks the list before a path is imported, and checks the resolved object again. In addition, a config may
+name classes but not functions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 
 from lightning_fastft.core.errors import OptionError
 
-# A config has some hundred values in a handful of levels. Beyond this the parser would run out of memory, or of stack.
+# A config has some hundred values in a few levels. Larger ones could exhaust memory or stack of the parser.
 MOST_VALUES, MOST_LEVELS = 100_000, 100
 ALLOW_IMPORT_OPTION = "--allow-import"
 
@@ -34,7 +33,7 @@ _SCHEDULERS = (
     "get_wsd_schedule",
 )
 _SCHEDULER_PATHS = tuple(f"transformers{module}.{name}" for module in ("", ".optimization") for name in _SCHEDULERS)
-# The parts of each package that a config has reason to name. Loaders, launchers and the like stand in other parts.
+# Parts of each package that configs need. Loaders, launchers and the like are in other parts.
 ALLOWED_PATHS = (
     *(
         f"{root}.{name}"
@@ -63,8 +62,7 @@ ALLOWED_PATHS = (
     "torchmetrics",
     *_SCHEDULER_PATHS,
 )
-# Parts of these that call what a config names, or load code, models or pickles by name; a longer path decides before a
-# shorter one.
+# Parts that call functions named by a config, or load code, models or pickles. A longer path overrides a shorter one.
 DENIED_PATHS = (
     "*",
     "lightning.pytorch.callbacks.LambdaCallback",
@@ -82,14 +80,14 @@ DENIED_PATHS = (
 
 
 def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without ``--allow-import``, and the packages that it named.
+    """Return the arguments without ``--allow-import``, and the packages that it names.
 
     Args:
-        args: The words of the command line; ``--allow-import name`` and ``--allow-import=name`` may come anywhere and
-            more than once.
+        args: Words of the command line; ``--allow-import name`` and ``--allow-import=name`` may occur anywhere and
+            repeatedly.
 
     Raises:
-        OptionError: The option has no value, or the value is no dotted import path.
+        OptionError: The option has no value, or the value is not a dotted import path.
 
     Example:
         >>> take_allowed_imports(["fit", "--allow-import", "my_package"])
@@ -115,16 +113,15 @@ def take_allowed_imports(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
-    """Restrict what values of a config may import while the block runs; paths named in allowed are taken back
-    afterwards.
+    """Restrict the imports of a config while the block runs; paths in allowed are removed again afterwards.
 
     Args:
-        allowed: Import paths that the user named on the command line, on top of ``ALLOWED_PATHS``.
+        allowed: Import paths named on the command line, in addition to ``ALLOWED_PATHS``.
 
     Raises:
-        OptionError: A path is one that can never be allowed.
+        OptionError: A path can never be allowed.
     """
-    # A package that the user names brings along the parts of it that are closed otherwise.
+    # A package named by the user also allows its parts that are denied by default.
     opened = [path for path in DENIED_PATHS if is_within(path, allowed)]
     new = [path for path in allowed if path not in ALLOWED_PATHS and path not in opened] + opened
     try:
@@ -149,7 +146,7 @@ def import_policy(allowed: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a loader that refuses text that is small and unfolds into something huge."""
+    """Return a loader that rejects small texts that expand to huge values."""
 
     def load_bounded(text: str) -> Any:
         check_size(text)
@@ -159,16 +156,16 @@ def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def check_size(text: str) -> None:
-    """Refuse YAML that nests too deep, or whose aliases unfold into too many values; broken YAML is left to the loader.
+    """Reject YAML that is nested too deeply or expands to too many values; malformed YAML is left to the loader.
 
     Args:
         text: A config, or one value of the command line.
 
     Raises:
-        yaml.YAMLError: A bound is passed.
+        yaml.YAMLError: A limit is exceeded.
 
     Cost:
-        One pass over the text; nothing is unfolded.
+        One pass over the text, without expanding aliases.
 
     Example:
         >>> check_size("a: [1, 2]")
@@ -197,30 +194,30 @@ def check_size(text: str) -> None:
 
 
 def check_named_functions(config: Any, allowed: Sequence[str] = ()) -> None:
-    """Refuse functions that a parsed config names, other than schedulers and what lies under allowed.
+    """Reject functions named by a parsed config, except schedulers and paths under allowed.
 
-    A class is only made where its type fits; a function would be called with the arguments of the config, and allowed
-    packages have functions that load code. Called before anything of the config is made.
+    A class is created only if its type fits, but a function would be called with arguments of the config, and allowed
+    packages have functions that load code. Call this before anything of the config is created.
 
     Args:
-        config: What the parser made of files and command line.
-        allowed: Import paths that the user named on the command line.
+        config: The parsed config.
+        allowed: Import paths named on the command line.
 
     Raises:
-        OptionError: A function is named; the message says where.
+        OptionError: A function is named; the message has its option.
     """
     for key, path in _named_paths(config):
         target = _find_loaded(path)
         is_allowed = path in _SCHEDULER_PATHS or is_within(path, allowed)
         if target is not None and not isinstance(target, type) and not is_allowed:
             raise OptionError(
-                f"{key}: a config may name classes, and {path!r} is none. Functions of your own come with "
+                f"{key}: a config may name classes, and {path!r} is not a class. Allow your own functions with "
                 f"{ALLOW_IMPORT_OPTION}."
             )
 
 
 def is_within(path: str, packages: Sequence[str]) -> bool:
-    """Whether an import path is one of these packages, or below one of them.
+    """Return whether an import path is one of these packages, or below one of them.
 
     Example:
         >>> is_within("my_package.models", ["my_package"]), is_within("my_package_2", ["my_package"])
@@ -230,7 +227,7 @@ def is_within(path: str, packages: Sequence[str]) -> bool:
 
 
 def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield where a config names an object, and the import path of it."""
+    """Yield the option and the import path of every object that a config names."""
     if isinstance(value, (Namespace, Mapping)):
         for name, item in vars(value).items() if isinstance(value, Namespace) else value.items():
             if name == "class_path" and isinstance(item, str):
@@ -245,7 +242,7 @@ def _named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _find_loaded(path: str) -> Any:
-    """Return the object of an import path if the parser has loaded it; nothing is imported here."""
+    """Return the object of an import path if it is imported already; nothing is imported here."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:length]))

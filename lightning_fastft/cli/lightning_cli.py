@@ -1,6 +1,4 @@
-"""FastFTCLI: LightningCLI with our defaults, a closed list of what a config may import, and answers that give the
-reason first.
-"""
+"""FastFTCLI: LightningCLI with the package's defaults, an import allowlist for configs, and short errors."""
 
 from __future__ import annotations
 
@@ -24,16 +22,15 @@ from lightning_fastft.core.errors import OptionError, printable
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 
-# Words for checkpoints that Lightning finds itself.
+# Values of ckpt_path that Lightning resolves itself.
 CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
-# What is meant where a config names no class.
+# Classes that are used if a config names none.
 DEFAULT_CLASSES: dict[str, type] = {"model": FineTuner, "data": PackedDataModule}
 
 
 class FastFTArgumentParser(LightningArgumentParser):
-    """Take options by their full names only; answer a wrong argument with its reason first and one line of advice, not
-    with the usage of 200 options.
+    """Accept options only by their full names, and report errors in a few lines instead of the usage of 200 options.
 
     Args:
         *args: As Lightning's parser.
@@ -41,14 +38,12 @@ class FastFTArgumentParser(LightningArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # An abbreviation that argparse takes is as often a misspelt name.
+        # Abbreviations would hide misspelt names.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self.default_classes: dict[str, type] = {}
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Return the help with the options of the classes that are meant where none is named; by itself it lists
-        those of the Trainer alone.
-        """
+        """Return the help including the options of the default classes; the base class lists only the Trainer's."""
         parts = [super().format_help(*args, **kwargs)]
         for key, owner in self.default_classes.items():
             heading = f"--{key} is a {owner.__name__} where no other class is named:"
@@ -63,7 +58,7 @@ class FastFTArgumentParser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [action.dest for action in parser._actions if action.dest]
-        # `data`, `plan` and their like have the parser of no subcommand: their options are those of fit.
+        # Commands such as `data` and `plan` are not subcommands of the parser; they take the options of fit.
         program = parser.prog.replace(" [options]", "")
         program = program if program.split()[-1] in FastFTCLI.subcommands() else f"{program} fit"
         answer = explain_refusal(message, options=options, program=program, configs=config_names())
@@ -72,28 +67,26 @@ class FastFTArgumentParser(LightningArgumentParser):
 
 
 class FastFTCLI(LightningCLI):
-    """LightningCLI for FineTuner and PackedDataModule, or any LightningModule and LightningDataModule that the import
-    policy lets in.
+    """LightningCLI for FineTuner and PackedDataModule, or any module and data module that the import policy allows.
 
-    Differences from LightningCLI: no automatic optimizer (its parameters would be those of a model not built yet), a
-    checkpoint brings weights and state but never settings, and is a local file read with ``weights_only=True``;
-    ``trainer.log_every_n_steps`` follows the length of the run.
+    Differences from LightningCLI: there is no automatic optimizer, because the model is not built yet. A checkpoint
+    restores weights and state but no settings, and is a local file read with ``weights_only=True``.
+    ``trainer.log_every_n_steps`` depends on the length of the run.
 
     Args:
-        args: Words of the command line, without the name of the program; ``--allow-import`` and names of shipped
-            configs included.
-        run: Whether args begin with a subcommand that runs; otherwise trainer, model and datamodule are made and
-            nothing runs.
-        callbacks: Callbacks that are always added, besides those of the config.
+        args: Words of the command line without the program name; may include ``--allow-import`` and names of shipped
+            configs.
+        run: Whether args begin with a subcommand to run; otherwise only trainer, model and datamodule are created.
+        callbacks: Callbacks to add to those of the config.
 
     Raises:
-        OptionError: A config names something that it may not, or a value is refused by the class that owns it.
+        OptionError: A config names a forbidden path, or a class rejects a value.
     """
 
     def __init__(self, args: Sequence[str], *, run: bool = True, callbacks: Sequence[Callback] = ()) -> None:
         words, self.allowed_imports = take_allowed_imports(args)
         if self.allowed_imports and "" not in sys.path:
-            # A console script does not see the current folder; behind everything else, so that it shadows nothing.
+            # Console scripts do not search the current folder. Append it, so that it shadows no installed module.
             sys.path.append("")
         self.words = words
         with import_policy(self.allowed_imports):
@@ -123,47 +116,43 @@ class FastFTCLI(LightningCLI):
         return {name: kept[name] for name in ("fit", "validate", "test")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Make FineTuner and PackedDataModule what is meant where a config names no class."""
+        """Set FineTuner and PackedDataModule as default classes."""
         parser.set_defaults(
             {key: {"class_path": f"{owner.__module__}.{owner.__qualname__}"} for key, owner in DEFAULT_CLASSES.items()}
         )
         parser.default_classes = DEFAULT_CLASSES  # type: ignore[attr-defined]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the given arguments; sys.argv is never looked at."""
+        """Parse the given arguments, never sys.argv."""
         self.config = parser.parse_args(list(args or []))
 
     def _parse_ckpt_path(self) -> None:
-        """Take no settings from a checkpoint: Lightning would let them override the command line without a word.
-        Refuse one that is not there.
-        """
+        """Check that ckpt_path exists. Lightning's method would also override the command line by its settings."""
         path = (self.config.get(self.config.get("subcommand") or "") or {}).get("ckpt_path")
         if path is not None and (":" in str(path)) and not Path(path).exists():
             raise OptionError(
-                f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}: checkpoints are not loaded "
-                "from elsewhere."
+                f"ckpt_path must be a local file or folder, 'last' or 'best', got {path!r}. Copy the checkpoint to a "
+                "local folder first."
             )
         if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(path).exists():
-            raise OptionError(f"ckpt_path: there is nothing at {path} (looked from {Path.cwd()}).")
+            raise OptionError(f"ckpt_path: there is nothing at {path} (searched from {Path.cwd()}).")
 
     def instantiate_classes(self) -> None:
-        """Make model, data module and trainer; what one of them refuses becomes an answer, not a traceback."""
+        """Create model, data module and trainer; turn their errors into short messages."""
         check_named_functions(self.config, self.allowed_imports)
         check_outputs(self.config.get(self.subcommand) or self.config, words=self.words, allowed=self.allowed_imports)
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
             if "Does not validate" in str(error):
-                # Some values are judged by the parser only now.
+                # The parser validates some values only now.
                 self._parser(self.subcommand).error(str(error))
             raise OptionError(str(error)) from error
         self._check_callbacks()
 
     def _check_callbacks(self) -> None:
-        """Refuse a swapping callback that is given twice before the data is tokenised, where its own set-up would
-        refuse it after.
-        """
-        # Imported on use: it brings the strategies along, which --help does not need.
+        """Reject a duplicate callback before the data is tokenised; its own setup would reject it afterwards."""
+        # Imported on use, because it imports the strategies, which --help does not need.
         from lightning_fastft.callbacks.model_swaps import ModelSwaps, check_given_once
         from lightning_fastft.callbacks.packed_training import PackedTraining
 
@@ -172,23 +161,23 @@ class FastFTCLI(LightningCLI):
                 check_given_once(callback, self.trainer)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Load checkpoints as tensors and plain types only, whatever the environment says."""
+        """Load checkpoints as tensors and plain types only, whatever the environment sets."""
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
 
 
 def config_names() -> list[str]:
-    """Return the names of the configs that come with the package."""
+    """Return the names of the shipped configs."""
     return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
 
 
 def find_configs(words: Sequence[str]) -> list[str]:
-    """Return the arguments with the names of shipped configs replaced by their files.
+    """Return the arguments with names of shipped configs replaced by file paths.
 
     Args:
         words: Arguments; what follows ``--config`` or ``-c`` is a file, or else the name of a shipped config.
 
     Raises:
-        OptionError: There is neither such a file nor such a name.
+        OptionError: There is neither a file nor a shipped config of that name.
     """
     found, is_config = [], False
     for word in words:
@@ -203,10 +192,10 @@ def find_configs(words: Sequence[str]) -> list[str]:
 
 
 def take_option(words: Sequence[str], name: str, *, default: str) -> tuple[str, list[str]]:
-    """Return the value of an option of our own, and the arguments without it.
+    """Return the value of an option that the parser does not know, and the arguments without it.
 
     Raises:
-        OptionError: The option stands last, without a value.
+        OptionError: The option comes last, without a value.
 
     Example:
         >>> take_option(["--out", "here", "--config", "demo"], "--out", default=".")

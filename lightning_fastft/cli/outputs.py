@@ -1,13 +1,13 @@
-"""Decide where a run may write: what a config file names never reaches the files of others.
+"""Restrict the output paths of config files, so that a run never overwrites files of others.
 
-The rule. What the user gives on the command line or in Python is taken. Of what a config file gives,
+Paths on the command line or in Python are trusted. For paths in a config file:
 
-- a file lies inside the current folder and has the suffix of its kind;
-- a folder inside the current folder is taken; one elsewhere is new, empty, or holds a run already;
-- no part of a path is hidden (begins with a dot), and links count as the places that they lead to;
-- names that are joined to a folder (``filename``, ``name``, ``version``) do not leave it.
+- a file must be inside the current folder and have the suffix of its kind;
+- a folder must be inside the current folder, or be new, empty, or contain a run;
+- no part of a path may be hidden (begin with a dot); links are resolved first;
+- names that are joined to a folder (``filename``, ``name``, ``version``) must not leave it.
 
-A file that is there and that a run did not write is never replaced, whoever names it.
+An existing file that no run wrote is never replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_fastft.cli.imports import check_size, is_within
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
 
-# Options whose value is a folder that something is written into.
+# Options with an output folder.
 FOLDERS = frozenset(
     {
         "artifact_location",
@@ -42,13 +42,13 @@ FOLDERS = frozenset(
         "tb_log_dir",
     }
 )
-# Options whose value is a file that is written, and its suffix.
+# Options with an output file, and its suffix.
 FILES = {"rejected_path": ".jsonl", "path": ".html", "exclude_batches_path": ".json"}
-# Options that are read, or are no path although they may look like one.
+# Options that are only read, or are not paths.
 _READ = frozenset({"class_path", "config", "dict_kwargs"})
 # Options that are joined to a folder.
 _JOINED = ("filename", "name", "version", "sub_dir")
-# What shows that a folder holds a run, or a cache of ours.
+# Patterns of files in a folder with a run or a cache.
 _MARKS = (
     "*.ckpt",
     "checkpoints",
@@ -63,17 +63,17 @@ _MARKS = (
     "[0-9a-f]" * 32,
 )
 _HIDDEN_ALLOWED = frozenset({".", "..", ".cache"})
-# Stores that are no disk of this machine.
+# Remote stores.
 _REMOTE = re.compile(r"^(s3|s3a|gs|gcs|az|abfs|abfss|adl|hdfs|http|https|databricks)://", re.IGNORECASE)
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
-# A home folder, a share of Windows, and stores of this machine.
+# Home folders, Windows shares, and local stores.
 _ELSEWHERE = re.compile(r"^(~[^/ ]*(/|$)|\\\\|(file|local|sqlite):)", re.IGNORECASE)
-# First word of what SaveConfigCallback writes.
+# First bytes of a file of SaveConfigCallback.
 _CONFIG_HEAD = b"# lightning"
 
 
 class _Value(NamedTuple):
-    """A string of a config, its last name, its whole name, and whether a class joins it from several options."""
+    """A string of a config with its last and full option name; is_joined if it joins several options."""
 
     name: str
     text: str
@@ -82,11 +82,11 @@ class _Value(NamedTuple):
 
 
 def given_on_command_line(words: Sequence[str]) -> set[tuple[str, str]]:
-    """Return the last name and the text of every value on a command line, those inside of YAML values included; config
-    files are not read.
+    """Return last option name and text of every value on a command line, including those in YAML values.
 
     Example:
-        >>> sorted(given_on_command_line(["fit", "--config", "a.yaml", "--data.cache_dir", "/x", "--trainer.logger={save_dir: /y}"]))
+        >>> words = ["fit", "--config", "a.yaml", "--data.cache_dir", "/x", "--trainer.logger={save_dir: /y}"]
+        >>> sorted(given_on_command_line(words))
         [('cache_dir', '/x'), ('save_dir', '/y')]
     """
     given: set[tuple[str, str]] = set()
@@ -109,15 +109,15 @@ def given_on_command_line(words: Sequence[str]) -> set[tuple[str, str]]:
 
 
 def check_outputs(config: Namespace | Mapping[str, Any], *, words: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """Refuse paths of a config file that a run would write to and must not.
+    """Reject output paths of a config file that break the rules of this module.
 
     Args:
-        config: What the parser made of files and command line, of one subcommand.
-        words: The command line, whose values are the user's own.
-        allowed: Packages that the user allowed, whose classes are the user's own.
+        config: The parsed config of one subcommand.
+        words: The command line, whose values are trusted.
+        allowed: Packages that the user allowed, whose classes are trusted.
 
     Raises:
-        OptionError: A path breaks the rule of this module; the message says how to give it all the same.
+        OptionError: A path breaks a rule; the message says how to give it on the command line.
     """
     given = given_on_command_line(words)
     data = config.get("data")
@@ -126,7 +126,7 @@ def check_outputs(config: Namespace | Mapping[str, Any], *, words: Sequence[str]
         *(value for value in _strings(data, "data", allowed=allowed) if value.name in ("rejected_path", "cache_dir")),
     ]
     for value in values:
-        # Trainer(profiler="simple") and its like are words, which no check below minds.
+        # Plain words such as Trainer(profiler="simple") pass all checks.
         if (value.name, value.text) not in given and not (
             value.is_joined and value.name in {name for name, _ in given}
         ):
@@ -134,19 +134,19 @@ def check_outputs(config: Namespace | Mapping[str, Any], *, words: Sequence[str]
 
 
 class SaveConfig(SaveConfigCallback):
-    """Save the config of a run as Lightning does, and replace no file but one that was saved so."""
+    """Save the config of a run as Lightning does, but replace only files that were saved this way."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Check the place, then save."""
+        """Choose the file name, then save."""
         if self.save_to_log_dir and not self.already_saved:
-            # All ranks ask for the folder.
+            # trainer.log_dir broadcasts, so all ranks must read it.
             folder = trainer.log_dir
             if folder is not None and trainer.is_global_zero and not _REMOTE.match(str(folder)):
                 self._find_place(Path(folder))
         super().setup(trainer, pl_module, stage)
 
     def _find_place(self, folder: Path) -> None:
-        """Take another name where the user's own config is in the way, as it is without a logger."""
+        """Use another name if a config of the user exists, as happens without a logger."""
         try:
             check_replaceable("The config of the run", folder / self.config_filename, is_ours=_is_saved_config)
         except OptionError:
@@ -159,9 +159,7 @@ def _is_saved_config(head: bytes) -> bool:
 
 
 def _strings(value: Any, key: str, *, allowed: Sequence[str] = ()) -> Iterator[_Value]:
-    """Yield the strings of a config with their names, and the folders that loggers make of several; classes under
-    allowed are skipped.
-    """
+    """Yield the strings of a config and the joined folders of loggers; skip classes under allowed."""
     if isinstance(value, (Namespace, Mapping)):
         content = vars(value) if isinstance(value, Namespace) else value
         if is_within(str(content.get("class_path")), allowed):
@@ -173,15 +171,13 @@ def _strings(value: Any, key: str, *, allowed: Sequence[str] = ()) -> Iterator[_
         for item in value:
             yield from _strings(item, key, allowed=allowed)
     elif isinstance(value, (str, os.PathLike)) or hasattr(value, "relative"):
-        # jsonargparse's own paths keep what was given.
+        # Path objects of jsonargparse keep the given text.
         text = str(getattr(value, "relative", value))
         yield _Value(key.rpartition(".")[2], text, key)
 
 
 def _logger_folders(content: Mapping[str, Any], key: str) -> Iterator[_Value]:
-    """Yield the folder of a logger's own whose version is given: files in it are replaced, where a new version
-    has a new folder.
-    """
+    """Yield the folder of a logger with a fixed version, whose files would be replaced."""
     version = content.get("version")
     if version is None:
         return
@@ -198,7 +194,7 @@ def _check_value(value: _Value) -> None:
     if value.name in _READ or _REMOTE.match(value.text) or not value.text:
         return
     if "\0" in value.text:
-        raise OptionError(f"{value.key} holds a NUL character: {value.text!r}.")
+        raise OptionError(f"{value.key} has a NUL character: {value.text!r}.")
     if value.name in FOLDERS:
         _check_folder(value)
     elif value.name in FILES and (value.name != "path" or ".callbacks" in value.key):
@@ -210,7 +206,7 @@ def _check_value(value: _Value) -> None:
 def _check_folder(value: _Value) -> None:
     place = _place_of(value)
     if os.path.lexists(place) and not place.is_dir():
-        raise _refusal(value, "is no folder")
+        raise _refusal(value, "is not a folder")
     if _is_inside(place, Path.cwd()) and not value.is_joined:
         return
     try:
@@ -233,12 +229,12 @@ def _check_file(value: _Value) -> None:
     if place.is_dir() or Path(value.text).is_symlink():
         raise _refusal(value, "is a folder or a link")
     if value.name == "exclude_batches_path":
-        # Lightning keeps a list there and replaces the file; the others are judged by their own classes.
+        # Lightning replaces this list; other files are checked by their classes.
         check_replaceable(value.key, place, is_ours=lambda head: head.lstrip().startswith(b"["))
 
 
 def _place_of(value: _Value) -> Path:
-    """Return where a path leads in the end; refused are URLs of this machine, and hidden parts."""
+    """Return the resolved path; reject local URLs and hidden parts."""
     if "::" in value.text or (_URL.match(value.text) and not Path(value.text).drive):
         raise _refusal(value, "is a URL")
     place = Path(os.path.realpath(os.path.expanduser(value.text)))
@@ -256,7 +252,7 @@ def _is_inside(place: Path, folder: Path) -> bool:
 
 
 def _leaves(text: str) -> bool:
-    """Whether a name that is joined to a folder would leave it, or be hidden in it."""
+    """Return whether a name that is joined to a folder would leave it or be hidden in it."""
     parts = re.split(r"[/\\]", text)
     is_hidden = len(parts) > 1 and any(part.startswith(".") and part != "." for part in parts)
     return is_hidden or ".." in parts or os.path.isabs(text) or _ELSEWHERE.match(text) is not None
@@ -266,6 +262,6 @@ def _refusal(value: _Value, reason: str) -> OptionError:
     option = value.key.partition(" ")[0].replace(".init_args", "")
     return OptionError(
         f"{value.key}: {value.text!r} {reason}; a config file may not write there. "
-        f"If it is meant, give it on the command line, which is trusted: --{option} PATH. Otherwise name a new folder, "
-        "or a path in the current one."
+        f"Give it on the command line, which is trusted: --{option} PATH. Or give a new folder, or a path in the "
+        "current folder."
     )

@@ -1,6 +1,4 @@
-"""``fastft plan``: show what would become of the activations of a config on a GPU, without weights, without data
-and without training.
-"""
+"""``fastft plan``: show the activation plan of a config on a GPU without weights, data or training."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ from lightning_fastft.planner.plan import StepCost, make_plan, predict, uniform_
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 
-# The document that a token stands in, where nobody says how long the documents of the data are.
+# Default document length in tokens.
 DEFAULT_DOCUMENT_TOKENS = 1024
 DEFAULT_HOST_GIB = 64.0
 _GIB = 2**30
 
 
 class _Question(NamedTuple):
-    """Options of our own, read from the command line."""
+    """The options of ``fastft plan``."""
 
     gpu: Gpu
     is_here: bool
@@ -37,24 +35,23 @@ class _Question(NamedTuple):
 
 
 def run_plan(words: Sequence[str]) -> int:
-    """Print the plan of a config for a GPU, its picture, and the two ends it lies between; return 0.
+    """Print the plan of a config for a GPU, and the speed of recomputing all and keeping all; return 0.
 
     Args:
-        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (the one here), ``--vram-gib N`` (model, optimizer and
-            nine tenths of what they leave), ``--host-gib N`` (64) and ``--document-tokens N`` (length of the document
-            that a token stands in, on average; 1,024).
+        words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (default:
+            model, optimizer and 90 % of the rest), ``--host-gib N`` (64) and ``--document-tokens N`` (average length of
+            the document of a token; 1,024).
 
     Raises:
-        OptionError: There is no GPU here and none is named, or the config's model is no FineTuner's.
+        OptionError: There is no local GPU and none is named, or the model of the config is not a FineTuner.
     """
     question, words = _read_question(words)
     cli = FastFTCLI(words, run=False)
     model, data = cli.model, cli.datamodule
     if not isinstance(model, FineTuner) or model.source is None or not isinstance(data, PackedDataModule):
         raise OptionError(
-            "fastft plan needs a FineTuner and a PackedDataModule, which say what is trained on how many tokens; for a "
-            "module of your own the plan "
-            "is made from its first steps and logged."
+            "fastft plan needs a FineTuner and a PackedDataModule. For other modules the plan is made from the first "
+            "training steps and logged."
         )
     document_tokens = min(question.document_tokens, data.max_tokens)
     cost = _cost_of(model, gpu=question.gpu, num_tokens=data.max_tokens, document_tokens=document_tokens)
@@ -83,7 +80,7 @@ def run_plan(words: Sequence[str]) -> int:
 
 
 def _read_question(words: Sequence[str]) -> tuple[_Question, list[str]]:
-    """Take our options off the command line and judge them."""
+    """Parse and validate the options of this command; return them and the other arguments."""
     name, rest = take_option(words, "--gpu", default="")
     vram, rest = take_option(rest, "--vram-gib", default="")
     host, rest = take_option(rest, "--host-gib", default=str(DEFAULT_HOST_GIB))
@@ -101,7 +98,7 @@ def _read_question(words: Sequence[str]) -> tuple[_Question, list[str]]:
 def _device_here() -> str:
     if not torch.cuda.is_available():
         known = ", ".join(gpu.name for gpu in GPUS)
-        raise OptionError(f'There is no GPU here. Name the one to plan for: --gpu "{GPUS[0].name}"; known are {known}.')
+        raise OptionError(f'There is no local GPU. Name one, for example --gpu "{GPUS[0].name}". Known GPUs: {known}.')
     return torch.cuda.get_device_name()
 
 
@@ -113,7 +110,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _cost_of(model: FineTuner, *, gpu: Gpu, num_tokens: int, document_tokens: int) -> StepCost:
-    """What a step of a FineTuner's model costs; the model is never built with weights."""
+    """Return the cost of a training step of a FineTuner's model, without building its weights."""
     from lightning_fastft.estimate.costs import model_costs
     from lightning_fastft.hf.dtypes import DTYPES
 
@@ -139,8 +136,8 @@ def _cost_of(model: FineTuner, *, gpu: Gpu, num_tokens: int, document_tokens: in
 def _vram_bytes(question: _Question, cost: StepCost) -> int:
     if question.vram_gib is not None:
         return int(question.vram_gib * _GIB)
-    # As at run time: what is resident, and most of what it leaves; a card too small for it gets its whole share, for
-    # streamed weights.
+    # As at run time: the resident bytes and most of the rest. A GPU too small for them gets its share for streamed
+    # weights.
     memory_bytes = question.gpu.memory_bytes
     resident_bytes = min(cost.base_bytes, memory_bytes)
     return max(
@@ -151,7 +148,7 @@ def _vram_bytes(question: _Question, cost: StepCost) -> int:
 def _origin(question: _Question) -> str:
     if not question.is_here:
         return f"simulation from published rates ({question.gpu.source})"
-    return f"the GPU here, by its published rates ({question.gpu.source}); a run measures its first steps instead"
+    return f"the local GPU, by its published rates ({question.gpu.source}); a run measures its first steps instead"
 
 
 def _describe_end(cost: StepCost, kind: str, *, gpu: Gpu, num_tokens: int) -> str:

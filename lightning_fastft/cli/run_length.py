@@ -1,6 +1,4 @@
-"""RunLength: what ``fit`` says of the length of its run, before it begins and where a checkpoint leaves nothing
-of it.
-"""
+"""RunLength: report the length of a run before it begins, and runs with nothing left to train."""
 
 from __future__ import annotations
 
@@ -18,23 +16,22 @@ from lightning_fastft.training.datamodule import PackedDataModule
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# Below this a run is mostly a plan that nobody meant: packs as long as those of large data on a few hundred rows.
+# A shorter run is usually a mistake: long packs with only a few hundred rows.
 FEWEST_STEPS = 10
 
 
 class RunLength(Callback):
-    """Tell the optimizer steps of an epoch, warn where the data makes very few, and answer a checkpoint that is at or
-    past the end of the run.
+    """Log the optimizer steps of an epoch, warn if there are very few, and reject a checkpoint past the end of the run.
 
     Raises:
-        ResumeError: The checkpoint has more epochs behind it than this run may have.
+        ResumeError: The checkpoint has trained more epochs than max_epochs.
     """
 
     def __init__(self) -> None:
         self._has_trained = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Tell the plan, which stands since the data module's own set-up; the model is read after this."""
+        """Log the plan of the data module before the model is loaded."""
         self._has_trained = False
         data = getattr(trainer, "datamodule", None)
         if stage != "fit" or not isinstance(data, PackedDataModule):
@@ -50,7 +47,7 @@ class RunLength(Callback):
         )
         cut = f", of which limit_train_batches leaves {num_steps}" if is_cut else ""
         rank_zero_info(f"Packs of {data.max_tokens} tokens; {epoch}{cut}.")
-        # Whoever sets steps or batches knows how few they are.
+        # No warning if the user sets the number of steps or batches.
         if (
             is_cut
             or trainer.max_epochs is None
@@ -72,7 +69,7 @@ class RunLength(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a checkpoint that is past the last epoch, before Lightning does."""
+        """Reject a checkpoint past the last epoch, before Lightning does."""
         loops = checkpoint.get("loops")
         if trainer.state.fn != TrainerFn.FITTING or not loops or trainer.max_epochs is None or trainer.max_epochs < 0:
             return
@@ -88,11 +85,11 @@ class RunLength(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note that something is trained."""
+        """Record that training has started."""
         self._has_trained = True
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that a resumed run was at its end already."""
+        """Log that a resumed run had nothing left to train."""
         if self._has_trained or trainer.ckpt_path is None:
             return
         if 0 <= trainer.max_steps <= trainer.global_step:
@@ -109,6 +106,6 @@ class RunLength(Callback):
         else:
             return
         rank_zero_info(
-            f"Nothing was left to train: {trainer.ckpt_path} stands at the end of this run ({place}). To go on, give a "
+            f"Nothing was left to train: {trainer.ckpt_path} is at the end of this run ({place}). To continue, give a "
             f"higher {more}."
         )

@@ -1,4 +1,4 @@
-"""FastFTTrainer: Lightning's Trainer for the command line, whose interval of logging follows the length of the run."""
+"""FastFTTrainer: a Trainer for the command line with a logging interval that depends on the length of the run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
-# Each logged step reads its loss from the device, so long runs keep Lightning's own interval; short ones are logged
-# this many times.
+# Each logged step has a host sync, so long runs keep Lightning's interval; short runs log this many times.
 LONGEST_INTERVAL, TIMES_IN_A_RUN = 50, 10
 
 
 class FastFTTrainer(Trainer):
-    """Lightning's Trainer; with ``log_every_n_steps="auto"`` a run of few steps leaves its loss too.
+    """Lightning's Trainer; with ``log_every_n_steps="auto"`` short runs log their loss too.
 
     Args:
         *args: As Lightning's Trainer.
-        log_every_n_steps: Optimizer steps between two that are logged. "auto" is 50, or less where the run is short: a
-            tenth of its steps, and at least one step of every epoch. None is Lightning's default, 50.
+        log_every_n_steps: Optimizer steps between two logged steps. "auto" is 50, or less for a short run: a tenth of
+            its steps, and at least once per epoch. None is Lightning's default, 50.
         **kwargs: As Lightning's Trainer.
     """
 
@@ -28,7 +27,7 @@ class FastFTTrainer(Trainer):
 
     @property
     def log_every_n_steps(self) -> int:
-        """Optimizer steps between two that are logged; how many a run has is known once its loader is."""
+        """Optimizer steps between two logged steps; "auto" is resolved once the loader is known."""
         if not self._is_auto:
             return self._log_every_n_steps
         num_steps = math.inf if self.max_steps < 0 else self.max_steps
@@ -43,5 +42,5 @@ class FastFTTrainer(Trainer):
 
     @log_every_n_steps.setter
     def log_every_n_steps(self, interval: int) -> None:
-        # Lightning sets what it was given, or its default.
+        # Lightning sets the given value, or its default.
         self._log_every_n_steps = interval

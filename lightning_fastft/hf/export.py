@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.checkpoint.files import part_beside, saving, sync_folder
+from lightning_fastft.checkpoint.atomic import part_beside, saving, sync_folder
 from lightning_fastft.core.errors import CheckpointNotSavedError, DataError, OptionError, UnsupportedModelError
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import num_decoder_layers

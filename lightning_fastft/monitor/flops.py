@@ -1,4 +1,4 @@
-"""Count the floating-point operations that a model needs for a training step, from its shapes."""
+"""Count the FLOPs of a training step from the shapes of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ACTIVE_EXPERT_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top
 
 
 class LayerFlops(NamedTuple):
-    """What one decoder layer costs: weights met by a token, those of them that are trained, and its attention.
+    """FLOP counts of one decoder layer: active weights per token, trained weights, and attention.
 
     Args:
-        num_active_weights: Weights that multiply each token; of a stack of experts the share that a token meets.
-        num_trained_weights: Those of them whose own gradient is computed.
+        num_active_weights: Weights that multiply each token; for experts, the share used by one token.
+        num_trained_weights: Active weights that get a gradient.
         attention_width: Heads x (width of a query head + width of a value head).
         window: Keys a query sees; None for all of its document.
         has_backward: Gradients pass through this layer.
@@ -33,12 +33,12 @@ class LayerFlops(NamedTuple):
 
 
 class ModelFlops(NamedTuple):
-    """The operations that training a model needs, without recomputation (what "model FLOPs utilisation" counts).
+    """FLOP counts of a model without recomputation, as used by "model FLOPs utilisation".
 
     Args:
         layers: One entry per decoder layer.
-        num_head_weights: Weights of the output head, met by labelled tokens only.
-        is_head_trained: Whether the head's own gradient is computed.
+        num_head_weights: Weights of the output head, which runs only on labelled tokens.
+        is_head_trained: Whether the head gets a gradient.
         has_backward: Whether gradients pass from the head into the decoder.
     """
 
@@ -48,13 +48,12 @@ class ModelFlops(NamedTuple):
     has_backward: bool
 
     def step_flops(self, *, num_tokens: int, num_labelled: int, sum_squared_lengths: int) -> float:
-        """Return the operations of forward and backward over packed documents.
+        """Return the FLOPs of forward and backward over packed documents.
 
         Args:
             num_tokens: Tokens of the pack.
-            num_labelled: Tokens that the loss is computed for; the head runs on those only.
-            sum_squared_lengths: Sum over documents of their length squared; half of it are the pairs of a causal
-                attention.
+            num_labelled: Labelled tokens; the head runs only on these.
+            sum_squared_lengths: Sum of squared document lengths; causal attention computes half as many pairs.
         """
         total = self._head_flops(num_labelled)
         for layer in self.layers:
@@ -75,15 +74,15 @@ class ModelFlops(NamedTuple):
 
 
 def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
-    """Return what a step of a causal language model costs, from the shapes of its weights.
+    """Return the FLOP counts of a causal language model from the shapes of its weights.
 
-    Counted are all weights of two and more axes in the decoder layers (linear layers, routers, stacks of experts,
-    adapters) and the head; embeddings, norms and element-wise work are not. A frozen weight costs its forward and the
-    gradient that passes through it, a trained one its own gradient too; layers below the lowest trained weight have no
+    All weights with at least two axes in the decoder layers (linear layers, routers, experts, adapters) and the head
+    are counted; embeddings, norms and element-wise operations are not. A frozen weight costs its forward and the
+    gradient of its input; a trained weight also costs its own gradient. Layers below the first trained weight have no
     backward.
 
     Args:
-        model: A transformers causal language model, also one that adapters were added to.
+        model: A transformers causal language model, with or without adapters.
         layers: Its decoder layers, in order.
 
     Cost:
@@ -92,8 +91,10 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
     Source:
         2 N forward and 4 N backward per token: Kaplan et al., arXiv 2001.08361; the split for frozen weights is own.
     """
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # type: ignore[union-attr,operator]
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    causal_model: Any = model
+    embedding = causal_model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     has_backward = embedding is not None and any(parameter.requires_grad for parameter in embedding.parameters())
     counted = []
     for index, layer in enumerate(layers):
@@ -102,7 +103,7 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
         counted.append(
             LayerFlops(num_active, num_trained, _attention_width(config), _window(config, index), has_backward)
         )
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    head = causal_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_weight = getattr(head, "weight", None)
     return ModelFlops(
         layers=counted,
@@ -113,7 +114,7 @@ def count_flops(model: nn.Module, layers: list[nn.Module]) -> ModelFlops:
 
 
 def _count_weights(layer: nn.Module, config: Any) -> tuple[float, float]:
-    """Weights of a layer that a token meets, and those of them that are trained."""
+    """Return the active weights per token of a layer, and the trained ones among them."""
     num_active = num_trained = 0.0
     seen: set[int] = set()
     for path, module in layer.named_modules():
@@ -128,7 +129,7 @@ def _count_weights(layer: nn.Module, config: Any) -> tuple[float, float]:
 
 
 def _num_weights(module: nn.Module | None, name: str, parameter: torch.Tensor) -> int:
-    """Weights of a parameter; a quantised one is stored in fewer elements than it has weights."""
+    """Return the number of weights of a parameter; quantised storage has fewer elements than weights."""
     in_features, out_features = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if name == "weight" and isinstance(in_features, int) and isinstance(out_features, int):
         return in_features * out_features
@@ -136,7 +137,7 @@ def _num_weights(module: nn.Module | None, name: str, parameter: torch.Tensor) -
 
 
 def _active_share(path: str, parameter: torch.Tensor, config: Any) -> float:
-    """The share of a parameter that one token meets: all of it, or of routed experts those it is sent to."""
+    """Return the share of a parameter used by one token: 1, or for routed experts the share of active experts."""
     parts = path.split(".")
     if "experts" not in parts:
         return 1.0
@@ -159,7 +160,7 @@ def _attention_width(config: Any) -> int:
 
 
 def _window(config: Any, index: int) -> int | None:
-    """The sliding window of one layer; None where the layer sees its whole document."""
+    """Return the sliding window of a layer; None for full attention."""
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None

@@ -1,6 +1,4 @@
-"""HostWaitDetector: find every place in a training step where the host waits for the device, and say what to
-write instead.
-"""
+"""HostWaitDetector: find every host sync of a training step, with a fix for each."""
 
 from __future__ import annotations
 
@@ -19,38 +17,37 @@ from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRe
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# The first steps set up what later ones use (optimizer state, kernels, plans): their waits say nothing about training.
+# The first steps set up optimizer state, kernels and plans, so their host syncs are not typical.
 DEFAULT_STEPS = (4, 5)
 
 
 class HostWaitError(FastFTError, RuntimeError):
-    """The host waited for the device inside a training step, and HostWaitDetector(on_wait="raise") forbids that."""
+    """Raised by HostWaitDetector(on_wait="raise") at the first host sync inside a watched training step."""
 
 
 class HostWaitDetector(Callback):
-    """Watch some training steps and list what made the host wait for the device: how often per step, where, and what to
-    write instead.
+    """Watch some training steps and list their host syncs: frequency, line of code, and a fix.
 
-    Works with any LightningModule, strategy and model. A step is watched from one ``on_train_batch_start`` to the next:
-    forward, backward, optimizer, other callbacks, logging, checkpoints that are written then, and moving the next batch
-    to the device; validation and what lies between epochs are left out. Each wait is named by the innermost line of the
-    user's own code and by the line of the library that it called. On a GPU the waits are real ones (the dispatcher,
-    torch.cuda.set_sync_debug_mode and explicit synchronize calls); on a CPU they are those that the same code would
-    have on a GPU, where a read of a tensor that never leaves the host counts too (not in the data loader). Each rank
-    watches itself; rank 0 prints.
+    It works with any LightningModule, strategy and model. A step is watched from one ``on_train_batch_start`` to the
+    next: forward, backward, optimizer, other callbacks, logging, checkpoints, and moving the next batch to the device.
+    Validation and the time between epochs are excluded. Each host sync is reported with the innermost line of the
+    user's code and the line of the library that it called.
+
+    On a GPU real host syncs are recorded (by the dispatcher, torch.cuda.set_sync_debug_mode and explicit synchronize
+    calls). On a CPU those that the same code would have on a GPU are recorded; reads of tensors that never leave the
+    host count too, except in the data loader. Each rank watches itself; rank 0 prints.
 
     Args:
-        steps: Optimizer steps to watch, counted from 0 in this fit; all micro-batches of such a step are watched.
-        on_wait: "report" prints the table; "warn" prints it as a warning, and only where there are waits; "raise" ends
-            the run at the first wait with an error that comes out of the call that waits.
+        steps: Optimizer steps to watch, counted from 0 in this fit; all micro-batches of a step are watched.
+        on_wait: "report" prints the table; "warn" prints it as a warning if there are host syncs; "raise" raises an
+            error from the call of the first host sync.
 
     Raises:
         HostWaitError: From the training loop, with on_wait="raise".
-        OptionError: steps is empty or holds something else than whole numbers from 0 on.
+        OptionError: steps is empty or contains a value other than an integer of at least 0.
 
     Cost:
-        Watched steps: some microseconds per operation, and regions that torch.compile would compile run eagerly. Other
-        steps: nothing.
+        Watched steps: some microseconds per operation, and torch.compile regions run eagerly. Other steps: nothing.
 
     Example:
         >>> HostWaitDetector(steps=[2], on_wait="raise").status().reason
@@ -61,7 +58,7 @@ class HostWaitDetector(Callback):
         self, *, steps: Sequence[int] = DEFAULT_STEPS, on_wait: Literal["report", "warn", "raise"] = "report"
     ) -> None:
         if isinstance(steps, (str, bytes, int)) or not steps:
-            raise OptionError(f"steps must list at least one optimizer step, got {steps!r}; for example steps=[4, 5].")
+            raise OptionError(f"steps must list at least one optimizer step, for example [4, 5], got {steps!r}.")
         self.steps = sorted({check_int("steps", step, low=0) for step in steps})
         self.on_wait = check_choice("on_wait", on_wait, ("report", "warn", "raise"))
         self.waits: Counter[HostWait] = Counter()
@@ -75,11 +72,11 @@ class HostWaitDetector(Callback):
 
     @property
     def is_watching(self) -> bool:
-        """Whether this moment belongs to a watched step."""
+        """Whether a watched step is running."""
         return self._recorder is not None and self._recorder.is_on
 
     def status(self) -> Status:
-        """Return what has been found."""
+        """Return the number of host syncs found so far."""
         if not self.num_watched:
             return Status("host waits", "inactive", f"steps {', '.join(map(str, self.steps))} are still to come")
         found = sum(self.waits.values())
@@ -87,19 +84,19 @@ class HostWaitDetector(Callback):
         return Status("host waits", "active", reason, "see the table of waits" if found else "")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to count steps."""
+        """Reset the counters and create the recorder."""
         self.close()
         self._reset()
         self.waits, self.num_watched = Counter(), 0
         self._last_global_step = trainer.global_step
-        # Watching steps of one run must not show in the next one: the recorder belongs to this device and this fit.
+        # A new recorder for each fit and device, so that runs do not affect each other.
         on_wait = _refuse if self.on_wait == "raise" else None
         self._recorder = WaitRecorder(trainer.strategy.root_device, on_wait=on_wait, host_only=HOST_READERS)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End watching the step before; begin to watch this one, if it is asked for."""
+        """Stop watching the previous step; start to watch this one if it is in ``steps``."""
         if self._recorder is None:
             return
         self.pause()
@@ -116,15 +113,15 @@ class HostWaitDetector(Callback):
             self._recorder.start()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave out what lies between epochs."""
+        """Exclude the time between epochs."""
         self.pause()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave out the validation."""
+        """Exclude the validation."""
         self.pause()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print what was found, if that has not been done; say so where the run was over before a step was watched."""
+        """Print the result if it was not printed yet; warn if the run ended before a step was watched."""
         self.close()
         if self.num_watched:
             self._tell()
@@ -132,26 +129,26 @@ class HostWaitDetector(Callback):
             num_steps = self._step + (trainer.global_step != self._last_global_step)
             rank_zero_warn(
                 f"HostWaitDetector watched nothing: the run had {num_steps} optimizer steps, and steps={self.steps} "
-                "count from 0."
+                "are counted from 0."
             )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Put everything back; print what was found so far."""
+        """Stop watching; print the result so far."""
         self.close()
         if self.num_watched and not isinstance(exception, HostWaitError):
             self._tell()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put everything back."""
+        """Stop watching."""
         self.close()
 
     def close(self) -> None:
-        """End watching for this fit; a second call does nothing."""
+        """Stop watching for this fit; a second call has no effect."""
         self.pause()
         self._recorder = None
 
     def pause(self) -> None:
-        """Stop watching until the next micro-batch that is asked for."""
+        """Stop watching until the next watched micro-batch."""
         if self._recorder is not None:
             self._recorder.stop()
             self.waits = self._recorder.count
@@ -168,7 +165,7 @@ class HostWaitDetector(Callback):
 
 
 def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
-    """Return the waits as text, most frequent first: count per step, line, call, and what to write instead.
+    """Return the host syncs as text, most frequent first: count per step, line, call and fix.
 
     Example:
         >>> render_waits({}, num_steps=2)
@@ -189,6 +186,5 @@ def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
 def _refuse(wait: HostWait) -> None:
     raise HostWaitError(
         f"The host waits for the device in {wait.place} in {wait.place.function}: {wait.place.text} ({wait.call}). "
-        f"What to do: {wait.remedy}. "
-        "To go on and list all waits, use HostWaitDetector(on_wait='report')."
+        f"Fix: {wait.remedy}. To list all host waits instead, use HostWaitDetector(on_wait='report')."
     )

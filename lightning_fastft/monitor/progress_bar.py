@@ -1,4 +1,4 @@
-"""FastFTProgressBar: loss and tokens per second on the bar, without a host wait per step."""
+"""FastFTProgressBar: show loss and tokens per second without a host sync per step."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from lightning_fastft.strategies.packed_steps import find_packed_batches
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# Tokens per second are those of the last so many micro-batches that the device has finished.
+# Tokens per second are averaged over this many finished micro-batches.
 NUM_BATCHES_IN_RATE = 20
 
 
 class FastFTProgressBar(TQDMProgressBar):
-    """Show the loss of the last optimizer step that the device has finished, tokens per second, and what validation
-    logs with ``prog_bar=True``.
+    """Show loss, tokens per second, and validation metrics logged with ``prog_bar=True``.
 
-    The loss of a step is the mean over the micro-batches of its window. It is made on the device from what
-    training_step returned, copied into pinned memory and shown once it is there, usually one step late. Values that the
-    module logs with ``prog_bar=True`` in training are not shown: Lightning reads those on every step, whichever bar is
-    used, and each read waits for the device; log without it.
+    The loss is the mean over the micro-batches of an optimizer step. It is computed on the device from the output of
+    training_step, copied to pinned memory asynchronously, and shown when the copy is done, usually one step late.
+    Training values logged with ``prog_bar=True`` are not shown, because Lightning reads them in every step with a host
+    sync. Log them without ``prog_bar``.
 
     Args:
-        refresh_rate: Micro-batches between two updates of the bar; 0 turns the bar off.
+        refresh_rate: Micro-batches between two updates of the bar; 0 disables the bar.
         process_position: As in Lightning.
         leave: As in Lightning.
 
@@ -38,7 +37,7 @@ class FastFTProgressBar(TQDMProgressBar):
         OptionError: A value is not allowed.
 
     Cost:
-        One small copy per refresh, with accumulation one addition per micro-batch; no host synchronisation in training.
+        One small copy per refresh, and one addition per micro-batch with accumulation; no host sync in training.
         Validation values are read once, after a validation.
 
     Example:
@@ -54,17 +53,16 @@ class FastFTProgressBar(TQDMProgressBar):
         self._copies = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = self._num_summed = 0
-        # Names that are on the bar before a validation, and those that validations put there.
+        # Names on the bar before a validation, and names that validations added.
         self._names_before: frozenset[str] = frozenset()
         self._validation_names: set[str] = set()
-        # On the device: the sum over the micro-batches of the window so far, and the loss of the last step until it is
-        # copied.
+        # Device tensors: the loss sum of the current window, and the loss of the last step until it is copied.
         self._sum: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
         self._finished: deque[tuple[float, int]] = deque(maxlen=NUM_BATCHES_IN_RATE + 1)
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Begin a fresh bar."""
+        """Reset the bar."""
         self._drop()
         self._shown, self._num_tokens, self._last_global_step = {}, 0, trainer.global_step
         self._finished.clear()
@@ -73,7 +71,7 @@ class FastFTProgressBar(TQDMProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Send the loss on its way, take in what has arrived, and update the bar."""
+        """Start the copy of the loss, read finished copies, and update the bar."""
         self._num_tokens += sum(found.context.num_real_tokens for found in find_packed_batches(batch))
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if self.is_enabled and isinstance(loss, torch.Tensor):
@@ -81,18 +79,18 @@ class FastFTProgressBar(TQDMProgressBar):
             if (batch_idx + 1) % self.refresh_rate == 0:
                 has_loss, value = self._loss is not None, loss if self._loss is None else self._loss
                 self._loss = None
-                # Inside a window too: that the device has come so far is what tokens per second are counted by.
+                # Also inside a window: finished copies show the progress of the device for tokens per second.
                 self._copies.push((self._num_tokens, has_loss), value)
         self._take_in()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which values training has logged."""
+        """Record the names that training has logged."""
         self._names_before = frozenset(trainer.progress_bar_metrics)
         super().on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the values of the validation that just ended, and drop the rate it cut through."""
+        """Read the values of the finished validation, and restart the token rate."""
         if not trainer.sanity_checking:
             values = trainer.progress_bar_metrics
             self._validation_names |= values.keys() - self._names_before
@@ -108,7 +106,7 @@ class FastFTProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return what stands behind the bar: values that are on the host already."""
+        """Return the values to show, which are on the host already."""
         return {name: _short(value) for name, value in self._shown.items()}
 
     def _drop(self) -> None:
@@ -117,13 +115,12 @@ class FastFTProgressBar(TQDMProgressBar):
         self._num_summed = 0
 
     def _add(self, trainer: pl.Trainer, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch to its window; with the last of one, its mean is the loss of the step."""
+        """Add the loss of a micro-batch to its window; at the end of a window, compute the loss of the step."""
         num_micro_batches = trainer.accumulate_grad_batches
         self._sum, self._num_summed = loss if self._sum is None else self._sum + loss, self._num_summed + 1
         if num_micro_batches > 1 and trainer.global_step == self._last_global_step:
             return
-        # Lightning hands losses over divided by the micro-batches of a window, of which the last one of an epoch may
-        # have fewer.
+        # Lightning divides losses by the micro-batches of a full window. The last window of an epoch may be shorter.
         is_whole = self._num_summed == num_micro_batches
         self._loss = self._sum if is_whole else self._sum * (num_micro_batches / self._num_summed)
         self._sum, self._num_summed, self._last_global_step = None, 0, trainer.global_step

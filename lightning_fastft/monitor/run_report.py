@@ -1,4 +1,4 @@
-"""RunReport: after fit, one HTML page and one JSON file that say what the run did and what it could do better."""
+"""RunReport: write an HTML page and a JSON file about a run after fit."""
 
 from __future__ import annotations
 
@@ -57,39 +57,38 @@ _NUM_WARMUP = 3
 
 
 class RunReport(Callback):
-    """Write what a run did as a self-contained HTML page and as JSON with the same figures; also after an exception or
-    a signal.
+    """Write a self-contained HTML page about a run, and JSON with the same figures; also after an exception or signal.
 
-    On the page: model, method, device, tokens per second, peak memory of each rank, first and final loss, the last
-    validation, a verdict in words; what is active and why not; the memory plan; fill of packs and lengths of documents;
-    curves of loss (by optimizer step: the mean over the micro-batches of its window and over the ranks, which is that
-    over the labelled tokens of the step, as it is trained on) and tokens per second (by micro-batch, of rank 0), each
-    of at most 512 points, the means of equally many values; the parts of a step; one profiled step with its lanes of
-    compute and copies; host waits by line of code; the slowest pack, not counting the first of each epoch, beside which
-    the loader starts; options, versions and command. Steps are those of the whole training: a resumed run goes on from
-    its checkpoint's. Environment variables are not read; options and texts that look like secrets are replaced. The
-    page loads nothing and runs no script. Rank 0 writes, and prints a line of figures; ranks are asked for their
-    losses, memory and speed once, at the end of a run that ends well or that ExactResume saved and stopped. After any
-    other end the losses are rank 0's part, scaled by its share of the labels, and the page says so.
+    The page shows model, method, device, tokens per second, peak memory of each rank, losses, the last validation and a
+    verdict; active features; the memory plan; packing; curves of loss and tokens per second; the parts of a step; one
+    profiled step with its CUDA streams; host syncs by line of code; the slowest pack (without the first of each epoch,
+    during which the loader starts); options, versions and command. A curve has at most 512 points, each the mean of
+    equally many values. The loss of an optimizer step is the mean over its labelled tokens on all ranks; tokens per
+    second are those of rank 0 by micro-batch. Steps of a resumed run continue from the checkpoint.
+
+    Environment variables are not read, and values that look like secrets are replaced. The page loads nothing and runs
+    no script. Rank 0 writes the files and logs a summary. Losses, memory and speed of all ranks are gathered once, if
+    the run finished or ExactResume stopped it. Otherwise the page shows the losses of rank 0, scaled by its share of
+    the labels, and says so.
 
     Args:
         path: The HTML file, ending in ".html"; the JSON file is written next to it. None is "run_report.html" in the
-            folder of the logger, or in the Trainer's default_root_dir where there is no logger. An earlier report is
-            replaced; another file is not.
-        profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler;
-            the step after it is watched for host waits (unless the Trainer has a HostWaitDetector, whose findings are
-            shown then). None does neither; a run that ends before has neither.
+            folder of the logger, or in the Trainer's default_root_dir without a logger. An earlier report is replaced;
+            other files are not.
+        profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler.
+            The next step is watched for host syncs, unless the Trainer has a HostWaitDetector, whose result is shown
+            then. None does neither, and so does a run that ends earlier.
 
     Raises:
         OptionError: path is remote or does not end in ".html", or profile_step is below 0. When fit begins: path is
             None and the folder is remote, or another file is there.
-        OSError: When fit begins: the folder cannot be made.
+        OSError: When fit begins: the folder cannot be created.
 
     Cost:
-        Every micro-batch: five CUDA events and one small copy, read late; no host wait. The profiled step waits for the
-        device twice and its trace is written and read, about a second for each 10,000 kernels; the watched step runs
-        some microseconds per operation slower. Neither is in the figures of time. At the end: one small gather over
-        ranks, and the two files.
+        Every micro-batch: five CUDA events and one small asynchronous copy; no host sync. The profiled step has two
+        host syncs, and its trace is written and read, about a second per 10,000 kernels. The watched step is slower by
+        some microseconds per operation. Neither is included in reported times. At the end: one small gather over ranks,
+        and the two files.
 
     Example:
         >>> RunReport("reports/run.html", profile_step=None).json_path
@@ -100,7 +99,7 @@ class RunReport(Callback):
         if path is not None and is_remote(path):
             raise OptionError(f"path must be a local or mounted file, got {str(path)!r}.")
         if path is not None and Path(path).suffix != ".html":
-            raise OptionError(f'path must end in ".html", got {str(path)!r}: the JSON file is written next to it.')
+            raise OptionError(f'path must end in ".html", got {str(path)!r}. The JSON file is written next to it.')
         self.path = None if path is None else Path(path)
         self.profile_step = None if profile_step is None else check_int("profile_step", profile_step, low=0)
         self._html_path = self.path
@@ -120,7 +119,7 @@ class RunReport(Callback):
         self._source: str | None = None
         self._is_epoch_start = False
         self._validation_copies = AsyncScalarReader()
-        # The step after which the last validation was, and its values by name.
+        # Optimizer step and values of the last validation.
         self._validation: tuple[int, dict[str, float]] = (0, {})
         self._profile: StepProfile | None = None
         self._trace: StepTrace | None = None
@@ -134,26 +133,26 @@ class RunReport(Callback):
 
     @property
     def html_path(self) -> Path | None:
-        """Where the page is written; known once fit has begun."""
+        """Path of the page; known once fit has begun."""
         return self._html_path
 
     @property
     def json_path(self) -> Path | None:
-        """Where the JSON is written."""
+        """Path of the JSON file."""
         return None if self._html_path is None else self._html_path.with_suffix(".json")
 
     def status(self) -> Status:
-        """Return where the report is written."""
+        """Return the path of the report."""
         return Status("run report", "active", "written after fit" if self._html_path is None else str(self._html_path))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the folder (all ranks ask) and make it, so that a run does not end without a place for its report."""
+        """Find and create the folder before training, so that an unwritable folder fails early."""
         self._reset()
-        # As Lightning says, all ranks have to ask for the folder.
+        # trainer.log_dir broadcasts, so all ranks must read it.
         folder = trainer.log_dir or trainer.default_root_dir
         if self.path is None and is_remote(folder):
             raise OptionError(
-                f"RunReport writes to local or mounted folders, and this run's is {folder}: give "
+                f"RunReport writes to local or mounted folders, but the folder of this run is {folder}. Give "
                 "RunReport(path='run_report.html')."
             )
         self._html_path = Path(folder) / "run_report.html" if self.path is None else self.path
@@ -171,7 +170,7 @@ class RunReport(Callback):
         self._started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._device = trainer.strategy.root_device
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -183,13 +182,13 @@ class RunReport(Callback):
             self._detector.on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the next micro-batch counted apart: the loader begins beside it."""
+        """Mark the next micro-batch as the first of its epoch, during which the loader starts."""
         self._is_epoch_start = True
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; begin to profile or to watch where this is the step for it."""
+        """Count the batch; start the profiler or the detector if it is their step."""
         if self._is_own_detector and self._detector is not None:
             self._detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
         begin = mark_time(self._device)
@@ -207,7 +206,7 @@ class RunReport(Callback):
         self._begin_part("forward")
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Mark the begin of clipping and the optimizer step."""
+        """Mark the start of clipping and the optimizer step."""
         self._begin_part("optimizer")
 
     def on_train_batch_end(
@@ -219,7 +218,7 @@ class RunReport(Callback):
             return
         end = mark_time(self._device)
         clock.begin("end", end)
-        # Asked at the end: a detector of the user's may stand behind this callback, and begin and end a little later.
+        # Checked at the end, because a detector of the user may run after this callback.
         clock.is_counted &= not (self._detector is not None and self._detector.is_watching)
         set_ups = [found.context.set_up for found in find_packed_batches(batch) if found.context.set_up]
         is_epoch_start, self._is_epoch_start = self._is_epoch_start, False
@@ -227,14 +226,14 @@ class RunReport(Callback):
             set_up=", ".join(dict.fromkeys(set_ups)) or (EPOCH_START if is_epoch_start else "")
         )
         self._times.push(clock)
-        # What follows a step that was profiled or watched is no waiting for data.
+        # The time after a profiled or watched step is not time spent waiting for data.
         self._last_end = end if clock.is_counted else None
         if self._profile is not None:
             self._trace, self._profile = self._profile.stop(), None
         has_stepped = trainer.global_step != self._last_global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            # Lightning hands the loss over divided by the micro-batches of a window.
+            # Lightning divides the loss by the micro-batches of a window.
             self._copies.push((self._step, trainer.accumulate_grad_batches, has_stepped), loss)
         self._num_batches += 1
         if has_stepped:
@@ -244,22 +243,22 @@ class RunReport(Callback):
         self._poll()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the validation out of the times."""
+        """Exclude the validation from the times."""
         self._pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Send the values of the validation on their way."""
+        """Start the copies of the validation values."""
         if not trainer.sanity_checking:
             for name, value in trainer.callback_metrics.items():
                 if name.startswith("val") and value.numel() == 1:
                     self._validation_copies.push((trainer.global_step, name), value)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave what lies between epochs out of the times."""
+        """Exclude the time between epochs."""
         self._pause()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read what is left; the run is over, so this waits. Ask the other ranks."""
+        """Read the remaining values with a host sync, and gather those of the other ranks."""
         self._pause()
         self._close_detector()
         self._take_in(self._copies.wait())
@@ -273,9 +272,7 @@ class RunReport(Callback):
         self._write(trainer, pl_module, state="finished", error=None)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write what is known so far; this waits for the device and for other ranks, which may be gone, only
-        where all of them saved and stopped.
-        """
+        """Write the values so far. Wait for the device and other ranks only if all ranks saved and stopped."""
         self._close_detector()
         if self._profile is not None:
             self._profile.cancel()
@@ -288,7 +285,7 @@ class RunReport(Callback):
         )
         try:
             if state == "stopped":
-                # A callback before this one has ended the run, at the end of a step that is still to be counted.
+                # An earlier callback has ended the run at the end of a step that is not counted yet.
                 self._step += self._clock is not None
                 self.on_train_end(trainer, pl_module)
             elif self._device.type != "cuda":
@@ -297,11 +294,11 @@ class RunReport(Callback):
             self._times.finish()
             self._write(trainer, pl_module, state=state, error=exception)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as failure:
-            # The error that ended the run must not be replaced by one of its report.
-            rank_zero_warn(f"The run report could not be made: {type(failure).__name__}: {failure}")
+            # An error of the report must not hide the error that ended the run.
+            rank_zero_warn(f"The run report could not be written: {type(failure).__name__}: {failure}")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Drop device objects."""
+        """Release device objects."""
         self._close_detector()
         self._copies.clear()
         self._validation_copies.clear()
@@ -309,7 +306,7 @@ class RunReport(Callback):
         self._clock = self._last_end = None
         self._plans = []
 
-    # What is counted.
+    # Counting.
 
     def _begin_part(self, part: str) -> None:
         if self._clock is not None:
@@ -359,7 +356,7 @@ class RunReport(Callback):
 
     def _take_in(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         for (step, num_micro_batches, is_last), value in arrived:
-            # A copy on the host that has arrived: reading it waits for nothing.
+            # The copy to the host is finished, so this is no host sync.
             self._losses.add(step, float(value) * num_micro_batches, is_last=is_last)
 
     def _poll(self) -> None:
@@ -373,13 +370,13 @@ class RunReport(Callback):
             self._validation = step, {**others, name: float(value)}
 
     def _ask_ranks(self, trainer: pl.Trainer) -> list[dict[str, Any]]:
-        # As many numbers on every rank, however many steps it noted: nobody waits for more than comes.
+        # The array has the same size on every rank, whatever the number of recorded steps.
         own_V = np.concatenate(
             [[peak_memory_bytes(self._device) / GIB, self._times.rate() or 0.0], self._losses.to_array()]
         )
         all_RV = own_V[None]
         if trainer.world_size > 1:
-            # Waits for the device and the other ranks: the run is over.
+            # A host sync, at the end of the run.
             all_RV = (
                 trainer.strategy.all_gather(torch.from_numpy(own_V).to(self._device))
                 .reshape(-1, len(own_V))
@@ -392,7 +389,7 @@ class RunReport(Callback):
             for rank, (peak, rate) in enumerate(all_RV[:, :2].tolist())
         ]
 
-    # What is written.
+    # Writing.
 
     def _write(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None
@@ -400,7 +397,7 @@ class RunReport(Callback):
         if not self._is_open or self._html_path is None or not trainer.is_global_zero:
             return
         self._is_open = False
-        # Imported on first use: the end of a run needs it, and nothing before.
+        # Imported on first use, at the end of a run.
         from lightning_fastft.monitor.report.page import render_page
         from lightning_fastft.packing.dataset import replace_file
 
@@ -410,7 +407,7 @@ class RunReport(Callback):
             replace_file(self.json_path, json.dumps(data, indent=1, allow_nan=False).encode())
             replace_file(self._html_path, render_page(data).encode())
         except OSError as failure:
-            # The model is trained: a full disk must not end the run before the user saves it.
+            # A full disk must not end the run before the user saves the trained model.
             rank_zero_warn(f"The run report could not be written to {self._html_path}: {failure}")
             return
         told = f"Run report: {self._html_path}"
@@ -428,34 +425,14 @@ class RunReport(Callback):
                 "tokens_per_s": self._times.rate(),
             }
         ]
-        rates = [rank["tokens_per_s"] for rank in ranks]
-        # Never more than a quarter of the run.
-        num_ends = max(1, min(NUM_ENDS, self._step // 4))
         step, values = self._validation
         profile_step = None if self.profile_step is None else self._first_step + self.profile_step
-        is_alone = trainer.world_size > 1 and self._why_alone
         data: dict[str, Any] = {
             "schema": SCHEMA,
             "schema_version": SCHEMA_VERSION,
             "outcome": {"state": state, **_describe_error(error)},
             "resumed": None if self._first_step == 0 else {"step": self._first_step, "checkpoint": self._source},
-            "head": {
-                **model,
-                "device": torch.cuda.get_device_name(self._device) if is_cuda else "CPU",
-                "num_ranks": trainer.world_size,
-                "started": self._started,
-                "seconds": time.monotonic() - self._began,
-                "num_steps": self._step,
-                "last_step": trainer.global_step,
-                "num_batches": self._num_batches,
-                "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
-                "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
-                "memory_of": "device, highest rank" if is_cuda else "process, from its start",
-                "num_loss_steps": num_ends,
-                "first_step_loss": self._losses.first(1),
-                "first_loss": self._losses.first(num_ends),
-                "final_loss": self._losses.final(num_ends),
-            },
+            "head": {**model, **self._head(trainer, ranks)},
             "validation": {"step": step, "metrics": [{"name": name, "value": value} for name, value in values.items()]}
             if values
             else None,
@@ -464,19 +441,7 @@ class RunReport(Callback):
             "plans": [describe_plan(cost, plan) for cost, plan in self._plans],
             "packing": self._packs.to_dict(max_tokens=find_max_tokens(trainer)),
             "data": describe_rows(trainer),
-            "curves": {
-                "loss": {
-                    **self._losses.curve.to_dict(first_step=self._first_step),
-                    "num_not_finite": self._losses.num_not_finite,
-                    "ranks": [trainer.global_rank] if is_alone else list(range(trainer.world_size)),
-                    "why_alone": self._why_alone if is_alone else "",
-                    "why_not": "No optimizer step ended with a loss that is a number.",
-                },
-                "tokens_per_s": {
-                    **self._times.tokens_per_s.to_dict(first_step=self._first_step),
-                    "why_not": "Batches are neither packed nor hold input_ids, so tokens are not known.",
-                },
-            },
+            "curves": self._curves(trainer),
             "times": self._times.to_dict(is_cuda=is_cuda),
             "slowest": self._times.slowest_to_dict(first_step=self._first_step),
             "ranks": ranks,
@@ -490,16 +455,56 @@ class RunReport(Callback):
         data["outcome"]["level"], data["outcome"]["verdict"] = judge(data)
         return data
 
+    def _head(self, trainer: pl.Trainer, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return device, times, speed, memory and losses of the run."""
+        is_cuda = self._device.type == "cuda"
+        rates = [rank["tokens_per_s"] for rank in ranks]
+        # First and final loss cover at most a quarter of the run each.
+        num_ends = max(1, min(NUM_ENDS, self._step // 4))
+        return {
+            "device": torch.cuda.get_device_name(self._device) if is_cuda else "CPU",
+            "num_ranks": trainer.world_size,
+            "started": self._started,
+            "seconds": time.monotonic() - self._began,
+            "num_steps": self._step,
+            "last_step": trainer.global_step,
+            "num_batches": self._num_batches,
+            "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
+            "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
+            "memory_of": "device, highest rank" if is_cuda else "process, from its start",
+            "num_loss_steps": num_ends,
+            "first_step_loss": self._losses.first(1),
+            "first_loss": self._losses.first(num_ends),
+            "final_loss": self._losses.final(num_ends),
+        }
+
+    def _curves(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return the curves of loss and tokens per second."""
+        is_alone = trainer.world_size > 1 and self._why_alone
+        return {
+            "loss": {
+                **self._losses.curve.to_dict(first_step=self._first_step),
+                "num_not_finite": self._losses.num_not_finite,
+                "ranks": [trainer.global_rank] if is_alone else list(range(trainer.world_size)),
+                "why_alone": self._why_alone if is_alone else "",
+                "why_not": "No optimizer step ended with a loss that is a number.",
+            },
+            "tokens_per_s": {
+                **self._times.tokens_per_s.to_dict(first_step=self._first_step),
+                "why_not": "Batches are neither packed nor hold input_ids, so tokens are not known.",
+            },
+        }
+
 
 class _QuietDetector(HostWaitDetector):
-    """Finds, and leaves the telling to the report."""
+    """A detector that prints nothing; the report shows its result."""
 
     def _tell(self) -> None:
         pass
 
 
 def _describe_error(error: BaseException | None) -> dict[str, Any]:
-    """What ended the run: an error, or a signal after which it was saved."""
+    """Return the error that ended the run, or the signal after which it was saved."""
     if isinstance(error, RunStopped):
         return {
             "error": None,
@@ -522,7 +527,7 @@ def _statuses(trainer: pl.Trainer) -> list[Status]:
 
 
 def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
-    """Plans that the strategy or PackedTraining follows now."""
+    """Return the current memory plans of the strategy or PackedTraining."""
     owners = (trainer.strategy, *_callbacks(trainer))
     activations = next(
         (

@@ -1,4 +1,4 @@
-"""TokenThroughput: tokens per second, padding, model-FLOPs utilisation and peak memory, without a host wait."""
+"""TokenThroughput: log tokens per second, padding, model-FLOPs utilisation and peak memory without a host sync."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 1024**3
 
 
 class _Interval:
-    """What happened since a mark: CUDA events, or seconds of the host's clock."""
+    """Counts between two times: CUDA events, or seconds of the host's clock."""
 
     def __init__(self, *, step: int, begin: torch.cuda.Event | float) -> None:
         self.first_step = self.step = step
@@ -35,22 +35,20 @@ class _Interval:
 
 
 class TokenThroughput(Callback):
-    """Log every few optimizer steps what this rank's device gets done.
+    """Log the throughput of this rank every few optimizer steps.
 
-    Logged as ``throughput/...``: tokens_per_s (real tokens, padding left out), labelled_tokens_per_s, padding_share,
-    mfu (model operations per second over the device's dense bf16 peak; recomputation is not counted, the head only on
-    labelled tokens), peak_memory_gib. Times lie between CUDA events that are read when they have passed; on the CPU the
-    clock of the host is read. Validation and what lies between epochs are left out. Of batches that are not packed
-    every element of ``input_ids`` counts as a real and labelled token. ``latest`` holds the values of the last
-    interval.
+    The metrics are ``throughput/...``: tokens_per_s (without padding), labelled_tokens_per_s, padding_share, mfu (model
+    FLOPs per second / the device's dense bf16 peak; without recomputation, the head only on labelled tokens) and
+    peak_memory_gib. Time is measured by CUDA events that are read after they have passed, or by the host's clock on a
+    CPU. Validation and the time between epochs are excluded. In batches that are not packed, every element of
+    ``input_ids`` counts as a labelled token. ``latest`` holds the values of the last interval.
 
     Args:
         log_every_n_steps: Optimizer steps per interval, at least 1.
-        peak_flops: Dense operations per second of the device, for devices that the table does not know; None looks the
-            device up.
+        peak_flops: Peak dense FLOPs per second of the device; None looks the device up in a table.
 
     Cost:
-        Two events per interval; no host synchronisation.
+        Two events per interval; no host sync.
 
     Example:
         >>> TokenThroughput(log_every_n_steps=50).latest
@@ -69,11 +67,11 @@ class TokenThroughput(Callback):
         self._last_step = 0
 
     def status(self) -> Status:
-        """Return what utilisation is measured against."""
+        """Return the device and peak used for the utilisation."""
         return self._status
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count the operations of the models and look the device up."""
+        """Count the FLOPs of the model and look up the peak of the device."""
         # Imported on first use: callbacks must be importable without transformers.
         from lightning_fastft.hf.families import decoder_layers, find_causal_models
         from lightning_fastft.monitor.flops import count_flops
@@ -98,11 +96,11 @@ class TokenThroughput(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; close the interval where it ends, and log those whose end has passed."""
+        """Count the batch, close a finished interval, and log intervals whose events have passed."""
         device = trainer.strategy.root_device
         has_stepped, self._last_step = trainer.global_step != self._last_step, trainer.global_step
         if self._open is None:
-            # The first step of a run or after a validation holds set-up work: the interval begins behind it.
+            # The first step of a run or after a validation has set-up work, so the interval starts after it.
             if has_stepped:
                 self._open = _Interval(step=trainer.global_step, begin=mark_time(device))
             return
@@ -115,15 +113,15 @@ class TokenThroughput(Callback):
             self._log(trainer, device, self._waiting.popleft())
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Drop the interval that validation would cut through."""
+        """Drop the current interval."""
         self._open = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Drop the interval that the end of the epoch would cut through."""
+        """Drop the current interval."""
         self._open = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what is left; the run is over, so this waits."""
+        """Log the remaining intervals, with a host sync."""
         while self._waiting:
             interval = self._waiting.popleft()
             if isinstance(interval.end, torch.cuda.Event):
@@ -144,7 +142,7 @@ class TokenThroughput(Callback):
             interval.num_labelled += context.num_labelled
             interval.flops += self._flops(context.num_tokens, context.num_labelled, context.sum_squared_lengths)
         if not packed and isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-            # Sizes are on the host; what is padding or labelled is not, and counts as real and labelled.
+            # Shapes are on the host, but masks and labels are not, so every token counts as real and labelled.
             num_tokens, num_columns = batch["input_ids"].numel(), batch["input_ids"].shape[-1]
             interval.num_tokens += num_tokens
             interval.num_real_tokens += num_tokens
@@ -171,13 +169,13 @@ class TokenThroughput(Callback):
         if self._peak is not None and interval.flops > 0:
             values["mfu"] = interval.flops / seconds / self._peak
         self.latest = values
-        # Given to the loggers as numbers: pl_module.log would copy each to the device and wait.
+        # Log numbers directly: pl_module.log would copy each to the device with a host sync.
         for logger in trainer.loggers:
             logger.log_metrics({f"throughput/{name}": value for name, value in values.items()}, step=interval.step)
 
 
 def mark_time(device: torch.device) -> torch.cuda.Event | float:
-    """Return a point in time on the device's timeline, or on the host's where the device has none."""
+    """Return a CUDA event recorded on the current stream, or the host's clock on other devices."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

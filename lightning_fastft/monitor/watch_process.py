@@ -1,10 +1,9 @@
-"""The process beside a rank that ends the job where a rank is dead, stopped or hung.
+"""Watchdog process of a rank: end the job if a rank is dead, stopped or hung.
 
-It is a process and not a thread, because a thread stands still with its rank: under SIGSTOP, and where other code holds
-the interpreter's lock. It is run by its path and imports the standard library only, so that it starts in a moment and
-holds some ten MiB. A rank tells it where it stands in memory that both have mapped, which costs a step no system call;
-the processes of all ranks tell each other in files, one per rank and second, which works where the ranks no longer
-answer: a store of torch.distributed lives inside one of them.
+It is a process, because a thread stops with its rank under SIGSTOP or while other code holds the GIL. It is run by its
+path and imports only the standard library, so it starts fast and uses about ten MiB. A rank writes its state to shared
+memory, without a system call per step. The watchdogs of all ranks exchange their states in files, one write per second,
+because a torch.distributed store would be inside one of the ranks.
 """
 
 import contextlib
@@ -25,9 +24,9 @@ from typing import Any, NamedTuple
 
 POLL_S = 0.25
 PUBLISH_S = 1.0
-# What other ranks have to say is there after two of their turns.
+# The states of other ranks are up to date after two of their writes.
 SETTLE_S = 2 * PUBLISH_S + POLL_S
-# How long a rank that lost another one may take to end with an error of its own.
+# Time for a rank to end with its own error after another rank died.
 GRACE_S = 3.0
 _MOST_TEXT = 400
 _LAYOUT = struct.Struct("<QQQBBdH")
@@ -36,7 +35,7 @@ RECORD_BYTES = _LAYOUT.size + _MOST_TEXT
 
 
 class Phase(IntEnum):
-    """Where a rank stands in a micro-batch, in their order, and how it ended."""
+    """Phase of a rank in a micro-batch, in order, and how it ended."""
 
     PAUSED = 0
     FORWARD = 1
@@ -53,10 +52,10 @@ _WORDS = {
     Phase.PAUSED: "outside of the training batches (start, validation or save)",
     Phase.FORWARD: "in the forward",
     Phase.BACKWARD: "in the backward",
-    Phase.BACKWARD_DONE: "behind the backward",
+    Phase.BACKWARD_DONE: "after the backward",
     Phase.OPTIMIZER: "in the optimizer step",
     Phase.BETWEEN: "between two batches",
-    Phase.LEAVING: "ending as it was asked to",
+    Phase.LEAVING: "ending on request",
     Phase.FAILED: "ending after an error",
     Phase.DONE: "done",
 }
@@ -64,16 +63,16 @@ _TIMED = range(Phase.FORWARD, Phase.LEAVING)
 
 
 class Beat(NamedTuple):
-    """Where a rank stands.
+    """State of a rank in shared memory.
 
     Args:
-        num_beats: Hooks that were passed.
-        num_batches: Micro-batches of this run that were begun.
+        num_beats: Number of hooks called so far.
+        num_batches: Number of started micro-batches of this run.
         step: Optimizer step, from 1.
-        phase: The place in the micro-batch.
+        phase: Phase in the micro-batch.
         is_first: Whether this is one of the first steps of the run.
-        failed_at_s: Time of day of an error.
-        text: The error.
+        failed_at_s: Wall-clock time of an error.
+        text: The error message.
     """
 
     num_beats: int = 0
@@ -86,7 +85,7 @@ class Beat(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a watching process is told on its command line, as JSON."""
+    """Arguments of a watchdog process, passed on its command line as JSON."""
 
     rank: int
     num_ranks: int
@@ -96,13 +95,13 @@ class Job(NamedTuple):
     record_fd: int
     stacks_fd: int
     stacks_signal: int
-    # Where reports go, and where the processes of all ranks tell each other.
+    # Folder of reports, and folder in which the watchdogs exchange states.
     folder: str
     meeting: str
 
 
 def write_beat(memory: mmap.mmap, beat: Beat) -> None:
-    """Write where this rank stands; a text only where there is one."""
+    """Write the state of this rank; the text only if there is one."""
     text = beat.text.encode()[:_MOST_TEXT]
     if text:
         memory[_LAYOUT.size : _LAYOUT.size + len(text)] = text
@@ -112,36 +111,36 @@ def write_beat(memory: mmap.mmap, beat: Beat) -> None:
 
 
 def read_beat(memory: mmap.mmap) -> Beat:
-    """Return where the rank stands."""
+    """Return the state of the rank."""
     num_beats, num_batches, step, phase, is_first, failed_at_s, length = _LAYOUT.unpack_from(memory, 0)
     text = memory[_LAYOUT.size : _LAYOUT.size + length].decode(errors="replace")
     return Beat(num_beats, num_batches, step, phase, bool(is_first), failed_at_s, text)
 
 
 class RankWatch:
-    """Watch one rank, and end it where it or another one stands still.
+    """Watch one rank, and end it if it or another rank makes no progress.
 
     Args:
-        job: Whom to watch, and how long.
-        memory: What the rank writes.
+        job: The rank to watch, and the time limits.
+        memory: Shared memory with the state of the rank.
     """
 
     def __init__(self, job: Job, memory: mmap.mmap) -> None:
         self.job, self.memory = job, memory
         self.beat = read_beat(memory)
         self.condition = "runs"
-        # Counted in turns of this process, so that a machine that sleeps or a container that is frozen does not count.
+        # Counted in polls of this process, so that a suspended machine or frozen container does not count.
         self.idle_s = self.stopped_s = 0.0
-        # Time of day at which the rank was found gone.
+        # Wall-clock time at which the rank was found dead.
         self.gone_at_s = 0.0
         self._since_publish_s = PUBLISH_S
-        # What says at once that the rank has ended: its end of the pipe closes, or the kernel tells it of the process.
-        # Workers of the rank, which have the pipe too, may live on for a while.
+        # File descriptors that become readable when the rank ends: its pipe, and its pidfd. Loader workers may keep the
+        # pipe open longer.
         self._signs = [0, *_open_process(job.pid)]
         self._stacks = ""
 
     def run(self) -> None:
-        """Watch until the rank is done, gone or ended."""
+        """Watch until the rank is done, dead or killed."""
         while True:
             self._wait(POLL_S)
             if self.beat.phase == Phase.DONE:
@@ -156,30 +155,30 @@ class RankWatch:
             if self._is_due():
                 self._read_stacks()
                 self._settle()
-                # It may have gone on, or somebody else may have found out meanwhile.
+                # Meanwhile the rank may have continued, or another watchdog may have written the verdict.
                 if self._is_due() and not self._verdict_path.exists():
                     self._judge()
                     return
                 self._stacks = ""
 
     def _end_watch(self) -> None:
-        """Say that the rank is gone, unless it was asked to go, or went because of another one."""
+        """Report that the rank is dead, unless it ended on request or because of another rank."""
         if self.beat.phase == Phase.LEAVING:
             self._leave(keep=True)
             return
-        # Who failed first has said so by then.
+        # The watchdog of a rank that failed first has written its verdict by then.
         self._wait(2 * POLL_S)
         if self._verdict_path.exists():
             self._leave()
         else:
             self._judge()
 
-    # Looking.
+    # Observe the rank.
 
     def _wait(self, seconds: float) -> None:
-        """Wait, unless the rank says at once that it is done; then look at it."""
+        """Wait for a time or until the rank ends; then update its state."""
         begin = time.monotonic()
-        # Without a sign left this sleeps.
+        # Without descriptors this only sleeps.
         ready, _, _ = select.select(self._signs, [], [], seconds)
         self._signs = [sign for sign in self._signs if sign not in ready or (sign == 0 and os.read(0, 1))]
         elapsed = min(time.monotonic() - begin, 2 * seconds)
@@ -198,13 +197,13 @@ class RankWatch:
             self._wait(POLL_S)
 
     def _look_at_process(self) -> str:
-        # The parent is another one as soon as the rank has ended, also where nobody has collected it.
+        # The parent pid changes as soon as the rank ends, even if it is a zombie.
         if os.getppid() != self.job.pid:
             return "gone"
         return "stopped" if _process_state(self.job.pid) == "T" else "runs"
 
     def _is_due(self) -> bool:
-        """Whether the rank has stood still for too long."""
+        """Return whether the rank made no progress for too long."""
         if self.condition == "gone" or self.stopped_s >= self.job.timeout_s:
             return True
         if self.beat.phase not in _TIMED:
@@ -212,13 +211,13 @@ class RankWatch:
         limit = self.job.first_timeout_s if self.beat.is_first else self.job.timeout_s
         if self.idle_s < limit:
             return False
-        # Who waits for a rank that saves or validates alone has longer.
+        # A rank that waits for another rank's save or validation has more time.
         is_other_paused = any(
             state["phase"] == Phase.PAUSED and state["condition"] == "runs" for state in self._read_others()
         )
         return not is_other_paused or self.idle_s >= self.job.first_timeout_s
 
-    # Telling each other.
+    # Exchange states.
 
     @property
     def _verdict_path(self) -> Path:
@@ -243,15 +242,13 @@ class RankWatch:
         self._since_publish_s = 0.0
         path = self._state_path(self.job.rank)
         part = path.with_suffix(".part")
-        # A folder that is gone or full for a moment is no reason to stop watching.
+        # Keep watching if the folder is missing or full for a moment.
         with contextlib.suppress(OSError):
             part.write_text(json.dumps(self._state()))
             part.replace(path)
 
     def _read_others(self) -> list[dict[str, Any]]:
-        """Return what the processes of the other ranks said last; nothing of those that are done, or that see
-        another folder.
-        """
+        """Return the last states of the other ranks, without ranks that are done or use another folder."""
         found = []
         for rank in range(self.job.num_ranks):
             if rank != self.job.rank:
@@ -260,16 +257,16 @@ class RankWatch:
         return found
 
     def _leave(self, *, keep: bool = False) -> None:
-        """Take the traces away; those of a rank that left early stay until the last one leaves."""
+        """Remove the state file; that of a rank that left early stays until the last rank leaves."""
         if not keep:
             self._state_path(self.job.rank).unlink(missing_ok=True)
         if all(state["condition"] == "gone" and state["phase"] == Phase.LEAVING for state in self._read_others()):
             shutil.rmtree(self.job.meeting, ignore_errors=True)
 
-    # Ending.
+    # End the rank.
 
     def _judge(self) -> None:
-        """Name who is to blame, and end this rank; only one process writes the report."""
+        """Find the blamed ranks and end this rank; only one watchdog writes the report."""
         states = sorted([self._state(), *self._read_others()], key=lambda state: state["rank"])
         blamed = find_blamed(states)
         path = Path(self.job.folder) / f"watchdog-step={blamed[0]['step']}.txt"
@@ -280,7 +277,7 @@ class RankWatch:
             is_first = True
             os.write(descriptor, str(path).encode())
             os.close(descriptor)
-        # Also where the folder is gone, so that nobody could be told.
+        # Also if the folder no longer exists, so that no verdict could be written.
         if is_first or not self._verdict_path.exists():
             _say(text)
             with contextlib.suppress(OSError):
@@ -289,9 +286,7 @@ class RankWatch:
         self._end_rank(0.0 if is_blamed or self._is_due() else GRACE_S)
 
     def _end_rank(self, grace_s: float) -> None:
-        """Kill the rank with all processes below it; one that ends with an error of its own is given the time for
-        it.
-        """
+        """Kill the rank and its child processes, after some time to end with its own error."""
         waited_s = 0.0
         while self._is_there() and waited_s < (
             self.job.timeout_s if self.beat.phase in (Phase.LEAVING, Phase.FAILED) else grace_s
@@ -303,8 +298,8 @@ class RankWatch:
             _say(f"Watchdog: rank {self.job.rank} (process {self.job.pid}) is killed.\n{self._stacks}")
             with contextlib.suppress(OSError), open(self._verdict_path.read_text(), "a", encoding="utf-8") as report:
                 report.write(
-                    f"\nRank {self.job.rank} when it was "
-                    f"killed:\n{self._stacks or '(no stack: the process does not answer)'}\n"
+                    f"\nStacks of rank {self.job.rank} when it was killed:\n"
+                    f"{self._stacks or '(no stack: the process does not answer)'}\n"
                 )
             below = descendants(self.job.pid)
             for pid in (self.job.pid, *below):
@@ -316,9 +311,7 @@ class RankWatch:
         return self.condition != "gone" and self.beat.phase != Phase.DONE
 
     def _read_stacks(self) -> None:
-        """Ask the rank once what each of its threads is doing; the handler that answers needs no lock of the
-        interpreter.
-        """
+        """Request the stacks of the rank once; faulthandler answers without the GIL."""
         if self._stacks or not self.job.stacks_signal or self.condition != "runs":
             return
         written = os.fstat(self.job.stacks_fd).st_size
@@ -330,20 +323,18 @@ class RankWatch:
 
 
 def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks to blame: that died first without a word, else that are stopped, else that failed first,
-    else that came least far.
-    """
+    """Return the ranks to blame: first to die without an error, else stopped, else first to fail, else least far."""
     dead = [state for state in states if state["condition"] == "gone" and state["phase"] != Phase.FAILED]
     stopped = [state for state in states if state["condition"] == "stopped"]
-    # An error often comes of another rank's end.
+    # An error is often caused by the death of another rank.
     failed = [state for state in states if state["phase"] == Phase.FAILED]
     if dead:
-        # The end of a rank may take others along: their libraries abort where a peer is gone.
+        # The death of a rank may abort others, because their libraries lose a peer.
         first_s = min(state["gone_at_s"] for state in dead)
         return [state for state in dead if state["gone_at_s"] == first_s]
     if stopped or failed:
         return stopped or [min(failed, key=lambda state: state["failed_at_s"])]
-    # A rank outside of the batches has begun none since; who waits for it is not to blame.
+    # A paused rank has started no batch since; ranks that wait for it are not to blame.
     least = min((state["num_batches"], state["phase"]) for state in states)
     tied = [state for state in states if (state["num_batches"], state["phase"]) == least]
     # A rank that waits for others does so inside torch.
@@ -352,14 +343,13 @@ def find_blamed(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_frames(stacks: str) -> list[str]:
-    """Return the frames of the main thread in a dump of faulthandler, innermost first, each as "function (file:line)"
-    with the whole path.
+    """Return the frames of the main thread in a faulthandler dump as "function (path:line)", innermost first.
 
     Example:
         >>> read_frames('(most recent call first):   File "/a/b.py", line 3 in work')
         ['work (/a/b.py:3)']
     """
-    # The main thread is the oldest one, and stands last.
+    # The main thread is the oldest one and comes last.
     main_thread = stacks.rpartition("most recent call first")[2]
     return [f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(main_thread)]
 
@@ -369,7 +359,7 @@ def _is_in_torch(frame: str) -> bool:
 
 
 def _describe_frames(frames: list[str]) -> str:
-    """Return where a rank stands: its innermost function, and who called torch where that is inside torch."""
+    """Return the innermost function of a rank, and its caller outside of torch."""
     if not frames:
         return ""
     caller = next((frame for frame in frames if not _is_in_torch(frame)), frames[0])
@@ -377,7 +367,7 @@ def _describe_frames(frames: list[str]) -> str:
 
 
 def describe(blamed: list[dict[str, Any]], states: list[dict[str, Any]], *, timeout_s: float, report: Path) -> str:
-    """Return the report: who, at which step, and where every rank stood."""
+    """Return the report: the blamed ranks, the step, and the state of every rank."""
     first, many = blamed[0], len(blamed) > 1
     names = ", ".join(str(state["rank"]) for state in blamed)
     what = f"{'ranks' if many else 'rank'} {names} {_describe_condition(first, is_plural=many)}"
@@ -412,7 +402,7 @@ def _describe_state(state: dict[str, Any]) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all processes below one, but for those that watch; none where the system has no /proc."""
+    """Return all descendants of a process except watchdogs; none without /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -428,9 +418,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _open_process(pid: int) -> list[int]:
-    """Return a descriptor that becomes readable when a process ends; none where the system has no such thing, or
-    it has ended.
-    """
+    """Return a pidfd, which becomes readable when the process ends; none if it ended or pidfds are unsupported."""
     if not hasattr(os, "pidfd_open"):
         return []
     with contextlib.suppress(OSError):
@@ -439,7 +427,7 @@ def _open_process(pid: int) -> list[int]:
 
 
 def _process_state(pid: int) -> str:
-    """Return the letter of a process's state, "T" for one that is stopped; nothing where the system has no /proc."""
+    """Return the state letter of a process, "T" if it is stopped; "" without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -447,14 +435,14 @@ def _process_state(pid: int) -> str:
 
 
 def _say(text: str) -> None:
-    # The rank's stderr; nobody may read it any more.
+    # The rank's stderr, whose reader may be gone.
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def main(argument: str) -> None:
-    """Watch the rank that a job in JSON names."""
+    """Watch the rank of a job given as JSON."""
     job = Job(**json.loads(argument))
     with mmap.mmap(job.record_fd, RECORD_BYTES) as memory:
         RankWatch(job, memory).run()

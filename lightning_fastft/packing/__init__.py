@@ -1,6 +1,7 @@
 """Turn files into packed batches.
 
-Rows of files, data sets or memory enter; a ``PackedBatch`` with its ``BatchContext`` leaves. In order: ``sources``
-opens, ``rows`` and ``formats`` judge and tokenise (``pipeline`` in processes), ``cache`` and ``dataset`` hold tokens,
-``planner`` shares packs out, ``stream`` reads them in a thread, ``collate`` builds a batch. Read ``context`` first.
+The input is rows of files, data sets or memory; the output is a ``PackedBatch`` with its ``BatchContext``. The modules
+run in this order: ``sources`` opens files, ``rows`` and ``formats`` validate and tokenise rows (``pipeline`` does so in
+worker processes), ``cache`` and ``dataset`` store tokens, ``planner`` assigns packs to ranks, ``stream`` reads them in
+a thread, ``collate`` builds a batch. Read ``context`` first.
 """

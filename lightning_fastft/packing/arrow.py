@@ -1,8 +1,7 @@
-"""Rows of tables (Parquet files, data sets of the datasets package) as plain values.
+"""Convert rows of Arrow tables (Parquet files, data sets of the datasets package) to plain values.
 
-A column of objects has the keys of all rows, and holds null for those that a row did not have: such a null is taken as
-absent. A value that was stored as JSON text (the Json feature of datasets) is read as the value, with the nulls that
-the user wrote.
+A struct column has the keys of all rows, with null for keys that a row lacks. Such nulls are dropped. JSON text (the
+Json feature of datasets) is parsed, and keeps the nulls that the user wrote.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _Convert = Callable[[Any], Any]
 
 
 def read_arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[Raw, int]]:
-    """Yield each row as a dict, and how many nulls inside its nested values were dropped.
+    """Yield each row as a dict with the number of nulls dropped from its nested values.
 
     Args:
         batches: Record batches of pyarrow, all of one schema.
@@ -40,14 +39,14 @@ def _take_row(batch: Any) -> Raw:
 
 
 class _RowReader:
-    """Convert rows by the types of their columns."""
+    """Convert rows by their column types."""
 
     def __init__(self) -> None:
         self._converts: dict[str, _Convert] | None = None
         self._num_absent = 0
 
     def convert(self, row: Raw, *, schema: Any) -> tuple[Raw, int]:
-        """Return the row without absent keys, and their number."""
+        """Return the row without absent keys, and the number of absent keys."""
         if self._converts is None:
             self._converts = {
                 field.name: convert for field in schema if (convert := self._make_convert(field.type)) is not None
@@ -62,7 +61,7 @@ class _RowReader:
         return row, self._num_absent
 
     def _make_convert(self, kind: Any) -> _Convert | None:
-        """Return what converts values of a type; None where they stay as they are."""
+        """Return the converter of an Arrow type; None if its values need none."""
         from pyarrow import types
 
         if getattr(kind, "extension_name", "") == "arrow.json":

@@ -1,4 +1,4 @@
-"""Tokenise a data set once and keep it on disk by fingerprint; the next start opens it by memory map."""
+"""Tokenise a data set once and cache it on disk by fingerprint; later runs memory-map it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ from lightning_fastft.packing.dataset import (
     write_beside,
     write_file,
 )
-from lightning_fastft.packing.formats import FormatOptions, Formatter
-from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks, run_chunks
+from lightning_fastft.packing.encode import Formatter
+from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.pipeline import ChunkResult, Setup, describe_uniform_reject, make_chunks
 from lightning_fastft.packing.report import IngestReport, render_counts
 from lightning_fastft.packing.rows import EXTRA_COLUMN, Reject
 from lightning_fastft.packing.sources import REJECTED, Source, open_sources
+from lightning_fastft.packing.workers import run_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOGGER = logging.getLogger(__name__)
-# Goes up with a change that makes other tokens out of most rows. Checkpoints know their data by the fingerprint, so
-# that a new form of the files alone must not change it.
+# Increase it if the same rows give other tokens. Checkpoints identify their data by the fingerprint, so a change of the
+# file format alone must not change it.
 _FINGERPRINT_VERSION = 1
 
 
@@ -60,22 +62,22 @@ def tokenize_sources(
     vocab_size: int | None = None,
     show_progress: bool = False,
 ) -> TokenizedDataset:
-    """Return the examples of all sources as tokens, from the cache where it has them.
+    """Return the examples of all sources as tokens, from the cache if it has them.
 
-    Rows are judged one by one; a bad one is written to rejected.jsonl with file, line, reason and first bytes, and its
-    neighbours are kept.
+    Rows are validated one by one. An invalid row is written to rejected.jsonl with file, line, reason and first bytes;
+    the other rows are kept.
 
     Args:
         sources: Files, folders, hub ids, data sets or lists of rows; see open_sources.
-        tokenizer: A Hugging Face tokenizer; None if all rows hold input_ids.
-        options: How rows become tokens.
+        tokenizer: A Hugging Face tokenizer; None if all rows have input_ids.
+        options: Options for turning rows into tokens.
         cache_dir: Folder of cache entries; None keeps tokens in memory.
-        num_proc: Processes that tokenise; 0 and 1 work in this process.
-        max_reject_share: Part of the rows, 0 to 1, that may be rejected; one more stops the run.
-        rejected_path: Where rejected rows are written; None writes them to the cache, if there is one.
-        stopped_path: Where they are written if the run stops over the rows; None is rejected_path, or else the cache.
-        vocab_size: Rows of the model's embedding; ids outside stop the run. None where it is not known yet.
-        show_progress: Whether a progress bar is drawn on stderr.
+        num_proc: Worker processes; 0 and 1 tokenise in this process.
+        max_reject_share: Share of rows, 0 to 1, that may be rejected; more stop the run.
+        rejected_path: File for rejected rows; None writes them to the cache, if there is one.
+        stopped_path: File for rejected rows if the run stops; None is rejected_path, or else the cache.
+        vocab_size: Rows of the model's embedding; ids outside stop the run. None if it is not known yet.
+        show_progress: Whether to show a progress bar on stderr.
 
     Returns:
         At least one example.
@@ -86,8 +88,7 @@ def tokenize_sources(
         OptionError: A number is outside of its range.
 
     Cost:
-        One pass over the rows; from the cache, one pass over its files and those of the data, and the tokenizer's
-        vocabulary.
+        One pass over the rows. From the cache: one pass over its files, the data files and the tokenizer's vocabulary.
 
     Example:
         >>> rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
@@ -123,20 +124,20 @@ def tokenize_sources(
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a digest of what a tokenizer makes of a text: vocabulary, rules, special tokens and chat template.
+    """Return a digest of a tokenizer: vocabulary, rules, special tokens and chat template.
 
     Args:
-        tokenizer: Padding and truncation, which it may have been left with, do not count.
+        tokenizer: Its padding and truncation settings are ignored.
 
     Cost:
-        Renders the vocabulary once.
+        Serialises the vocabulary once.
     """
     if tokenizer is None:
         return "none"
     digest = hashlib.sha256(type(tokenizer).__name__.encode())
     if tokenizer.is_fast:
         rules = tokenizer.backend_tokenizer.to_str()
-        # Version, truncation and padding stand in front of the rules.
+        # Skip version, truncation and padding, which come before the rules.
         digest.update(rules[rules.index('"added_tokens"') :].encode())
     else:
         digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
@@ -154,15 +155,13 @@ def _fingerprint(sources: list[Source], *, tokenizer: PreTrainedTokenizerBase | 
 
 
 def _name_entry(sources: list[Source], *, fingerprint: str) -> str:
-    """Return the name of a cache entry: by content, and by the names of the sources, which its report and its
-    rejects hold.
-    """
+    """Return the name of a cache entry, which depends on the content and on the source names in its report."""
     named = [fingerprint, *([source.name, source.stamp] for source in sources)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
 class _Ingest:
-    """One pass over the rows: writes tokens and rejects as they come, counts, and stops the run where it must."""
+    """Process all rows in one pass: write tokens, collect rejects, count, and stop the run on invalid data."""
 
     def __init__(self, setup: Setup, *, max_reject_share: float, on_stop: Path | None) -> None:
         self.rejects: list[Reject] = []
@@ -181,7 +180,7 @@ class _Ingest:
     def run(
         self, sources: list[Source], *, num_proc: int, target: Path | None, fingerprint: str, show_progress: bool
     ) -> TokenizedDataset:
-        """Tokenise, and return the data set: from target if there is one, else from memory."""
+        """Tokenise all sources and return the data set, stored in target, or in memory if target is None."""
         if target is None:
             id_file, bit_file = BytesIO(), BytesIO()
             start_N1 = self._fill(sources, id_file, bit_file, num_proc=num_proc, show_progress=show_progress)
@@ -215,7 +214,7 @@ class _Ingest:
         self, sources: list[Source], id_file: IO[bytes], bit_file: IO[bytes], *, num_proc: int, show_progress: bool
     ) -> np.ndarray:
         """Write ids and trained bits; return the offsets."""
-        # Made here too, so that a tokenizer or template that cannot serve is refused before any process starts.
+        # Check tokenizer and template in this process before any worker starts.
         formatter = Formatter(self._setup.tokenizer, options=self._setup.options, vocab_size=self._setup.vocab_size)
         chunks = make_chunks(sources, formatter=formatter, options=self._setup.options)
         try:
@@ -237,7 +236,7 @@ class _Ingest:
         return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(_join(self._length))])
 
     def _judge(self, result: ChunkResult) -> None:
-        """Count a chunk, and stop the run where it must not go on."""
+        """Count the result of a chunk, and raise DataError if the run must stop."""
         report = self._report
         self.rejects.extend(result.rejects)
         if result.rejects and not self._first_reject:
@@ -298,19 +297,17 @@ class _Ingest:
             report.notes.append("the tokenizer has no end-of-sequence token, so none was appended")
 
     def _check_whole(self) -> None:
-        """Stop the run where the data as a whole is not fit for training."""
+        """Raise DataError if the data as a whole cannot be trained on."""
         report, options = self._report, self._setup.options
         _check_share_of_rejects(report, most=self._max_reject_share, written=self._on_stop, first=self._first_reject)
         if report.num_too_long and options.too_long == "refuse":
             raise DataError(
                 f"{report.num_too_long} of {report.num_rows} rows are longer than max_tokens={options.max_tokens}; the "
-                f"longest has {report.longest} "
-                f"tokens ({report.longest_place}). Raise max_tokens to {report.longest}, or choose too_long='truncate' "
-                "(keeps the beginning) or "
-                "too_long='split' (makes several examples of a row)."
+                f"longest has {report.longest} tokens ({report.longest_place}). Raise max_tokens to {report.longest}, "
+                "or use too_long='truncate' (keeps the beginning) or too_long='split' (makes several examples)."
             )
         if report.num_documents == 0:
-            raise DataError(f"No example is left: {report.render()}")
+            raise DataError(f"No example is left after validation: {report.render()}")
 
 
 def _join(arrays: list[np.ndarray]) -> np.ndarray:
@@ -329,12 +326,11 @@ def _check_share_of_rejects(report: IngestReport, *, most: float, written: Path 
     if report.reject_share <= most:
         return
     shown = f" The first is {first}." if first else ""
-    hint = " extra_columns='ignore' takes rows with unexpected columns." if EXTRA_COLUMN in report.rejects else ""
+    hint = " Use extra_columns='ignore' to accept unexpected columns." if EXTRA_COLUMN in report.rejects else ""
     raise DataError(
         f"{report.num_rejected} of {report.num_rows} rows ({100 * report.reject_share:.2f} %) are rejected, "
-        f"max_reject_share={most} allows "
-        f"{100 * most:g} %: {render_counts(report.rejects)}.{shown}{_say_where(written)} Repair the rows or raise "
-        f"max_reject_share.{hint}"
+        f"max_reject_share={most} allows {100 * most:g} %: {render_counts(report.rejects)}.{shown}"
+        f"{_say_where(written)} Repair the rows or raise max_reject_share.{hint}"
     )
 
 
@@ -344,28 +340,25 @@ def _check_highest_id(
     if vocab_size is None or report.highest_id < vocab_size:
         return
     raise DataError(
-        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, the "
-        f"embedding has {vocab_size} rows." + _say_larger(tokenizer, vocab_size)
+        f"{report.highest_id_place}: token id {report.highest_id} is impossible: ids are 0 to {vocab_size - 1}, "
+        f"because the embedding has {vocab_size} rows." + _say_larger(tokenizer, vocab_size)
     )
 
 
 def _say_larger(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> str:
     if tokenizer is None or vocab_size is None or len(tokenizer) <= vocab_size:
         return ""
-    return (
-        f" The tokenizer has {len(tokenizer)} tokens: it does not belong to this model, or the embedding must be "
-        "resized."
-    )
+    return f" The tokenizer has {len(tokenizer)} tokens. Use the tokenizer of this model, or resize the embedding."
 
 
 def _open_if_whole(target: Path | None) -> TokenizedDataset | None:
-    """Return the cache entry; None where there is none, or none that is whole (which is taken away)."""
+    """Return the cache entry; None if there is none. Remove a damaged entry."""
     if target is None or not os.path.isdir(target):
         return None
     try:
         return TokenizedDataset.open(target)
     except DataError as error:
-        _LOGGER.warning("%s It is taken away now.", error)
+        _LOGGER.warning("%s It is deleted now.", error)
         shutil.rmtree(target, ignore_errors=True)
         return None
 
@@ -381,7 +374,7 @@ def _render_rejects(rejects: list[Reject]) -> bytes:
 
 @contextmanager
 def _progress(sources: list[Source], *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield what is told the number of rows done; draws a bar on stderr if that is wanted."""
+    """Yield a function that advances the progress bar on stderr by a number of rows, if the bar is shown."""
     if not is_shown:
         yield lambda num_rows: None
         return

@@ -1,4 +1,4 @@
-"""Planned documents become one PackedBatch: tokens in a row, and the context that every layer reads."""
+"""Collate planned documents into one PackedBatch: concatenated tokens and their BatchContext."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Docume
 class PackedBatch:
     """One packed micro-batch that any Hugging Face causal language model takes as ``model(**batch)``.
 
-    A plain class with ``keys`` and ``__getitem__`` (so that ``**batch`` and ``batch["input_ids"]`` work) and with
-    ``__iter__`` yielding one tensor whose first size is the number of labelled tokens (so that ``self.log`` weighs
-    epoch means by tokens). Keys: input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache
-    False; num_items_in_batch; context.
+    ``keys`` and ``__getitem__`` make ``**batch`` and ``batch["input_ids"]`` work. ``__iter__`` yields one tensor whose
+    first size is the number of labelled tokens, so that ``self.log`` weights epoch means by tokens. The keys are
+    input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache (False); num_items_in_batch;
+    context.
 
     Args:
         input_id_T: Token ids, shape (T,), int64, on the device of the context.
@@ -29,7 +29,8 @@ class PackedBatch:
         ShapeError: input_id_T does not have the context's token count.
 
     Example:
-        >>> batch = collate([Document(np.array([5, 6]), np.array([-100, 6])), Document(np.array([7, 8]), np.array([-100, 8]))])
+        >>> first = Document(np.array([5, 6]), np.array([-100, 6]))
+        >>> batch = collate([first, Document(np.array([7, 8]), np.array([-100, 8]))])
         >>> batch["position_ids"].tolist(), batch.context.num_labelled
         ([[0, 1, 0, 1]], 2)
     """
@@ -39,7 +40,7 @@ class PackedBatch:
     def __init__(self, *, input_id_T: torch.Tensor, context: BatchContext, index: int = -1) -> None:
         if input_id_T.shape != (context.num_tokens,):
             raise ShapeError(
-                f"input_id_T has shape {tuple(input_id_T.shape)}, the context describes ({context.num_tokens},)."
+                f"input_id_T must have shape ({context.num_tokens},) as in its context, got {tuple(input_id_T.shape)}."
             )
         self.context = context
         self.index = index
@@ -68,7 +69,7 @@ class PackedBatch:
         yield torch.empty(1).expand(self.context.num_labelled)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
-        """Return the batch on that device; copies from pinned memory do not wait."""
+        """Return the batch on a device. Copies from pinned memory are asynchronous."""
         if torch.device(device) == self.context.device:
             return self
         return self._map(
@@ -88,8 +89,7 @@ class PackedBatch:
             **self._items,
             "input_ids": move(self._items["input_ids"]),
             "attention_mask": move(self._items["attention_mask"]),
-            # Views of what the context has moved already: one copy each, and ``labels`` stays recognisable as the
-            # context's own.
+            # Views of tensors that the context has moved already, so that each is copied once.
             "position_ids": context.position_T[None],
             "labels": context.label_T[None],
             "context": context,
@@ -105,17 +105,17 @@ def collate(
     num_items: float | None = None,
     index: int = -1,
 ) -> PackedBatch:
-    """Lay documents one behind the other and build their context.
+    """Return one batch of concatenated documents with their context.
 
-    The first label of every document becomes -100, so that nothing is predicted across a border; the pad tail becomes
-    documents of its own, none longer than the longest real one, so that no kernel meets a token past the last offset.
+    The first label of every document becomes -100, so that no token is predicted across a document border. The pad tail
+    becomes separate documents, none longer than the longest real one, so that offsets cover every token.
 
     Args:
-        documents: What shares the pack, at least one unless pad_to is given.
+        documents: Documents of the pack, at least one unless pad_to is given.
         pad_to: Length of the pack in tokens; None for no padding.
         pad_token_id: Token id of the pad tail.
-        num_items: What the summed loss is divided by; None for the pack's own labelled tokens (validation, or one pack
-            per step).
+        num_items: Divisor of the summed loss; None for the pack's own labelled tokens (validation, or one pack per
+            step).
         index: Global number of the micro-batch in the plan.
 
     Returns:
@@ -134,17 +134,10 @@ def collate(
     num_real_tokens = sum(lengths)
     num_pad_tokens = 0 if pad_to is None else pad_to - num_real_tokens
     if num_pad_tokens < 0:
-        raise ShapeError(f"{len(lengths)} documents hold {num_real_tokens} tokens and do not fit a pack of {pad_to}.")
-
-    ids = np.full(num_real_tokens + num_pad_tokens, pad_token_id, dtype=np.int64)
-    labels = np.full(num_real_tokens + num_pad_tokens, IGNORED_LABEL, dtype=np.int64)
-    start = 0
-    for document in documents:
-        end = start + len(document.input_ids)
-        ids[start:end] = document.input_ids
-        labels[start + 1 : end] = document.labels[1:]
-        start = end
-    label_T = torch.from_numpy(labels)
+        raise ShapeError(f"{len(lengths)} documents have {num_real_tokens} tokens and exceed pad_to={pad_to}.")
+    input_id_T, label_T = _concatenate(
+        documents, num_tokens=num_real_tokens + num_pad_tokens, pad_token_id=pad_token_id
+    )
     num_labelled = int((label_T != IGNORED_LABEL).sum())
     context = BatchContext(
         lengths=lengths + _pad_lengths(num_pad_tokens, longest=max(lengths, default=num_pad_tokens)),
@@ -152,11 +145,26 @@ def collate(
         num_pad_tokens=num_pad_tokens,
         num_items=max(1, num_labelled) if num_items is None else num_items,
     )
-    return PackedBatch(input_id_T=torch.from_numpy(ids), context=context, index=index)
+    return PackedBatch(input_id_T=input_id_T, context=context, index=index)
+
+
+def _concatenate(
+    documents: Sequence[Document], *, num_tokens: int, pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and labels of the pack, padded at the end; the first label of each document is masked."""
+    ids = np.full(num_tokens, pad_token_id, dtype=np.int64)
+    labels = np.full(num_tokens, IGNORED_LABEL, dtype=np.int64)
+    start = 0
+    for document in documents:
+        end = start + len(document.input_ids)
+        ids[start:end] = document.input_ids
+        labels[start + 1 : end] = document.labels[1:]
+        start = end
+    return torch.from_numpy(ids), torch.from_numpy(labels)
 
 
 def _pad_lengths(num_pad_tokens: int, *, longest: int) -> list[int]:
-    """Split the pad tail so that it never becomes the longest document of the pack."""
+    """Split the pad tail into documents no longer than the longest real one."""
     if num_pad_tokens == 0:
         return []
     whole, rest = divmod(num_pad_tokens, longest)

@@ -1,4 +1,4 @@
-"""BatchContext: what every layer needs to know about a packed batch, built once and read by all of them.
+"""BatchContext: the sequence metadata of a packed batch, built once by the collator and read by every layer.
 
 Axes: T tokens of the pack, S documents (S1 = S + 1 offsets), R labelled rows padded to a bucket, Q blocks of a block
     mask.
@@ -18,7 +18,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 T = TypeVar("T")
 
 IGNORED_LABEL = -100
-# Rows handed to the loss are padded to a multiple of this, so that the allocator meets few different sizes.
+# Rows passed to the loss are padded to a multiple of this, so that the allocator sees few different sizes.
 LABELLED_ROW_BUCKET = 128
 BLOCK_SIZE = 128
 
@@ -31,7 +31,7 @@ class Document(NamedTuple):
 
 
 class VarlenArguments(NamedTuple):
-    """What a variable-length attention kernel takes: offsets on the device, the longest document on the host."""
+    """Arguments of a variable-length attention kernel: offsets on the device, the longest document on the host."""
 
     start_S1: torch.Tensor
     max_length: int
@@ -40,17 +40,15 @@ class VarlenArguments(NamedTuple):
 class BatchContext:
     """Hold the metadata of one packed batch, on the host and on one device.
 
-    A plain class on purpose: Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses, and leave
-    this object alone. Masks are built on first request, once per (kind, device, dtype, window), kept in the object and
-    dropped with it.
+    This is a plain class because Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses. Masks
+    are built on first use, once per (kind, device, dtype, window), and cached in this object.
 
     Args:
         lengths: Length of each document in tokens, in the order of the pack, pad documents last; each at least 1.
         label_T: Unshifted labels, shape (T,), int64, on the CPU; -100 where nothing is trained. The first token of
             every document must be -100.
         num_pad_tokens: Tokens at the end of the pack that belong to pad documents.
-        num_items: What the summed loss is divided by: labelled tokens of the accumulation window / (micro-batches x
-            ranks).
+        num_items: Divisor of the summed loss: labelled tokens of the accumulation window / (micro-batches x ranks).
 
     Raises:
         ShapeError: A document is empty, lengths do not add up to T, a label is trained across a document border, or the
@@ -58,11 +56,10 @@ class BatchContext:
         OptionError: num_items is not above 0.
 
     Cost:
-        O(T) on the host, no device work; masks cost what they cost on first request and nothing after.
+        O(T) on the host, no device work. Each mask is built once, on first use.
 
     Source:
-        Metadata once per batch: the published packed-sequence optimisation of Unsloth and NVIDIA (2026); the form is
-        our own.
+        Metadata once per batch: the packed-sequence optimisation of Unsloth and NVIDIA (2026); the form is own.
 
     Example:
         >>> context = BatchContext(lengths=[2, 3], label_T=torch.tensor([-100, 7, -100, 8, 9]), num_items=3)
@@ -104,7 +101,7 @@ class BatchContext:
         self.attention_backend = "auto"
         # Loss heads return full logits when a user asks for them.
         self.output_logits = False
-        # What was made once while this batch ran, so that its time says nothing of a step; empty for nothing.
+        # Names one-time work done during this batch (compilation, graph recording); its step time is not reported.
         self.set_up = ""
         self.num_reads = 0
         self.backends_used: dict[str, int] = {}
@@ -115,37 +112,36 @@ class BatchContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of this context live (start_host_S1 always stays on the CPU)."""
+        """Device of the tensors of this context (start_host_S1 always stays on the CPU)."""
         return self.label_T.device
 
     @property
     def num_real_tokens(self) -> int:
-        """Tokens of the pack that are not padding."""
+        """Number of tokens of the pack that are not padding."""
         return self.num_tokens - self.num_pad_tokens
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> BatchContext:
-        """Return a context on that device; the same object if it is there already. Masks built so far stay behind."""
+        """Return a context on a device, without cached masks; the same object if it is on that device already."""
         if torch.device(device) == self.device:
             return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> BatchContext:
-        """Return a context whose tensors lie in pinned host memory."""
+        """Return a context whose tensors are in pinned host memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def recordable(self, *, num_documents: int, max_length: int) -> BatchContext:
-        """Return a context with tensors of its own, at addresses that stay, for work that is recorded once and runs for
-        many packs (CUDA graphs).
+        """Return a copy with static tensor addresses, for CUDA graphs that are recorded once and replayed per pack.
 
-        It describes this pack until ``load`` gives it another one. Behind the last offset come those of empty
-        documents; it has no labelled rows.
+        The copy describes this pack until ``load`` copies another pack into it. Its offsets are padded with those of
+        empty documents, and it has no labelled rows.
 
         Args:
-            num_documents: Most documents of a pack that will be loaded.
-            max_length: Most tokens of a document that will be loaded; what is recorded is told this length.
+            num_documents: Maximum number of documents of any pack to load.
+            max_length: Maximum length of any document to load, in tokens; kernels are recorded with this length.
 
         Raises:
-            ShapeError: This pack does not fit.
+            ShapeError: This pack exceeds one of the limits.
         """
         other = self._map(torch.clone)
         other.start_S1 = self.start_S1.new_empty(num_documents + 1)
@@ -155,14 +151,15 @@ class BatchContext:
         return other
 
     def load(self, other: BatchContext) -> None:
-        """Describe another pack of as many tokens, which lies on the same device; of a context that ``recordable``
-        made.
+        """Copy another pack into this context, which ``recordable`` made.
+
+        Both packs have the same number of tokens and are on the same device.
 
         Raises:
-            ShapeError: The pack does not fit.
+            ShapeError: The other pack exceeds the limits of this context.
 
         Cost:
-            Three small copies on the device; no host synchronisation.
+            Three small copies on the device; no host sync.
         """
         if (
             other.num_tokens != self.num_tokens
@@ -170,11 +167,11 @@ class BatchContext:
             or other.max_length > self.max_length
         ):
             raise ShapeError(
-                f"A pack of {other.num_tokens} tokens, {other.num_documents} documents and at most {other.max_length} "
-                "tokens in one does not fit a "
-                f"context made for {self.num_tokens}, {self.num_documents} and {self.max_length}."
+                f"The pack has {other.num_tokens} tokens, {other.num_documents} documents and a longest document of "
+                f"{other.max_length}. This recordable context takes exactly {self.num_tokens} tokens, at most "
+                f"{self.num_documents} documents and a longest document of {self.max_length}."
             )
-        # Through ``.data``: what autograd saved of these tensors when work was recorded is meant to change.
+        # Write through ``.data``: autograd saved these tensors at recording time and must read the new values.
         self.start_S1.data[: other.num_documents + 1].copy_(other.start_S1)
         self.start_S1.data[other.num_documents + 1 :].fill_(self.num_tokens)
         self.document_T.data.copy_(other.document_T)
@@ -182,24 +179,22 @@ class BatchContext:
         self._built.clear()
 
     def note_read(self, backend: str) -> None:
-        """Record that one attention layer used this context with that backend; a packed step without a read is
-        refused.
-        """
+        """Record that an attention layer read this context. A packed step without a read is an error."""
         self.num_reads += 1
         self.backends_used[backend] = self.backends_used.get(backend, 0) + 1
 
     def once(self, kind: str, key: Hashable, build: Callable[[], T]) -> T:
-        """Return what build makes, built at most once for (kind, key) in the life of this batch.
+        """Return ``build()``, called at most once per (kind, key) for this batch.
 
         Args:
             kind: Name under which builds are counted in ``num_builds``.
-            key: All that the result depends on besides this batch: device, dtype, window.
-            build: Called without arguments on the first request.
+            key: Everything the result depends on besides this batch: device, dtype, window.
+            build: Called without arguments on first use.
         """
         full_key = (kind, key)
         if full_key not in self._built:
             self.num_builds[kind] += 1
-            # A batch may be validated first and trained on later: what is built must be fit to be saved for a backward.
+            # A batch may be used for validation first; inference tensors could not be saved for a later backward.
             with torch.inference_mode(mode=False):
                 self._built[full_key] = build()
         return cast("T", self._built[full_key])
@@ -209,15 +204,16 @@ class BatchContext:
         return self.once("varlen", self.device, lambda: VarlenArguments(self.start_S1, self.max_length))
 
     def dense_mask(self, *, window: int | None = None, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-        """Return who may see whom, shape (1, 1, T, T): bool, or additive (0 and the lowest finite value) in a float
-        dtype.
+        """Return the causal document mask, shape (1, 1, T, T).
+
+        A bool mask is True where a query sees a key. A float mask is additive: 0 or the lowest finite value.
 
         Args:
             window: Keys a query sees, itself included; None for all keys of its document.
             dtype: torch.bool or a floating dtype.
 
         Cost:
-            T x T elements, two or three element-wise launches, no loop over documents, no host synchronisation.
+            T x T elements, two or three element-wise launches, no loop over documents, no host sync.
         """
         window = self._effective_window(window)
         return self.once(
@@ -231,13 +227,13 @@ class BatchContext:
             window: Keys a query sees, itself included; None for all keys of its document.
 
         Cost:
-            (T / 128) squared elements, a dozen launches, no host synchronisation.
+            (T / 128) squared elements, a dozen launches, no host sync.
         """
         window = self._effective_window(window)
         return self.once("block_mask", (self.device, window), lambda: self._build_block_mask(window=window))
 
     def _effective_window(self, window: int | None) -> int | None:
-        """A window that no document exceeds is no window: one mask serves both kinds of layer."""
+        """Return None if no document exceeds the window, so that sliding and full layers share one mask."""
         if window is not None and window < 1:
             raise OptionError(f"A sliding window must be at least 1 token, got {window}.")
         return None if window is None or window >= self.max_length else window
@@ -303,42 +299,41 @@ class BatchContext:
 
 
 def _ordered_blocks(chosen_QQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return per query block how many key blocks are chosen, and their indices, chosen ones first."""
+    """Return the number of chosen key blocks per query block, and all key block indices with the chosen ones first."""
     count_Q = chosen_QQ.sum(dim=1, dtype=torch.int32)
     order_QQ = torch.argsort(chosen_QQ.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
     return count_Q[None, None], order_QQ[None, None].contiguous()
 
 
 def _check_content(*, length_S: torch.Tensor, label_T: torch.Tensor, num_pad_tokens: int, num_items: float) -> None:
-    """Refuse metadata that a kernel would turn into NaN, a leak between documents or an illegal access."""
+    """Reject metadata that would cause NaN, attention across documents or an illegal memory access in a kernel."""
     if label_T.ndim != 1 or label_T.dtype != torch.int64 or label_T.device.type != "cpu":
         raise ShapeError(
             f"label_T must be a 1-D int64 tensor on the CPU, got shape {tuple(label_T.shape)}, {label_T.dtype}, "
             f"{label_T.device}."
         )
     if length_S.ndim != 1 or length_S.numel() == 0:
-        raise ShapeError(f"lengths must name at least one document, got shape {tuple(length_S.shape)}.")
+        raise ShapeError(f"lengths must be 1-D with at least one document, got shape {tuple(length_S.shape)}.")
     if int(length_S.min()) < 1:
         raise ShapeError(
             f"Every document needs at least one token; document {int(length_S.argmin())} has {int(length_S.min())}."
         )
     if int(length_S.sum()) != label_T.numel():
         raise ShapeError(
-            f"Documents hold {int(length_S.sum())} tokens, the pack holds {label_T.numel()}; the last offset must be "
-            "the token count."
+            f"lengths sum to {int(length_S.sum())} tokens, but label_T has {label_T.numel()}. They must be equal."
         )
     end_S = length_S.cumsum(0)
     start_S = end_S - length_S
     crossing = torch.nonzero(label_T[start_S] != IGNORED_LABEL).flatten()
     if crossing.numel():
         raise ShapeError(
-            f"The first token of document {int(crossing[0])} is labelled: it would be predicted from another document. "
-            "Set it to -100."
+            f"The first token of document {int(crossing[0])} is labelled, so it would be predicted from another "
+            "document. Set its label to -100."
         )
     num_real_tokens = label_T.numel() - num_pad_tokens
     if num_pad_tokens and not (num_pad_tokens > 0 and bool((start_S == num_real_tokens).any())):
         raise ShapeError(f"The pad tail of {num_pad_tokens} tokens must begin with a document of its own.")
     if num_pad_tokens and bool((label_T[num_real_tokens:] != IGNORED_LABEL).any()):
-        raise ShapeError("The pad tail holds trained labels; set them to -100.")
+        raise ShapeError("The pad tail has trained labels. Set them to -100.")
     if not 0 < num_items < float("inf"):
         raise OptionError(f"num_items must be a finite number above 0, got {num_items}.")

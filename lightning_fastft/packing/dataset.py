@@ -1,6 +1,6 @@
-"""TokenizedDataset: examples as tokens, in memory or memory-mapped, and the folder on disk that holds them.
+"""TokenizedDataset: examples as tokens, in memory or memory-mapped from a folder.
 
-A folder is written beside its place and renamed: it is there in full or not at all.
+A folder is written under a temporary name and renamed, so that it is complete if it exists.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lightning_fastft.packing.context import IGNORED_LABEL, Document
 from lightning_fastft.packing.report import IngestReport
 from lightning_fastft.packing.sources import REJECTED
 
-# Raise it with every change that makes other tokens out of the same rows, or other files out of the same tokens.
+# Increase it if the same rows give other tokens, or the same tokens other files.
 FORMAT_VERSION = 2
-# Type of the numbers in each file of a folder.
+# Dtype of each file of a folder.
 DTYPES = {"ids": np.int32, "trained": np.uint8, "start": np.int64, "num_labelled": np.int64}
 META = "meta.json"
 _PART = ".part-"
@@ -34,19 +34,19 @@ _BLOCK_BYTES = 2**20
 
 
 class TokenizedDataset:
-    """Examples as tokens, in memory or in memory-mapped files.
+    """Store examples as tokens, in memory or in memory-mapped files.
 
-    Flat ids, one bit per token for "trained", and offsets. Pickling one that lies in files takes only its path along.
+    The storage is flat ids, one trained bit per token, and offsets. A memory-mapped data set is pickled as its path.
 
     Args:
-        id_T: Ids of all examples one behind the other, int32.
+        id_T: Concatenated ids of all examples, int32.
         trained_bits: One bit per token, highest bit first, uint8.
         start_N1: Offset of each example, and the token count, int64.
         num_labelled_N: Trained tokens of each example after its first token, int64.
-        report: What became of the rows.
-        fingerprint: Changes when rows, tokenizer or options do.
-        content_digest: What the property returns, where it is known.
-        path: Folder that holds the arrays; None if they are in memory.
+        report: Counts of the ingested rows.
+        fingerprint: Digest of rows, tokenizer and options.
+        content_digest: Value of the property if it is known.
+        path: Folder of the arrays; None if they are in memory.
     """
 
     def __init__(
@@ -77,27 +77,27 @@ class TokenizedDataset:
 
         Args:
             path: The folder of the entry.
-            is_checked: Whether every byte of the entry is compared with the digests that were written with it.
+            is_checked: Whether to verify the digests of all files.
 
         Raises:
-            DataError: The entry is not whole, damaged, or of another version of this code.
+            DataError: The entry is incomplete, damaged, or of another version.
 
         Cost:
-            One pass over the files, about 1.2 GB/s; unchecked, the metadata.
+            One pass over the files, about 1.2 GB/s; unchecked, only the metadata.
         """
         path = Path(path)
         try:
             return cls._open(path, is_checked=is_checked)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(
-                f"The cache entry {path} is not whole: {error}. Delete the folder; the data is tokenised again."
+                f"The cache entry {path} is damaged: {error}. Delete the folder, and the data is tokenised again."
             ) from error
 
     @classmethod
     def _open(cls, path: Path, *, is_checked: bool) -> TokenizedDataset:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
         if meta["version"] != FORMAT_VERSION:
-            raise DataError(f"it is of version {meta['version']}, this code has {FORMAT_VERSION}")
+            raise DataError(f"it has version {meta['version']}, and this release reads {FORMAT_VERSION}")
         digests = meta["sha256"]
         if meta["own_sha256"] != digest_meta(meta):
             raise DataError(f"{META} is damaged")
@@ -122,10 +122,10 @@ class TokenizedDataset:
 
     @property
     def content_digest(self) -> str:
-        """Digest of the tokens and of which are trained, whatever they were made of and wherever they are kept.
+        """Digest of the tokens and their trained bits, independent of their source and storage.
 
         Cost:
-            Nothing for a cache entry; one pass over the tokens, once, where they are in memory.
+            Nothing for a cache entry; one pass over the tokens, once, if they are in memory.
         """
         if self._content_digest is None:
             arrays = {
@@ -140,18 +140,16 @@ class TokenizedDataset:
         return self._content_digest
 
     def check_bounds(self) -> None:
-        """Raise DataError where offsets, counts and ids do not fit one another: reading would end outside of the
-        arrays or of the embedding.
-        """
+        """Raise DataError if offsets, counts and ids are inconsistent, which would cause reads out of bounds."""
         num_tokens, num_examples = len(self._id_T), len(self)
         if len(self._trained_bits) != -(-num_tokens // 8) or len(self.num_labelled_N) != num_examples:
             raise DataError("its files are of different lengths")
         if num_examples and (
             self._start_N1[0] != 0 or self._start_N1[-1] != num_tokens or int(self.length_N.min()) < 1
         ):
-            raise DataError("its offsets do not follow one another")
+            raise DataError("its offsets are not ascending")
         if self.report.num_documents != num_examples or self.report.num_tokens != num_tokens:
-            raise DataError("its counts are those of other examples")
+            raise DataError("its report has the counts of other examples")
 
     def __len__(self) -> int:
         return len(self.length_N)
@@ -177,7 +175,7 @@ class TokenizedDataset:
 
 
 def _reopen(path: Path) -> TokenizedDataset:
-    """Open an entry in another process, where the first one has checked it."""
+    """Open an entry in another process; the first process has verified it."""
     return TokenizedDataset.open(path, is_checked=False)
 
 
@@ -202,7 +200,7 @@ def _rebuild(
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:
-    """Return one digest for the files that hold the tokens of an entry."""
+    """Return one digest of the token files of an entry."""
     return hashlib.sha256(json.dumps([digests[f"{name}.bin"] for name in DTYPES]).encode()).hexdigest()
 
 
@@ -224,10 +222,10 @@ def digest_file(path: Path) -> str:
 
 @contextmanager
 def write_beside(target: Path) -> Iterator[Path]:
-    """Yield a new folder beside target that takes its place at the end; nothing is left of it after an error.
+    """Yield a temporary folder that is renamed to target at the end, and removed after an error.
 
     Raises:
-        OptionError: The disk does not take it: the folder cannot be written, or the disk is full.
+        OptionError: The folder cannot be written, or the disk is full.
     """
     part = target.parent / f"{_PART}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
     try:
@@ -243,16 +241,15 @@ def write_beside(target: Path) -> Iterator[Path]:
                 raise
     except OSError as error:
         raise OptionError(
-            f"The cache folder {target.parent} cannot be written: {error.strerror or error}. Name another one, "
-            "--data.cache_dir FOLDER, "
-            "or keep the tokens in memory, --data.cache_dir null."
+            f"The cache folder {target.parent} cannot be written: {error.strerror or error}. Give another one with "
+            "--data.cache_dir FOLDER, or keep the tokens in memory with --data.cache_dir null."
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:
-    """Take away what processes of this machine left behind when they were killed."""
+    """Remove temporary folders of killed processes of this machine."""
     for part in folder.glob(f"{_PART}{socket.gethostname()}-*-*"):
         try:
             os.kill(int(part.name.rsplit("-", 2)[1]), 0)
@@ -263,7 +260,7 @@ def _sweep(folder: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it.
+    """Write a file atomically: under a temporary name, then renamed.
 
     Raises:
         OptionError: The folder cannot be written, or the disk is full.
@@ -278,12 +275,12 @@ def replace_file(path: Path, content: bytes) -> None:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise OptionError(
-            f"{path} cannot be written: {error.strerror or error}. Name another file or free the disk."
+            f"{path} cannot be written: {error.strerror or error}. Give another file or free the disk."
         ) from error
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file through to the disk."""
+    """Write a file and sync it to the disk."""
     with path.open("wb") as file:
         file.write(content)
         sync_file(file)

@@ -1,4 +1,4 @@
-"""A bound on the processor time of code that comes with data: chat templates loop as long as they like."""
+"""Limit the CPU time of a chat template, which is untrusted code and may loop forever."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ TEMPLATE_SECONDS = 2.0
 
 
 class _OutOfTimeError(BaseException):
-    """Ends a template; nothing that a template or a library catches."""
+    """Abort a template. A BaseException, so that neither the template nor a library catches it."""
 
 
 @contextmanager
 def template_deadline() -> Iterator[None]:
-    """End the block after ``TEMPLATE_SECONDS`` of processor time, so that a busy machine changes nothing.
+    """Abort the block after ``TEMPLATE_SECONDS`` of CPU time, independent of the load of the machine.
 
-    The timer is a signal, which Python hands to the main thread alone; other threads, and Windows, have no bound. A
-    handler and a timer of the user's are put back.
+    The timer is a signal, so it works only in the main thread and not on Windows. The previous handler and timer are
+    restored.
 
     Raises:
-        DataError: The time is over.
+        DataError: The block ran too long.
 
     Cost:
         Four system calls.
@@ -40,9 +40,8 @@ def template_deadline() -> Iterator[None]:
         yield
     except _OutOfTimeError:
         raise DataError(
-            f"The chat template ran for more than {TEMPLATE_SECONDS:.0f} s on one conversation: it loops or calls "
-            "itself without end. Give another "
-            "one with --data.chat_template FILE.jinja, or look for nested loops in this one."
+            f"The chat template ran for more than {TEMPLATE_SECONDS:.0f} s on one conversation, so it probably loops "
+            "forever. Give another template with --data.chat_template FILE.jinja."
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, *before)

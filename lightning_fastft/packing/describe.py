@@ -1,6 +1,4 @@
-"""What a data module would train, as text and as a picture: rows, rejects, lengths, packs, and an example with
-its trained tokens marked.
-"""
+"""Describe the data of a data module as text and as a plot: rows, rejects, lengths, packs and a marked example."""
 
 from __future__ import annotations
 
@@ -35,32 +33,31 @@ class DescribableDocuments(Protocol):
 
 
 class DescribableData(Protocol):
-    """What is described: a PackedDataModule after its set-up."""
+    """The interface of a PackedDataModule after ``setup`` that ``describe_data`` reads."""
 
     @property
     def tokenizer(self) -> Any:
-        """What turns ids into text; None shows ids."""
+        """The tokenizer; None shows ids instead of text."""
 
     def subset(self, split: str) -> DescribableDocuments | None:
-        """Documents of "train", "val" or "test"."""
+        """Return the documents of "train", "val" or "test"."""
 
     def packs(self, split: str) -> Packs | None:
-        """Packs of "train", "val" or "test"."""
+        """Return the packs of "train", "val" or "test"."""
 
     def report(self, split: str) -> IngestReport | None:
-        """What became of the rows of "train", "val" or "test"."""
+        """Return the ingest report of "train", "val" or "test"."""
 
 
 def describe_data(
     datamodule: DescribableData, *, world_size: int = 1, accumulate: int = 1, is_terminal: bool = False
 ) -> str:
-    """Return what training would see: rows per format, rejects, lengths, packs and fill for each split, and one
-    example.
+    """Return rows per format, rejects, lengths, packs and fill of each split, and one example, as text.
 
     Args:
-        datamodule: A PackedDataModule after ``setup("fit")`` (and "test", if that is wanted too).
-        world_size: Ranks that the packs are made whole for.
-        accumulate: Micro-batches per optimizer step that the packs are made whole for.
+        datamodule: A PackedDataModule after ``setup("fit")`` (and ``setup("test")`` to include the test data).
+        world_size: Number of data-parallel ranks.
+        accumulate: Micro-batches per optimizer step.
         is_terminal: True underlines trained tokens with escape codes; False puts them between ⟦ and ⟧.
 
     Raises:
@@ -72,14 +69,14 @@ def describe_data(
     for split in ("train", "val", "test"):
         subset, packs = datamodule.subset(split), datamodule.packs(split)
         if subset is not None and packs is not None:
-            # Only training steps in windows; evaluation needs equal ranks alone.
+            # Only training has accumulation windows; evaluation needs the same number of packs per rank.
             num_per_step = accumulate if split == "train" else None
             report = datamodule.report(split)
             sections.append(
                 _describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step)
             )
     if not sections:
-        raise DataError('The data module has no data yet; call setup("fit") first.')
+        raise DataError('The data module has no data yet. Call setup("fit") first.')
     shown = datamodule.subset("train") or datamodule.subset("val") or datamodule.subset("test")
     assert shown is not None
     example = render_example(shown[0], datamodule.tokenizer, marks=UNDERLINE if is_terminal else MARKS)
@@ -90,17 +87,17 @@ def describe_data(
 
 
 def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, accumulate: int) -> str:
-    """Return how packs make the optimizer steps of an epoch.
+    """Return a line on the number of packs and optimizer steps of an epoch.
 
     Args:
-        num_packs: Packs that are trained, those that came by splitting included.
-        num_extra_packs: Packs that came by splitting others.
+        num_packs: Packs per epoch, including packs added by splitting.
+        num_extra_packs: Packs added by splitting.
         world_size: Ranks; each takes one pack per micro-batch.
         accumulate: Micro-batches per optimizer step.
 
     Example:
-        >>> describe_epoch(num_packs=2, num_extra_packs=0, world_size=1, accumulate=1).partition(" (")[0]
-        'an epoch trains 2 packs in 2 optimizer steps of 1 pack'
+        >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4).partition(" (1 rank")[0]
+        'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs'
     """
     split = f" ({num_packs - num_extra_packs} packed, {num_extra_packs} more by splitting)" if num_extra_packs else ""
     num_per_step = world_size * accumulate
@@ -117,12 +114,12 @@ def count(number: int, noun: str) -> str:
 
 
 def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:
-    """Return the text of an example with its trained tokens between marks; ids where there is no tokenizer.
+    """Return the text of an example with its trained tokens between marks; ids if there is no tokenizer.
 
     Args:
         document: Ids and unshifted labels; the first token is never trained.
-        tokenizer: What turns ids into text; None shows the ids.
-        marks: What stands before and behind trained tokens.
+        tokenizer: Decodes the ids; None shows the ids.
+        marks: Text before and after trained tokens.
 
     Example:
         >>> render_example(Document(np.array([5, 6, 7]), np.array([-100, 6, 7])), None)
@@ -134,7 +131,7 @@ def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str]
     pieces = []
     for trained, run in groupby(range(len(ids)), key=is_trained.__getitem__):
         part = [ids[number] for number in run]
-        # Text of the data must not steer the terminal that it is shown on.
+        # Remove control characters: text of the data must not control the terminal.
         text = (
             " ".join(map(str, part))
             if tokenizer is None
@@ -159,14 +156,14 @@ def render_length_histogram(length_N: np.ndarray) -> str:
     width = max(map(len, labels))
     lines = []
     for label, count in zip(labels, counts.tolist()):
-        # A range that holds any document shows at least one mark.
+        # A range with at least one document shows at least one mark.
         bar = "#" * max(round(BAR_WIDTH * count / max(1, counts.max())), int(count > 0))
         lines.append(f"{label:>{width}}  {bar:<{BAR_WIDTH}} {count}")
     return "\n".join(lines)
 
 
 def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
-    """Draw the document lengths as a PNG file, and return its path.
+    """Plot the document lengths to a PNG file and return its path.
 
     Args:
         length_N: Tokens of each document.
@@ -177,7 +174,7 @@ def save_length_histogram(length_N: np.ndarray, path: str | Path) -> Path:
         OptionError: The file cannot be written.
     """
     try:
-        # The figure classes alone: no display, no global state of pyplot.
+        # The figure classes need no display and no global state, unlike pyplot.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -241,7 +238,7 @@ def _describe_split(
 
 
 def _edges(length_N: np.ndarray) -> np.ndarray:
-    """Whole-number borders from the shortest to the longest document, in equal steps."""
+    """Return integer bin edges from the shortest to the longest document, in equal steps."""
     low, high = int(length_N.min()), int(length_N.max())
     step = -(-(high - low + 1) // NUM_BINS)
     return np.arange(low, high + step + 1, step)

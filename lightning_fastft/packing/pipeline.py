@@ -8,29 +8,15 @@ and would hold the pipes of the other workers open. A worker ends when its pipe 
 from __future__ import annotations
 
 import hashlib
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import warnings
-from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lightning_fastft.core.errors import DataError
-from lightning_fastft.packing.formats import (
-    COLUMNS,
-    Encoded,
-    FormatOptions,
-    Formatter,
-    TokenIdError,
-    detect_format,
-    find_wrong_mapping,
-)
+from lightning_fastft.packing.encode import Encoded, Formatter, TokenIdError
+from lightning_fastft.packing.formats import COLUMNS, FormatOptions, detect_format, find_wrong_mapping
 from lightning_fastft.packing.report import render_counts
 from lightning_fastft.packing.rows import (
     Raw,
@@ -41,30 +27,24 @@ from lightning_fastft.packing.rows import (
     parse_row,
     take_columns,
 )
-from lightning_fastft.packing.sources import RawRow, Source
+from lightning_fastft.packing.sources import Source
+from lightning_fastft.packing.text_files import RawRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The rows of a file that tell its format and its columns, and that stop the run when all of them are rejected for one
-# reason.
+# The first rows of a file determine its format and columns. The run stops if all are rejected for one reason.
 PEEK_ROWS = 100
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 2**22
-ABSENT_FIELDS = (
-    "rows with nulls inside messages or tools, as columns of a table fill fields that a row does not "
-    "have; "
-    "they are dropped"
-)
-# Below this, some 4,000 rows, workers take longer to start (they import torch) than this process takes for the rows.
-CHUNKS_ENOUGH = 16
-# A column in fewer of the first rows than this does not belong to the file, where there are rows enough to tell.
+ABSENT_FIELDS = "rows with nulls inside messages or tools, dropped because table columns fill absent fields with null"
+# With at least _ROWS_ENOUGH rows, a column in fewer than _COLUMN_ROWS of them is unexpected.
 _COLUMN_ROWS = 2
 _ROWS_ENOUGH = 10
 
 
 class Setup(NamedTuple):
-    """What a worker needs to turn rows into tokens."""
+    """The arguments of a worker's Formatter."""
 
     tokenizer: PreTrainedTokenizerBase | None
     options: FormatOptions
@@ -83,11 +63,11 @@ class Chunk(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What became of a chunk: tokens one behind the other, rejects in row order, and counts by name.
+    """The result of a chunk: concatenated tokens, rejects in row order, and counts by name.
 
-    num_seen counts rows; blank lines are in counts. digest_N has one number per accepted row, before any cut. An
-    impossible token id ends the chunk. first_lines has the first line of a note that concerns single rows; counted says
-    whether such a number counts lines or rows.
+    num_seen counts rows without blank lines. digest_N has one number per accepted row, before truncation. An impossible
+    token id ends the chunk. first_lines has the first line of each note on single rows; counted is the unit of these
+    numbers, "line" or "row".
     """
 
     source: str
@@ -108,21 +88,20 @@ class ChunkResult(NamedTuple):
     counted: str
 
     def place(self, number: int) -> str:
-        """Return where a row is: "a.jsonl, line 3", or "a.json, row 3" for elements of an array, tables and lists."""
+        """Return the place of a row: "a.jsonl, line 3", or "a.json, row 3" for arrays, tables and lists."""
         return f"{self.source}, {self.counted} {number}"
 
 
 def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: FormatOptions) -> Iterator[Chunk]:
-    """Yield the rows of all sources in chunks; the first chunk of a source is its first 100 rows, which tell format and
-    columns.
+    """Yield the rows of all sources in chunks; the first chunk of a source determines its format and columns.
 
     Args:
-        sources: What to read.
-        formatter: Says which formats can be served with this tokenizer.
+        sources: Sources to read.
+        formatter: Checks that the tokenizer supports a format.
         options: A forced format and a column mapping.
 
     Raises:
-        DataError: A source has no rows, or no known format, or one that cannot be served.
+        DataError: A source has no rows, or its format is unknown or not supported by the tokenizer.
     """
     for source in sources:
         wanted = None
@@ -165,9 +144,7 @@ def _split_rows(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
 def _learn_format(
     source: Source, first: list[RawRow], *, options: FormatOptions
 ) -> tuple[str | None, frozenset[str] | None]:
-    """Return the format of most of the first rows, and the columns that rows of this source have (None for no
-    check).
-    """
+    """Return the most frequent format of the first rows, and the expected columns of the source (None for any)."""
     raws = [row.raw for row in first if row.raw is not None]
     if not raws:
         raise DataError(f"{source.name} is empty: no row in {len(first)} {source.counts}s.")
@@ -176,7 +153,7 @@ def _learn_format(
         return _known_format(source.name, detect_format(source.columns, options=options), source.columns), None
     parsed = [columns for raw in raws if (columns := _columns_of(raw)) is not None]
     if not parsed and len(raws) < PEEK_ROWS:
-        # Every row is rejected for a reason of its own, and there are no more.
+        # The source has only these rows, and all of them are rejected.
         return None, None
     votes = Counter(format for columns in parsed if (format := detect_format(columns, options=options)) is not None)
     counts = Counter(column for columns in parsed for column in columns)
@@ -196,8 +173,8 @@ def _known_format(name: str, format: str | None, columns: Iterable[str]) -> str:
     formats = "; ".join(f"{format}: {', '.join(required)}" for format, (required, _) in COLUMNS.items())
     raise DataError(
         f"{name} has the columns {', '.join(sorted(columns))}, which make no known format ({formats}). "
-        'Map them, for example columns={"prompt": "question", "completion": "answer"}, on the command line '
-        "--data.columns.prompt question --data.columns.completion answer."
+        'Map them, for example with columns={"prompt": "question", "completion": "answer"}, or on the command line '
+        "with --data.columns.prompt question --data.columns.completion answer."
     )
 
 
@@ -215,14 +192,14 @@ def _columns_of(raw: Raw) -> frozenset[str] | None:
 
 
 def tokenize_chunk(chunk: Chunk, *, formatter: Formatter, options: FormatOptions) -> ChunkResult:
-    """Judge the rows of a chunk and turn the good ones into tokens.
+    """Validate the rows of a chunk and encode the valid ones.
 
     Args:
         chunk: Rows of one source and their format.
-        formatter: Turns rows into tokens; its notes are taken along and set back.
-        options: What happens to rows that are too long.
+        formatter: Encodes rows; its notes are moved to the result.
+        options: Options for rows that are too long.
     """
-    # Rows are told apart by their place here: those of a JSON array may share a line.
+    # Rows are identified by their place in the chunk: rows of a JSON array may share a line.
     read = [row for row in chunk.rows if row.raw is not None]
     taken: list[int] = []
     rows: list[dict[str, Any]] = []
@@ -300,13 +277,13 @@ def _digest(example: Encoded) -> int:
 
 
 def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> list[Encoded]:
-    """Return the example, its beginning or its pieces, as the option for long examples has it."""
+    """Return the example, or its beginning or its pieces by the too_long option."""
     most = options.max_tokens
     if len(example.input_ids) <= most:
         return [example]
     counts["num_too_long"] += 1
     if options.too_long == "refuse":
-        # The run stops once all are counted; tokens are not kept for it.
+        # The run stops once all rows are counted, so tokens are not kept.
         return []
     if options.too_long == "truncate":
         head = Encoded(example.input_ids[:most], example.is_trained[:most])
@@ -323,151 +300,8 @@ def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> l
     return trained
 
 
-def run_chunks(chunks: Iterator[Chunk], *, setup: Setup, num_proc: int) -> Generator[ChunkResult, None, None]:
-    """Yield the result of each chunk, in order.
-
-    Args:
-        chunks: Made as they are needed.
-        setup: Goes to each worker once.
-        num_proc: Worker processes; 0 and 1 work in this process, and so does a tokenizer that cannot be pickled into
-            another one, with a warning.
-
-    Raises:
-        DataError: A worker ended before its work was done.
-    """
-    if num_proc <= 1:
-        formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size)
-        for chunk in chunks:
-            yield tokenize_chunk(chunk, formatter=formatter, options=setup.options)
-        return
-    head = list(islice(chunks, CHUNKS_ENOUGH))
-    pickled = _pickle_setup(setup) if len(head) == CHUNKS_ENOUGH else None
-    if pickled is None:
-        yield from run_chunks(chain(head, chunks), setup=setup, num_proc=0)
-        return
-    workers = [_Worker(pickled) for _ in range(num_proc)]
-    try:
-        yield from _share_out(chain(head, chunks), workers)
-    finally:
-        for worker in workers:
-            worker.stop()
-
-
-def _share_out(chunks: Iterator[Chunk], workers: list[_Worker]) -> Iterator[ChunkResult]:
-    """Hand chunks round; the next one is made before a result is waited for, so that a worker does not wait for
-    the reader.
-    """
-    busy: deque[_Worker] = deque()
-    idle = deque(workers)
-    for chunk in chunks:
-        result = None
-        if not idle:
-            worker = busy.popleft()
-            result = worker.receive()
-            idle.append(worker)
-        worker = idle.popleft()
-        worker.send(chunk)
-        busy.append(worker)
-        if result is not None:
-            yield result
-    while busy:
-        yield busy.popleft().receive()
-
-
-def _pickle_setup(setup: Setup) -> bytes | None:
-    """Return the setup for workers; None, with a warning, where another interpreter cannot make the tokenizer again."""
-    name = type(setup.tokenizer).__qualname__
-    if type(setup.tokenizer).__module__ == "__main__":
-        reason = "its class is defined in the script, which a worker does not run"
-    else:
-        try:
-            return pickle.dumps(setup)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            reason = str(error)
-    warnings.warn(
-        f"{name} cannot be sent to worker processes ({reason}): rows are tokenised in this one, as with num_proc=1.",
-        stacklevel=2,
-    )
-    return None
-
-
-class _Worker:
-    """A process that tokenises one chunk at a time."""
-
-    def __init__(self, setup: bytes) -> None:
-        # The path of this process, so that the same modules are found and none in the folder that happens to be the
-        # current one.
-        program = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve_chunks; serve_chunks()"
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a function of this package
-            [sys.executable, "-c", program, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Threads inside one of several workers would only fight for the same cores.
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        )
-        self._send(setup)
-
-    def send(self, chunk: Chunk) -> None:
-        self._send(pickle.dumps(chunk))
-
-    def receive(self) -> ChunkResult:
-        assert self._process.stdout is not None
-        try:
-            result = pickle.load(self._process.stdout)  # noqa: S301 - of a process that this one started
-        except (EOFError, pickle.UnpicklingError):
-            raise self._death() from None
-        assert isinstance(result, ChunkResult)
-        return result
-
-    def stop(self) -> None:
-        # A worker that is busy with a chunk nobody wants any more is ended.
-        self._process.kill()
-        # Closes the pipes as well; what they still hold is for nobody.
-        self._process.communicate()
-
-    def _send(self, content: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(content)
-            self._process.stdin.flush()
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death() from None
-
-    def _death(self) -> DataError:
-        return DataError(
-            f"A process that tokenises ended with exit code {self._process.wait()} (-9 is mostly want of memory; a "
-            "traceback stands above if there "
-            "was one). Use num_proc=1 to see the error in this process, or fewer processes."
-        )
-
-
-def serve_chunks() -> None:
-    """Be a worker: answer each chunk on stdin with its result on stdout, until stdin ends."""
-    # The Ctrl-C of a terminal is for the process that started this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = sys.stdin.buffer
-    # What a tokenizer prints must not get between the results; the pipe has another descriptor from here on.
-    results: IO[bytes] = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    setup: Setup = pickle.load(requests)  # noqa: S301 - of the process that started this one
-    formatter = Formatter(setup.tokenizer, options=setup.options, vocab_size=setup.vocab_size)
-    while True:
-        try:
-            chunk: Chunk = pickle.load(requests)  # noqa: S301 - of the process that started this one
-        except EOFError:
-            return
-        try:
-            pickle.dump(tokenize_chunk(chunk, formatter=formatter, options=setup.options), results)
-            results.flush()
-        except BrokenPipeError:
-            # The process that asked is gone; flushing once more at the end would fail as well.
-            os._exit(1)
-
-
 def describe_uniform_reject(result: ChunkResult) -> str | None:
-    """Return the text that stops a run whose first 100 rows of a file were all rejected for one reason; None
-    where they were not.
-    """
+    """Return an error text if the first 100 rows of a file were all rejected for one reason; else None."""
     if not result.is_first or result.num_seen < PEEK_ROWS or len(result.rejects) < result.num_seen:
         return None
     reasons = Counter(entry.reason for entry in result.rejects)

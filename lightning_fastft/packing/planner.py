@@ -1,5 +1,4 @@
-"""The plan of a run: which documents share a pack, and which packs each rank trains in which micro-batch. Integers
-only.
+"""Plan a run in integers: which documents share a pack, and which pack each rank trains in each micro-batch.
 
 Axes: N documents, P packs (P1 = P + 1 offsets), M micro-batches of one rank in one epoch, R ranks.
 """
@@ -15,24 +14,24 @@ import numpy as np
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import DataError
 
-# Ranks of one micro-batch get packs of like cost, out of this many micro-batches of the shuffled order. On log-normal
-# lengths and 8 ranks the dearest rank costs 1.05 of the mean with 32, 1.25 with 8 and 2.3 without
-# (tests/packing/test_planner.py has the check).
+# The ranks of a micro-batch get packs of similar cost, chosen from this many micro-batches of the shuffled order. With
+# log-normal lengths and 8 ranks the most expensive rank costs 1.05 x the mean with 32, 1.25 x with 8, and 2.3 x without
+# balancing (checked in tests/packing/test_planner.py).
 BALANCE_POOL_MICRO_BATCHES = 32
-# Packs refilled at most while packs are saved: bounds the time (0.3 s at 4,096 tokens) where lengths leave no better
-# packing.
+# Maximum number of refills while reducing the number of packs. It bounds the time to 0.3 s at 4,096 tokens if no better
+# packing exists.
 MAX_REFILLS = 10_000
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Packs:
-    """Which documents lie in which pack: pack p holds ``document_N[start_P1[p]:start_P1[p + 1]]``.
+    """Assign documents to packs: pack p holds ``document_N[start_P1[p]:start_P1[p + 1]]``.
 
     Args:
         document_N: Document numbers, pack by pack, int64.
         start_P1: Offset of each pack in document_N, ascending, int64, shape (P + 1,).
         max_tokens: Capacity of a pack in tokens.
-        num_split: Packs that exist only because whole windows or equal ranks asked for them.
+        num_split: Packs added to fill whole accumulation windows on all ranks.
 
     Example:
         >>> packs = pack_best_fit_decreasing(np.array([3, 5, 2]), max_tokens=5)
@@ -58,33 +57,33 @@ class Packs:
         return total_N1[self.start_P1[1:]] - total_N1[self.start_P1[:-1]]
 
     def fill(self, length_N: np.ndarray) -> float:
-        """Return the share of the capacity of all packs that documents occupy."""
+        """Return the share of the total capacity that documents occupy."""
         return float(length_N[self.document_N].sum() / (max(1, len(self)) * self.max_tokens))
 
 
 def pack_best_fit_decreasing(length_N: np.ndarray, *, max_tokens: int) -> Packs:
-    """Return packs that hold every document once, none above max_tokens.
+    """Return packs that hold every document once, none longer than max_tokens.
 
-    Longest document first, each into the fullest pack that still takes it. Where that needs more packs than ceil(tokens
-    / max_tokens), two packs are melted into one: packs with room are refilled exactly, by subset sum, from their own
-    documents and the surplus of the two.
+    Documents are placed longest first, each into the fullest pack with enough room. If this needs more than
+    ceil(tokens / max_tokens) packs, two packs are merged into one: their surplus is moved into packs with room, which
+    are refilled by subset sum.
 
     Args:
         length_N: Tokens of each document, shape (N,), each between 1 and max_tokens.
         max_tokens: Capacity of a pack in tokens.
 
     Returns:
-        Packs, those with the longest documents first.
+        Packs, ordered by their longest document, longest first.
 
     Raises:
         DataError: There is no document, one is empty, or one is longer than max_tokens.
 
     Cost:
-        O(N log max_tokens) on the host: 0.1 s for 60,000 documents (benchmarks/packing.py), a few times that where
-        packs are saved by exchange.
+        O(N log max_tokens) on the host: 0.1 s for 60,000 documents (benchmarks/packing.py), a few times that if packs
+        are merged.
 
     Source:
-        Best-fit decreasing: Johnson, 1973; for language models arXiv 2404.10830. The saving of packs is our own.
+        Best-fit decreasing: Johnson, 1973; for language models arXiv 2404.10830. Merging packs is own.
 
     Example:
         >>> len(pack_best_fit_decreasing(np.array([6, 5, 4, 4, 3, 2]), max_tokens=8))
@@ -96,31 +95,31 @@ def pack_best_fit_decreasing(length_N: np.ndarray, *, max_tokens: int) -> Packs:
         raise DataError("There are no documents to pack.")
     if int(length_N.min()) < 1:
         raise DataError(
-            f"Document {int(length_N.argmin())} has {int(length_N.min())} tokens; every document needs at least one."
+            f"Document {int(length_N.argmin())} has {int(length_N.min())} tokens. Every document needs at least one."
         )
     if int(length_N.max()) > max_tokens:
         raise DataError(
-            f"Document {int(length_N.argmax())} has {int(length_N.max())} tokens and does not fit a pack of "
-            f"{max_tokens} tokens."
+            f"Document {int(length_N.argmax())} has {int(length_N.max())} tokens, which exceeds "
+            f"max_tokens={max_tokens}."
         )
     packs = _best_fit(length_N, max_tokens=max_tokens)
-    _save_packs(packs, length_N, max_tokens=max_tokens)
+    _merge_packs(packs, length_N, max_tokens=max_tokens)
     return _as_packs(packs, max_tokens=max_tokens)
 
 
 def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> Packs:
-    """Return packs whose number is a multiple: packs with the most documents are split in two until it is.
+    """Return packs whose number is a multiple of ``multiple``, by splitting the packs with the most documents in two.
 
-    Every document stays in exactly one pack. Where no pack holds two documents any more, empty packs fill up the rest:
-    they are all padding and train nothing, but keep ranks and windows whole.
+    Every document stays in exactly one pack. If every pack has at most one document, empty packs are added: they hold
+    only padding, so that all ranks run the same number of micro-batches.
 
     Args:
-        packs: The packs to begin with, left unchanged.
+        packs: The packs to split; not modified.
         length_N: Tokens of each document.
         multiple: Ranks times micro-batches per optimizer step.
 
     Returns:
-        Packs with ``num_split`` counting those that were added.
+        Packs; ``num_split`` counts the added ones.
     """
     check_int("multiple", multiple, low=1)
     num_missing = -len(packs) % multiple
@@ -140,21 +139,21 @@ def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> P
 
 
 class StepPlan:
-    """Who trains what and when: a pure function of its arguments, so that one integer is the whole position of a run.
+    """Assign packs to ranks and micro-batches as a pure function of the arguments.
 
-    Packs are shuffled by seed and epoch; the ranks of one micro-batch get packs of like attention cost (sum of squared
-    document lengths), and within an accumulation window the rank with the least cost so far gets the dearest pack.
-    Every document is trained once per epoch.
+    The position of a run is therefore one integer. Packs are shuffled by seed and epoch. The ranks of a micro-batch get
+    packs of similar attention cost (sum of squared document lengths). Within an accumulation window the rank with the
+    lowest cost so far gets the most expensive pack. Every document is trained once per epoch.
 
     Args:
-        packs: All packs; split here to whole windows (see ``num_extra_packs``).
+        packs: All packs; split here to fill whole windows (see ``num_extra_packs``).
         length_N: Tokens of each document.
-        num_labelled_N: Trained labels of each document, the first token not counted.
+        num_labelled_N: Trained labels of each document, without the first token.
         seed: Seed of the shuffle.
-        world_size: Ranks that train different data.
+        world_size: Number of data-parallel ranks.
         accumulate: Micro-batches per optimizer step on each rank.
-        limit: Cut of the epoch as ``Trainer(limit_train_batches=...)`` makes it: a whole number of micro-batches, or a
-            share; None for all.
+        limit: As ``Trainer(limit_train_batches=...)``: a number of micro-batches, or a share of the epoch; None for
+            all.
         shuffle: False keeps the order of the packs (validation).
 
     Example:
@@ -217,32 +216,28 @@ class StepPlan:
         return pack_MR
 
     def _alike_groups(self, pack_P: np.ndarray, *, salt: int) -> np.ndarray:
-        """Cut the pool, sorted by cost, into groups of one pack per rank, and put the groups into a random order
-        again.
-        """
+        """Return the pool in groups of one pack per rank with similar costs, in shuffled order."""
         group_GR = pack_P[np.argsort(-self.cost_P[pack_P], kind="stable")].reshape(-1, self.world_size)
         return group_GR[
             np.argsort(mix_bits(group_GR[:, 0].astype(np.uint64), seed=self.seed, stream=salt), kind="stable")
         ]
 
     def _level_window(self, pack_AR: np.ndarray) -> None:
-        """Hand the packs of each micro-batch to the ranks, in place: the dearest to the rank that has the least
-        so far in this window.
-        """
+        """Reorder each micro-batch in place, so that the rank with the lowest load gets the most expensive pack."""
         load_R = np.zeros(self.world_size, dtype=np.int64)
         for pack_R in pack_AR:
-            dearest_first_R = pack_R[np.argsort(-self.cost_P[pack_R], kind="stable")]
-            pack_R[np.argsort(load_R, kind="stable")] = dearest_first_R
+            by_cost_R = pack_R[np.argsort(-self.cost_P[pack_R], kind="stable")]
+            pack_R[np.argsort(load_R, kind="stable")] = by_cost_R
             load_R += self.cost_P[pack_R]
 
 
 class EpochPlan:
-    """The micro-batches of one epoch: ``documents(rank, micro_batch)`` and ``num_items_M[micro_batch]``.
+    """Hold the micro-batches of one epoch: ``documents(rank, micro_batch)`` and ``num_items_M[micro_batch]``.
 
     Args:
-        packs: The packs that pack_MR counts.
-        pack_MR: Pack of each micro-batch and rank, int64.
-        num_items_M: What the summed loss of a micro-batch is divided by: labelled tokens of its window / (accumulate x
+        packs: The packs that pack_MR indexes.
+        pack_MR: Pack index of each micro-batch and rank, int64.
+        num_items_M: Divisor of the summed loss of each micro-batch: labelled tokens of its window / (accumulate x
             ranks), above 0.
     """
 
@@ -255,13 +250,14 @@ class EpochPlan:
         return len(self.pack_MR)
 
     def documents(self, *, rank: int, micro_batch: int) -> np.ndarray:
-        """Return the document numbers of that rank's pack; empty for a pack that only keeps ranks equal."""
+        """Return the document numbers of a rank's pack; empty for a pack of padding only."""
         return self.packs[int(self.pack_MR[micro_batch, rank])]
 
 
 def mix_bits(number_N: np.ndarray, *, seed: int, stream: int) -> np.ndarray:
-    """Return one well-mixed 64-bit number per entry: the same on every platform and NumPy version, which no generator
-    of NumPy promises.
+    """Return one hashed 64-bit number per entry, the same on every platform and NumPy version.
+
+    NumPy generators do not guarantee the same stream across versions.
 
     Source:
         The finaliser of SplitMix64, DOI 10.1145/2714064.2660195.
@@ -279,25 +275,21 @@ def _finalise(value: np.ndarray) -> np.ndarray:
 
 
 def _cut(num_micro_batches: int, *, limit: float | None) -> int:
-    """Cut as Lightning cuts; at least one micro-batch is left, a limit that leaves none is refused by the trainer
-    itself.
-    """
+    """Apply the limit as Lightning does, with at least one micro-batch; the Trainer itself rejects a limit of 0."""
     if limit is None:
         return num_micro_batches
     return max(1, min(num_micro_batches, limit) if isinstance(limit, int) else int(num_micro_batches * limit))
 
 
 def _window_items(num_labelled_M: np.ndarray, *, accumulate: int, world_size: int) -> np.ndarray:
-    """Labelled tokens of each micro-batch's window over (accumulate x ranks); 1 for a window without any: its
-    loss is 0 whatever divides it.
-    """
+    """Return labelled tokens of each micro-batch's window / (accumulate x ranks); 1 for a window without labels."""
     window_M = np.arange(len(num_labelled_M)) // accumulate
     total_M = np.bincount(window_M, weights=num_labelled_M)[window_M]
     return np.where(total_M > 0, total_M / (accumulate * world_size), 1.0)
 
 
 def _best_fit(length_N: np.ndarray, *, max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing; packs wait in stacks by free room, and the room sizes in use lie in a sorted list."""
+    """Pack by best-fit decreasing, with one stack of packs per free room and a sorted list of the rooms in use."""
     order_N = np.argsort(-length_N, kind="stable")
     shortest = int(length_N.min())
     packs: list[list[int]] = []
@@ -324,16 +316,15 @@ def _best_fit(length_N: np.ndarray, *, max_tokens: int) -> list[list[int]]:
     return packs
 
 
-def _save_packs(packs: list[list[int]], length_N: np.ndarray, *, max_tokens: int) -> None:
-    """Save packs one by one, in place, until the ceiling is met or the room cannot be gathered."""
+def _merge_packs(packs: list[list[int]], length_N: np.ndarray, *, max_tokens: int) -> None:
+    """Merge two packs into one, in place, until the lower bound is reached or the free room is too scattered."""
     num_needed = -(-int(length_N.sum()) // max_tokens)
     refills_left = MAX_REFILLS
     while len(packs) > num_needed and refills_left > 0:
         rooms = [max_tokens - int(length_N[documents].sum()) for documents in packs]
         roomiest_first = sorted(range(len(packs)), key=rooms.__getitem__, reverse=True)
         emptiest = roomiest_first[0]
-        # Best fit leaves packs of equal lengths, whose sums have gaps; the pack with most different lengths closes
-        # them.
+        # Best fit leaves packs of equal lengths, whose subset sums have gaps. Lengths of a varied pack fill the gaps.
         varied = max(roomiest_first[1:], key=lambda number: len(set(length_N[packs[number]].tolist())))
         surplus = packs[emptiest] + packs[varied]
         num_surplus = int(length_N[surplus].sum())
@@ -357,9 +348,7 @@ def _save_packs(packs: list[list[int]], length_N: np.ndarray, *, max_tokens: int
 
 
 def _fullest_subset(pool: list[int], lengths: list[int], *, max_tokens: int) -> tuple[list[int], list[int]]:
-    """Split the pool into the documents that fill a pack best and the rest: a subset sum over the bits of one
-    whole number.
-    """
+    """Split the pool into the subset that fills a pack best and the rest, by subset sum on the bits of an integer."""
     inside = (1 << (max_tokens + 1)) - 1
     reachable = [1]
     for length in lengths:
@@ -377,7 +366,7 @@ def _fullest_subset(pool: list[int], lengths: list[int], *, max_tokens: int) -> 
 
 
 def _halves(documents: Sequence[int], length_N: np.ndarray) -> tuple[list[int], list[int]]:
-    """Split documents into two sets of about equal tokens; the second is empty for a single document."""
+    """Split documents into two sets with about equal token counts; the second is empty for a single document."""
     halves: tuple[list[int], list[int]] = ([], [])
     loads = [0, 0]
     for document in sorted(documents, key=lambda document: (-int(length_N[document]), document)):

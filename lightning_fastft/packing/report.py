@@ -1,4 +1,4 @@
-"""IngestReport: what became of the rows of a data set, as numbers and as text."""
+"""IngestReport: counts of the rows of a data set that were read, rejected, truncated and kept."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lightning_fastft.core.errors import printable
 
 @dataclass(kw_only=True)
 class IngestReport:
-    """Count what was read, rejected, cut and kept.
+    """Count rows that were read, rejected, truncated and kept.
 
     Args:
-        num_rows: Rows read; blank lines are none.
-        num_documents: Examples kept, pieces of split rows counted one by one.
+        num_rows: Rows read, without blank lines.
+        num_documents: Examples kept; each piece of a split row counts.
         num_tokens: Tokens of the examples kept.
         num_labelled: Trained tokens of the examples kept, without the first token of each.
-        num_blank_lines: Lines without a row.
+        num_blank_lines: Blank lines.
         rows_per_format: Rows by format.
         rows_per_source: Rows by file or data set.
         rejects: Rejected rows by reason.
         num_too_long: Rows of more than max_tokens.
-        num_truncated: Of these, rows that were cut and kept.
+        num_truncated: Of these, rows that were truncated and kept.
         num_split: Of these, rows that were split.
-        num_dropped_pieces: Pieces of split rows that had nothing to train.
-        num_duplicates: Rows whose tokens and labels another row has too; they are kept.
-        longest: Tokens of the longest row before anything was cut.
-        longest_place: Where that row is.
+        num_dropped_pieces: Pieces of split rows without trained tokens.
+        num_duplicates: Rows with the same tokens and labels as another row; they are kept.
+        longest: Tokens of the longest row before truncation.
+        longest_place: Source and line of that row.
         highest_id: Highest token id kept.
-        highest_id_place: Where it first stands.
-        notes: What a person should know about how rows were read.
+        highest_id_place: Source and line of its first use.
+        notes: Remarks on how rows were read.
     """
 
     num_rows: int = 0
@@ -55,12 +55,12 @@ class IngestReport:
 
     @property
     def num_rejected(self) -> int:
-        """Rejected rows of all reasons."""
+        """Number of rejected rows."""
         return sum(self.rejects.values())
 
     @property
     def reject_share(self) -> float:
-        """Rejected rows as a part of all rows."""
+        """Share of rejected rows."""
         return self.num_rejected / max(1, self.num_rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,14 +69,15 @@ class IngestReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> IngestReport:
-        """Return the report that to_dict wrote."""
+        """Return the report of a ``to_dict`` result."""
         return cls(**values)
 
     def render(self) -> str:
-        """Return the report as a few lines of text.
+        """Return the report as text.
 
         Example:
-            >>> print(IngestReport(num_rows=3, num_documents=2, num_tokens=9, num_labelled=4, rejects={"empty text": 1}).render())
+            >>> counts = {"num_rows": 3, "num_documents": 2, "num_tokens": 9, "num_labelled": 4}
+            >>> print(IngestReport(**counts, rejects={"empty text": 1}).render())
             3 rows, 2 examples, 9 tokens, 4 trained (44.4 %)
             rejected: 1 (33.33 %): empty text 1
         """

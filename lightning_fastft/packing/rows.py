@@ -1,6 +1,6 @@
-"""Judge one row: strict JSON, the columns and messages that a format needs, tokens that can be trained.
+"""Validate one row: strict JSON, required columns and messages, trainable tokens.
 
-Every refusal is a RowRejectedError with a reason out of a short fixed list, so that reasons can be counted.
+An invalid row raises RowRejectedError with one of a short list of reasons, which are counted.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ONE_TOKEN = "fewer than 2 tokens"  # noqa: S105 - no password
 ALL_MASKED = "all labels masked"
 ALL_MASKED_TRUNCATED = "all labels masked after truncation"
 
-# A turn with one of these at 0 or false is context: OpenAI's name, and those of other trainers.
+# A turn with one of these keys at 0 or false is not trained: OpenAI's name, and those of other trainers.
 TRAINED_FLAGS = ("weight", "train", "training", "loss")
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-# Who speaks in conversations of the ShareGPT form, by the roles of a chat template.
+# Speakers of the ShareGPT format, mapped to the roles of a chat template.
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
@@ -48,16 +48,16 @@ SPEAKERS = {
 BOM = b"\xef\xbb\xbf"
 FIRST_BYTES = 80
 
-# Escapes that a JSON parser turns into a NUL or into half a character; rows without one of them need no second look.
+# JSON escapes of a NUL or of a surrogate. Only rows with such an escape need a check of the decoded strings.
 _RISKY_ESCAPE = re.compile(rb"\\u(0000|[dD][89a-fA-F])")
 
 
 class RowRejectedError(DataError):
-    """One row cannot be trained on; its neighbours can.
+    """Raised for one invalid row; other rows are not affected.
 
     Args:
         reason: One of the reasons of this module; rejects are counted by it.
-        detail: What was found, for a person who repairs the row.
+        detail: The value that was found, for the user who repairs the row.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -66,12 +66,12 @@ class RowRejectedError(DataError):
         self.detail = detail
 
     def __reduce__(self) -> tuple[type[RowRejectedError], tuple[str, str]]:
-        # Crosses from a worker process; the default rebuilds from the joined message.
+        # Pickled by worker processes; the default would rebuild it from the joined message.
         return type(self), (self.reason, self.detail)
 
 
 class UnreadableRow(NamedTuple):
-    """What a reader hands on in place of a row that it could not read."""
+    """Placeholder for a row that a reader could not parse."""
 
     reason: str
     detail: str
@@ -82,7 +82,7 @@ Raw = bytes | Mapping[str, Any] | UnreadableRow
 
 
 class Reject(NamedTuple):
-    """A rejected row as it is written to rejected.jsonl: where it is, why it was rejected and how it begins."""
+    """A rejected row as written to rejected.jsonl: its place, the reason, and its first bytes."""
 
     file: str
     line: int
@@ -91,12 +91,12 @@ class Reject(NamedTuple):
     first_bytes: str
 
     def to_json(self) -> str:
-        """Return one line of JSON without its line end."""
+        """Return one line of JSON without a line feed."""
         return json.dumps(self._asdict(), ensure_ascii=True).replace("\x7f", "\\u007f")
 
 
 def is_rejects(head: bytes) -> bool:
-    """Whether a file that begins so holds rejected rows.
+    """Return whether the first bytes of a file are those of a file of rejected rows.
 
     Example:
         >>> is_rejects(Reject("a.jsonl", 1, "NaN", "", "").to_json().encode()), is_rejects(b"export PATH=")
@@ -106,11 +106,11 @@ def is_rejects(head: bytes) -> bool:
 
 
 def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> Reject:
-    """Return the record of a rejected row; bytes that are no UTF-8 are shown as escapes.
+    """Return the record of a rejected row; invalid UTF-8 is shown as escapes.
 
     Args:
-        error: Why the row was rejected.
-        file: The file, data set or list that the row came from.
+        error: The reason of the rejection.
+        file: File, data set or list of the row.
         line: Line (text files) or row number, from 1.
         raw: The row as it was read.
     """
@@ -121,7 +121,7 @@ def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> R
     elif not isinstance(raw, Mapping):
         first = repr(raw)[:FIRST_BYTES].encode("utf-8", "backslashreplace")
     else:
-        # Huge values would be rendered in full only to be cut again.
+        # Shorten values first; rendering a huge value only to truncate it is slow.
         shown = {
             str(key): value[:FIRST_BYTES] if isinstance(value, str) else value
             for key, value in list(raw.items())[:FIRST_BYTES]
@@ -133,17 +133,17 @@ def make_reject(error: RowRejectedError, *, file: str, line: int, raw: Raw) -> R
 def parse_row(raw: Raw) -> dict[str, Any]:
     """Return the row as a dict.
 
-    A line must be one strict JSON object: no duplicate keys, no NaN or Infinity, no NUL, no half characters. A byte
-    order mark in front of it and a carriage return behind it are taken away.
+    A line must be one strict JSON object: no duplicate keys, NaN, Infinity, NUL or lone surrogates. A leading byte
+    order mark and a trailing carriage return are removed.
 
     Args:
-        raw: A line as bytes without its line feed, or a row that a reader has parsed.
+        raw: A line as bytes without its line feed, or a parsed row.
 
     Returns:
         A dict with string keys.
 
     Raises:
-        RowRejectedError: The row is not such an object.
+        RowRejectedError: The row is not a valid object.
 
     Example:
         >>> parse_row(b'{"text": "a"}')
@@ -159,12 +159,12 @@ def parse_row(raw: Raw) -> dict[str, Any]:
         raise RowRejectedError(NOT_AN_OBJECT, f"it is a {type(row).__name__}")
     for key in row:
         if not isinstance(key, str):
-            raise RowRejectedError(WRONG_TYPE, f"column {key!r} is named by a {type(key).__name__}, not by a string")
+            raise RowRejectedError(WRONG_TYPE, f"column names must be strings, got {key!r} ({type(key).__name__})")
     return dict(row)
 
 
 def parse_json(raw: bytes) -> Any:
-    """Return the value of strict JSON text; the rules are those of parse_row."""
+    """Return the value of strict JSON text, by the rules of parse_row."""
     while raw.startswith(BOM):
         raw = raw[len(BOM) :]
     try:
@@ -232,17 +232,17 @@ def take_columns(
     mapping: Mapping[str, str],
     expected: frozenset[str] | None,
 ) -> dict[str, Any]:
-    """Return the columns of a format under our names; a column that holds null counts as missing.
+    """Return the columns of a format under the names of this package; a null column counts as missing.
 
     Args:
-        row: The row under the user's names.
-        required: Our names that must be there.
-        optional: Our names that may be there.
-        mapping: Our names to the user's, where they differ.
-        expected: All columns, under the user's names, that rows of this file have; None takes any.
+        row: The row under the user's column names.
+        required: Required columns.
+        optional: Optional columns.
+        mapping: Column names of this package to the user's, where they differ.
+        expected: All columns of this file under the user's names; None accepts any.
 
     Raises:
-        RowRejectedError: A required column is missing, or one is there that rows of this file do not have.
+        RowRejectedError: A required column is missing, or a column is not expected.
     """
     if expected is not None and not row.keys() <= expected:
         raise RowRejectedError(EXTRA_COLUMN, repr(sorted(row.keys() - expected)[0]))
@@ -260,18 +260,18 @@ def take_columns(
 
 
 def check_text(value: object, *, column: str, may_be_empty: bool = False) -> str:
-    """Return value if it is a string with something in it and without NUL or half characters.
+    """Return value if it is a non-empty string without NUL or lone surrogates.
 
     Args:
-        value: What the row holds.
-        column: Where it holds it, for the message.
-        may_be_empty: Whether a string of nothing but white space is allowed.
+        value: The value of the row.
+        column: The column of the value, for the message.
+        may_be_empty: Whether an empty or blank string is allowed.
 
     Raises:
-        RowRejectedError: It is not such a string.
+        RowRejectedError: The value is not such a string.
     """
     if not isinstance(value, str):
-        raise RowRejectedError(WRONG_TYPE, f"{column} must be a string, it is a {type(value).__name__}")
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a string, got {type(value).__name__}")
     if not may_be_empty and not value.strip():
         raise RowRejectedError(EMPTY_TEXT, column)
     check_characters(value, column=column)
@@ -279,7 +279,7 @@ def check_text(value: object, *, column: str, may_be_empty: bool = False) -> str
 
 
 def check_characters(text: str, *, column: str) -> None:
-    """Raise RowRejectedError if text holds a NUL or half a character (a lone surrogate)."""
+    """Raise RowRejectedError if text contains a NUL or a lone surrogate."""
     if "\0" in text:
         raise RowRejectedError(NUL, column)
     try:
@@ -289,20 +289,20 @@ def check_characters(text: str, *, column: str) -> None:
 
 
 def check_messages(value: object, *, column: str = "messages", needs_assistant: bool = True) -> list[dict[str, Any]]:
-    """Return the turns of a conversation, without keys that hold null and with content as one string.
+    """Return the messages of a conversation, without null keys and with content as one string.
 
-    A turn that is not to be trained has ``weight`` 0; no other turn has a weight.
+    An untrained message has ``weight`` 0; other messages have no weight.
 
     Args:
-        value: What the row holds.
-        column: Where it holds it, for the message.
-        needs_assistant: Whether a turn of the assistant must be there.
+        value: The value of the row.
+        column: The column of the value, for the message.
+        needs_assistant: Whether at least one assistant message is required.
 
     Raises:
-        RowRejectedError: It is not a list of turns with known roles and text.
+        RowRejectedError: The value is not a list of messages with known roles and text.
     """
     if not isinstance(value, (list, tuple)):
-        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of messages, it is a {type(value).__name__}")
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of messages, got {type(value).__name__}")
     if not value:
         raise RowRejectedError(EMPTY_MESSAGES, column)
     messages = [_check_message(message, where=f"{column}[{number}]") for number, message in enumerate(value)]
@@ -312,14 +312,14 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
 
 
 def read_conversation(value: object, *, system: object = None) -> list[dict[str, Any]]:
-    """Return the turns of a conversation in the ShareGPT form, ``{"from": "human", "value": "..."}``, as messages.
+    """Return a ShareGPT conversation, ``{"from": "human", "value": "..."}``, as messages.
 
     Args:
-        value: What the row holds; turns with ``role`` and ``content`` are messages already.
-        system: What the row's own column has for a first system turn; None or "" for none.
+        value: The value of the row; turns with ``role`` and ``content`` are messages already.
+        system: Value of the row's system column, which becomes the first message; None or "" for none.
 
     Raises:
-        RowRejectedError: It is not a list of turns with known speakers and text.
+        RowRejectedError: The value is not a list of turns with known speakers and text.
 
     Example:
         >>> read_conversation([{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}])
@@ -334,17 +334,17 @@ def read_conversation(value: object, *, system: object = None) -> list[dict[str,
     if system is None or system == "":
         return messages
     if messages[0]["role"] == "system":
-        raise RowRejectedError(WRONG_TYPE, "conversations has a system turn, and the row a column system too")
+        raise RowRejectedError(WRONG_TYPE, "the row has a system column and conversations has a system turn too")
     return [{"role": "system", "content": check_text(system, column="system", may_be_empty=True)}, *messages]
 
 
 def _read_turn(turn: object, *, where: str) -> object:
-    """Return a turn under the names of messages; what is no such turn goes on as it is, to be judged there."""
+    """Return a ShareGPT turn as a message; return any other value unchanged, for check_messages to reject."""
     if not isinstance(turn, Mapping) or turn.get("role") is not None or "from" not in turn:
         return turn
     speaker = turn["from"]
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise RowRejectedError(UNKNOWN_ROLE, f"{speaker!r} in {where}, known are {', '.join(sorted(SPEAKERS))}")
+        raise RowRejectedError(UNKNOWN_ROLE, f"{speaker!r} in {where}; allowed: {', '.join(sorted(SPEAKERS))}")
     return {"role": SPEAKERS[speaker], "content": turn.get("value")} | {
         name: turn[name] for name in TRAINED_FLAGS if name in turn
     }
@@ -353,14 +353,14 @@ def _read_turn(turn: object, *, where: str) -> object:
 def _check_message(value: object, *, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RowRejectedError(
-            WRONG_TYPE, f"{where} must be an object with role and content, it is a {type(value).__name__}"
+            WRONG_TYPE, f"{where} must be an object with role and content, got {type(value).__name__}"
         )
     message = {key: entry for key, entry in value.items() if entry is not None}
     role = message.get("role")
     if not isinstance(role, str):
-        raise RowRejectedError(WRONG_TYPE, f"{where} has no role that is a string")
+        raise RowRejectedError(WRONG_TYPE, f"{where}.role must be a string, got {role!r}")
     if role not in KNOWN_ROLES:
-        raise RowRejectedError(UNKNOWN_ROLE, f"{role!r} in {where}, known are {', '.join(sorted(KNOWN_ROLES))}")
+        raise RowRejectedError(UNKNOWN_ROLE, f"{role!r} in {where}; allowed: {', '.join(sorted(KNOWN_ROLES))}")
     content = message.get("content")
     calls_a_tool = role == "assistant" and bool(message.get("tool_calls"))
     may_be_empty = calls_a_tool or role not in ("user", "assistant")
@@ -374,8 +374,8 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
                 {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content}
                 - {"text"}
             )
-            raise RowRejectedError(WRONG_TYPE, f"{where} holds a part that is not text: {', '.join(kinds)}")
-        # Templates take strings in every role, and parts only where they were written for images.
+            raise RowRejectedError(WRONG_TYPE, f"{where} has a part that is not text: {', '.join(kinds)}")
+        # Every template takes strings; only templates for images take parts.
         message["content"] = check_text(
             "".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty
         )
@@ -388,22 +388,22 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
 
 
 def _take_weight(message: dict[str, Any], *, where: str) -> None:
-    """Leave ``weight`` 0 in a turn that is not to be trained, and no weight in others."""
+    """Replace the trained flags of a message by ``weight`` 0 if any flag is off, and by nothing otherwise."""
     flags = [(name, message.pop(name)) for name in TRAINED_FLAGS if name in message]
     for name, flag in flags:
         if flag not in (0, 1):
-            raise RowRejectedError(WRONG_TYPE, f"{where}.{name} must be 0 or 1, it is {flag!r}")
+            raise RowRejectedError(WRONG_TYPE, f"{where}.{name} must be 0 or 1, got {flag!r}")
     if not all(flag for _, flag in flags):
         message["weight"] = 0
 
 
 def check_token_counts(*, num_tokens: int, num_labelled: int, is_truncated: bool = False) -> None:
-    """Raise RowRejectedError if an example has nothing to train on.
+    """Raise RowRejectedError if an example has no trained token.
 
     Args:
         num_tokens: Tokens of the example.
-        num_labelled: Trained tokens after the first one: the first of a document is never predicted.
-        is_truncated: Whether tokens were cut off before.
+        num_labelled: Trained tokens after the first one, which is never predicted.
+        is_truncated: Whether the example was truncated.
     """
     if num_tokens == 0:
         raise RowRejectedError(ZERO_TOKENS)

@@ -1,6 +1,4 @@
-"""Planned micro-batches as a stream: read and collated one thread ahead of the training, in the order of the
-plan, from any position on.
-"""
+"""Stream planned micro-batches in order from any position, read and collated by a background thread."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ import torch
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.planner import EpochPlan, StepPlan
 
-# A pack without documents keeps ranks equal; it needs some token for a model to run on, and few cost least.
+# Length of a pack without documents: the model still runs on it, so that all ranks do the same micro-batches.
 EMPTY_PACK_TOKENS = 8
-# Batches that wait for the trainer: enough for a few slow reads, and little pinned memory.
+# Batches that wait for the trainer: enough to hide a few slow reads with little pinned memory.
 NUM_AHEAD = 4
 THREAD_NAME = "fastft-loader"
 
@@ -26,7 +24,7 @@ T = TypeVar("T")
 
 
 class TokenizedDocuments(Protocol):
-    """What the stream needs of a tokenised data set (packing/cache.py has the one that lies on disk)."""
+    """The interface of a tokenised data set that the stream reads (packing/dataset.py has the one on disk)."""
 
     length_N: np.ndarray
     num_labelled_N: np.ndarray
@@ -34,13 +32,13 @@ class TokenizedDocuments(Protocol):
 
     @property
     def content_digest(self) -> str:
-        """Digest of the tokens and of which are trained."""
+        """Digest of the tokens and of their trained flags."""
 
     def __getitem__(self, number: int) -> Document: ...
 
 
 class DocumentSubset:
-    """Some documents of a tokenised data set, numbered from 0: the training or the held-out part.
+    """Select documents of a tokenised data set, renumbered from 0: the training or the held-out part.
 
     Args:
         documents: The whole data set.
@@ -69,14 +67,14 @@ class PlannedStream:
 
     Args:
         subset: The documents that the plan numbers.
-        plan: Who trains what; a pure function of the position.
+        plan: The StepPlan of the run.
         rank: This process among plan.world_size.
         start: Global position: micro-batches trained in all epochs so far.
         pad_to: Length of every pack in tokens; None for no padding.
         pad_token_id: Token id of the padding.
-        weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False by
-            the pack's own.
-        repeat_first_epoch: True trains the order of epoch 0 in every epoch (``overfit_batches``).
+        weigh_by_window: True divides the loss by the labelled tokens of the accumulation window (training); False
+            divides by those of the pack.
+        repeat_first_epoch: True repeats the order of epoch 0 in every epoch (``overfit_batches``).
     """
 
     def __init__(
@@ -121,25 +119,22 @@ class PlannedStream:
 
 
 def _do_nothing() -> None:
-    """Stand in for a call that nobody asked for."""
+    """Do nothing: the default hook."""
 
 
 class PackedLoader:
-    """Iterate over packed micro-batches; every iteration asks for a fresh stream, and only when its first batch is
-    wanted.
+    """Iterate over packed micro-batches; each iteration opens a new stream when its first batch is requested.
 
-    Trainers create iterators long before they use them, in part before the position of a checkpoint is known; a loader
-    that starts late cannot start at the wrong place. No process is started: to fork one that has threads, as a rank
-    has, can hang it.
+    Lightning creates iterators before it restores the position of a checkpoint, so the stream must not be opened
+    earlier. No worker process is started, because forking a process with threads can deadlock.
 
     Args:
         open_stream: Returns the stream of the next iteration.
         num_batches: Micro-batches per epoch, the same on all ranks.
-        num_workers: 0 reads and collates when a batch is asked for; any other number does so in one thread, up to four
-            batches ahead.
+        num_workers: 0 reads and collates on request; any other number uses one thread, up to four batches ahead.
         pin_memory: Put batches into pinned host memory.
-        before_batch: Called before a batch is handed out, by the thread that asked for it.
-        after_batch: Called when the batch behind it is asked for, by the thread that asks.
+        before_batch: Called before a batch is yielded, in the consumer's thread.
+        after_batch: Called when the next batch is requested, in the consumer's thread.
     """
 
     def __init__(
@@ -167,7 +162,7 @@ class PackedLoader:
         if self.pin_memory and torch.cuda.is_available():
             batches = (batch.pin_memory() for batch in batches)
         elif self.pin_memory:
-            warnings.warn("pin_memory=True has no effect: there is no CUDA device.", stacklevel=2)
+            warnings.warn("pin_memory=True has no effect without a CUDA device.", stacklevel=2)
         for batch in prefetch(batches) if self.num_workers else batches:
             self._before_batch()
             yield batch
@@ -175,24 +170,23 @@ class PackedLoader:
 
 
 def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]:
-    """Yield what an iterator yields, made by one thread that is at most num_ahead items in front.
+    """Yield the items of an iterator, computed by one background thread at most num_ahead items ahead.
 
-    An error of the iterator is raised in its place, with its traceback. The thread ends when this generator is used up,
-    closed or dropped, and at the latest before the interpreter is finalised.
+    An exception of the iterator is raised in the order of its items, with its traceback. The thread ends when this
+    generator is exhausted, closed or garbage collected, and at the latest before the interpreter is finalised.
 
     Args:
-        batches: Used by the thread alone; none of its items is None.
-        num_ahead: Items that wait to be taken, at least 1.
+        batches: Used only by the thread; none of its items is None.
+        num_ahead: Maximum number of items that wait, at least 1.
 
     Cost:
-        About 20 microseconds of the thread that takes an item.
+        About 20 microseconds of the consumer's thread per item.
 
     Example:
         >>> list(prefetch(iter("abc")))
         ['a', 'b', 'c']
     """
-    # Nothing else holds the executor: its thread ends when this generator is closed or dropped, after the items that
-    # were asked for.
+    # Only this generator references the executor, so its thread ends with the generator.
     executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME, initializer=_same_device())
     waiting = deque(executor.submit(next, batches, None) for _ in range(num_ahead))
     while (batch := waiting.popleft().result()) is not None:
@@ -201,7 +195,7 @@ def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]
 
 
 def _same_device() -> Callable[[], None]:
-    """Return what gives another thread the current CUDA device of this one, in whose context it pins."""
+    """Return a function that sets this thread's CUDA device in another thread, which pins memory in its context."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return _do_nothing
     device = torch.cuda.current_device()
@@ -209,15 +203,15 @@ def _same_device() -> Callable[[], None]:
 
 
 class ResumedLoader(PackedLoader):
-    """A PackedLoader whose stream opens where a checkpoint left the run, which Lightning tells by these two methods.
+    """Mark a PackedLoader as stateful for Lightning.
 
-    Without them it warns on every resume inside an epoch. The state is empty: the position is the data module's, and is
-    applied once.
+    Without these two methods Lightning warns on every resume inside an epoch. The state is empty because the data
+    module stores the position.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take nothing up."""
+        """Ignore the state; the data module restores the position."""

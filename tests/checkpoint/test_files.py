@@ -13,21 +13,20 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_fastft.checkpoint import files
+from lightning_fastft.checkpoint import digests
+from lightning_fastft.checkpoint.atomic import part_beside, sweep
+from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.checkpoint.files import (
     RECORD,
     check_file,
     check_folder,
     commit_folder,
-    hash_file,
     load_file,
     newest_intact,
-    part_beside,
     remove,
     replace_folder,
     save_file,
-    sweep,
-)  # fmt: skip
+)
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.faults.saves import fork
 
@@ -66,7 +65,7 @@ def test_writer_holds_back_the_end_whatever_the_pieces(tmp_path, num_bytes):
     archive = os.urandom(num_bytes) + b"PK\x05\x06" + bytes(18)
     for size in (1, 5, 22, 40, 10_000):
         with (tmp_path / "x").open("w+b") as file:
-            writer = files._HashingWriter(file)
+            writer = digests._HashingWriter(file)
             assert sum(writer.write(archive[begin : begin + size]) for begin in range(0, len(archive), size)) == len(
                 archive
             )
@@ -81,7 +80,7 @@ def test_writer_holds_back_the_end_whatever_the_pieces(tmp_path, num_bytes):
 def test_write_that_failed_once_is_not_forgotten_when_later_ones_succeed():
     file = mock.Mock()
     file.write.side_effect = [None, OSError("no room"), None, None, None]
-    writer = files._HashingWriter(file)
+    writer = digests._HashingWriter(file)
     for _ in range(3):
         writer.write(bytes(1000))
     with pytest.raises(OSError, match="no room"):
@@ -111,10 +110,10 @@ def test_damage_names_expected_found_and_the_newest_intact_one(tmp_path):
     with pytest.raises(DamagedCheckpointError) as caught:
         load_file(paths[3])
     message = str(caught.value)
-    expected = files.read_comment(paths[3].open("rb")).sha256
+    expected = digests.read_comment(paths[3].open("rb")).sha256
     assert str(paths[3]) in message
     assert f"expected SHA-256 {expected}, found" in message
-    assert message.endswith(f"The newest intact checkpoint beside it is {paths[1]}.")
+    assert message.endswith(f"The newest intact checkpoint of its folder is {paths[1]}.")
 
 
 def test_damage_without_an_intact_one_says_so(tmp_path):
@@ -172,7 +171,7 @@ def test_record_cannot_name_files_elsewhere(tmp_path):
     make_folder(tmp_path / "a", 1)
     record = json.loads((tmp_path / "a" / RECORD).read_text())
     record["files"]["../b"] = record["files"].pop("__0_0.distcp")
-    record["sha256"] = files._hash_listing(record["files"])
+    record["sha256"] = digests.hash_listing(record["files"])
     (tmp_path / "a" / RECORD).write_text(json.dumps(record))
     with pytest.raises(DamagedCheckpointError, match="was changed"):
         check_folder(tmp_path / "a")

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_fastft.checkpoint.files import check_file, commit_folder, part_beside
+from lightning_fastft.checkpoint.atomic import part_beside
+from lightning_fastft.checkpoint.files import check_file, commit_folder
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, local_path
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
@@ -127,7 +128,9 @@ def test_damaged_checkpoint_stops_a_fit_before_anything_is_loaded(tmp_path):
     data = bytearray((tmp_path / "b.ckpt").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "b.ckpt").write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match=r"b\.ckpt is damaged.*beside it is .*a\.ckpt"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"b\.ckpt is damaged.*newest intact checkpoint of its folder is .*a\.ckpt"
+    ):
         quiet_trainer(tmp_path, strategy="fastft").fit(
             PlainModule(tiny_llama()), packed_loader(2), ckpt_path=tmp_path / "b.ckpt"
         )

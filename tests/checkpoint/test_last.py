@@ -86,7 +86,7 @@ def test_damaged_newest_is_passed_over_and_said(saved, damage, num_damaged):
         time = (saved / "runs" / f"{name}.ckpt").stat().st_mtime
         damage(saved / "runs" / f"{name}.ckpt")
         os.utime(saved / "runs" / f"{name}.ckpt", (time, time))
-    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged .* is taken"):
+    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged .* is used"):
         trainer = fit(saved, max_steps=4, ckpt_path="last")
     assert resumed_from(trainer) == ("step=3.ckpt", "step=2.ckpt")[num_damaged - 1]
     assert trainer.global_step == 4
@@ -153,7 +153,7 @@ def test_files_of_another_program_are_taken_without_a_digest(tmp_path):
 def test_evaluation_takes_it_too(saved):
     flip(saved / "runs" / "last.ckpt")
     trainer = quiet_trainer(saved, strategy="fastft", enable_checkpointing=True, callbacks=[callback(saved)])
-    with pytest.warns(UserWarning, match="is taken"):
+    with pytest.warns(UserWarning, match="is used"):
         trainer.validate(PlainModule(tiny_llama()), packed_loader(1), ckpt_path="last", verbose=False)
 
 

@@ -339,7 +339,7 @@ def test_what_this_package_did_not_write_is_not_removed(store, change):
     save(url_of(store / "a.ckpt"), io=io)
     change(store / "a.ckpt")
     before = sorted(store.rglob("*"))
-    with pytest.warns(UserWarning, match="not removed: it is no checkpoint"):
+    with pytest.warns(UserWarning, match="not removed: this package"):
         io.remove_checkpoint(url_of(store / "a.ckpt"))
     assert sorted(store.rglob("*")) == before
 

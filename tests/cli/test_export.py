@@ -129,7 +129,7 @@ def test_merged_weights_are_base_plus_adapters_in_stock_transformers(name, dtype
 def test_nf4_base_is_merged_dense_in_bf16_and_said(trained, folder, capsys):
     run = trained("qlora")
     assert main(["export", str(run.checkpoint), "out", "--merge"]) == 0
-    assert "as NF4 holds them, made dense in bfloat16" in capsys.readouterr().out
+    assert "NF4 to bfloat16" in capsys.readouterr().out
     stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
     assert {parameter.dtype for parameter in stock.parameters()} == {torch.bfloat16}
     assert getattr(stock.config, "quantization_config", None) is None
@@ -160,7 +160,7 @@ def test_all_weights_of_a_checkpoint_become_a_model(trained, folder, answer):
     assert json.loads((folder / "out/generation_config.json").read_text())["max_new_tokens"] == 7
     status, text = answer(["export", str(run.checkpoint), "more", "--merge"])
     assert status == 1
-    assert "holds all weights and no adapters" in text
+    assert "no adapters" in text
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_random_base_is_drawn_again_to_be_merged(tmp_path, folder):
 def test_a_folder_of_adapters_is_merged_into_its_base(trained, folder, capsys):
     run = trained("lora")
     assert main(["export", str(run.adapters), "out", "--merge", "--dtype", "float32"]) == 0
-    assert f"merged into the weights of {run.base} as its files hold them" in capsys.readouterr().out
+    assert f"merged into the weights of {run.base} of its files" in capsys.readouterr().out
     stock = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
     assert (logits_of(stock) - run.logits).norm() < 2e-6 * run.logits.norm()
     (folder / "moved").symlink_to(run.base)
@@ -208,14 +208,14 @@ def test_experts_with_adapters_are_merged(quantization, tmp_path, folder):
         (["{checkpoint}"], "takes a source and a target"),
         (["{checkpoint}", "out", "--merg"], "takes a source and a target"),
         (["{checkpoint}", "taken"], "taken is there already and is not overwritten"),
-        (["{base}", "out"], "holds a whole model already"),
+        (["{base}", "out"], "whole model"),
         (["bare", "out"], "neither a checkpoint file of a FineTuner nor a folder"),
         (["pieces", "out"], "pieces of several ranks"),
-        (["{checkpoint}", "out", "--dtype", "bfloat16"], "add --merge, or leave it away"),
+        (["{checkpoint}", "out", "--dtype", "bfloat16"], "--dtype"),
         (["{checkpoint}", "out", "--merge", "--dtype", "int8"], "--dtype must be one of"),
         (["{checkpoint}", "out", "--device", "abacus"], "--device must be a device of torch"),
-        (["other.ckpt", "out"], "no checkpoint of a FineTuner"),
-        (["given.ckpt", "out"], "add --base NAME"),
+        (["other.ckpt", "out"], "not a checkpoint of a FineTuner"),
+        (["given.ckpt", "out"], "Add --base NAME"),
         (["drawn.ckpt", "out"], "belong to random weights"),
     ],
 )
@@ -244,7 +244,9 @@ def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, fold
 def test_a_source_that_is_not_there_is_said_to_be_missing(folder, answer):
     status, text = answer(["export", "runs/none.ckpt", "out"])
     assert status == 1
-    assert text.startswith(f"error: OptionError: There is nothing at runs/none.ckpt (looked from {folder}): ")
+    assert text.startswith("error: OptionError: ")
+    assert "runs/none.ckpt" in text
+    assert str(folder) in text
     assert list(folder.iterdir()) == []
 
 

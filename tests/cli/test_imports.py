@@ -107,9 +107,7 @@ def test_functions_of_allowed_packages_are_refused_and_those_named_on_the_comman
             hooks=[{"class_path": "lightning_fastft.cli.main"}],
         )
     )
-    with pytest.raises(
-        OptionError, match=r"fit\.hooks: a config may name classes, and 'lightning_fastft.cli.main' is none"
-    ):
+    with pytest.raises(OptionError, match=r"fit\.hooks: a config may name classes, and 'lightning_fastft.cli.main'"):
         check_named_functions(config)
     check_named_functions(config, ["lightning_fastft.cli"])
     with pytest.raises(OptionError, match="find_configs"):

@@ -97,11 +97,11 @@ def test_checkpoint_past_the_last_epoch_is_refused_with_what_to_do(told, tmp_pat
     [
         (
             {"max_epochs": 2},
-            "epoch 2 of max_epochs=2, optimizer step 28). To go on, give a higher --trainer.max_epochs.",
+            "epoch 2 of max_epochs=2, optimizer step 28). To continue, give a higher --trainer.max_epochs.",
         ),
         (
             {"max_epochs": -1, "max_steps": 28},
-            "optimizer step 28 of max_steps=28). To go on, give a higher --trainer.max_steps.",
+            "optimizer step 28 of max_steps=28). To continue, give a higher --trainer.max_steps.",
         ),
     ],
 )
@@ -181,4 +181,4 @@ def test_command_line_tells_steps_and_answers_checkpoints(folder, demo_files, an
     assert "error: ResumeError: The checkpoint out/last.ckpt has 3 epochs behind it and this run ends after 1" in text
     assert "Traceback" not in text
     assert answer(["fit", *resumed, "--trainer.max_epochs", "3"])[0] == 0
-    assert "Nothing was left to train: out/last.ckpt stands at the end" in caplog.text
+    assert "Nothing was left to train: out/last.ckpt" in caplog.text

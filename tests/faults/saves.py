@@ -7,7 +7,8 @@ import traceback
 
 import torch
 
-from lightning_fastft.checkpoint.files import commit_folder, part_beside, replace_folder, save_file
+from lightning_fastft.checkpoint.atomic import part_beside
+from lightning_fastft.checkpoint.files import commit_folder, replace_folder, save_file
 
 
 def fork(action):

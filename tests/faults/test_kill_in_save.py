@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from lightning_fastft.checkpoint.files import check_folder, load_file, sweep
+from lightning_fastft.checkpoint.atomic import sweep
+from lightning_fastft.checkpoint.files import check_folder, load_file
 from tests.faults.saves import fork, save_until_killed
 
 NUM_KILLS = [pytest.param(10, id="10 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.fault)]

@@ -56,8 +56,8 @@ def test_stopped_run_is_resumed_and_contradictions_are_said(tmp_path):
     run = start(tmp_path, [*words, f"--ckpt_path={stopped}", f"--trainer.max_steps={end}", "--model.learning_rate=0.5"])
     told = run.communicate(timeout=120)[1]
     assert run.returncode == 0, told
-    assert "learning_rate was 0.001 and is 0.5 (the checkpoint's goes on)" in told
-    assert f"max_steps was 100000 and is {end} (this run's counts)" in told
+    assert "learning_rate was 0.001 and is 0.5" in told
+    assert f"max_steps was 100000 and is {end}" in told
 
     run = start(tmp_path, [*words, f"--ckpt_path={stopped}", f"--trainer.max_steps={end}", "--data.max_tokens=512"])
     told = run.communicate(timeout=120)[1]

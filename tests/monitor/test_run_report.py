@@ -600,7 +600,7 @@ def test_report_is_written_when_the_run_is_ended(tmp_path, error, state):
 
 def test_error_of_the_report_does_not_replace_the_error_of_the_run(tmp_path):
     broken = mock.patch.object(run_report, "describe_model", side_effect=RuntimeError("no model"))
-    with broken, pytest.warns(UserWarning, match="could not be made"), pytest.raises(ArithmeticError):
+    with broken, pytest.warns(UserWarning, match="could not be written"), pytest.raises(ArithmeticError):
         fit(tmp_path, Keeps(fail_at=1, error=ArithmeticError()))
 
 

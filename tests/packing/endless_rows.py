@@ -7,8 +7,9 @@ import os
 import signal
 
 from lightning_fastft.packing.formats import FormatOptions
-from lightning_fastft.packing.pipeline import Chunk, Setup, run_chunks
-from lightning_fastft.packing.sources import RawRow
+from lightning_fastft.packing.pipeline import Chunk, Setup
+from lightning_fastft.packing.text_files import RawRow
+from lightning_fastft.packing.workers import run_chunks
 from tests.support.processes import children_of
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing import cache, pipeline, rows
+from lightning_fastft.packing import cache, rows, workers
 from lightning_fastft.packing.cache import TokenizedDataset, tokenize_sources
 from lightning_fastft.packing.dataset import digest_meta, write_beside
 from lightning_fastft.packing.describe import render_example
@@ -29,7 +29,7 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 @pytest.fixture
 def few_rows_are_enough(monkeypatch):
     """Workers for two chunks of rows too."""
-    monkeypatch.setattr(pipeline, "CHUNKS_ENOUGH", 2)
+    monkeypatch.setattr(workers, "CHUNKS_ENOUGH", 2)
 
 
 def tokens_of(dataset):
@@ -247,7 +247,7 @@ def test_damaged_entry_is_made_again(tmp_path, name, caplog):
     with pytest.raises(DataError, match="Delete the folder"):
         TokenizedDataset.open(first.path)
     assert tokens_of(tokenize_ids(ids_rows(50), cache_dir=tmp_path)) == tokens_of(tokenize_ids(ids_rows(50)))
-    assert "taken away" in caplog.text
+    assert "deleted" in caplog.text
 
 
 def test_error_leaves_no_part_of_an_entry(tmp_path):
@@ -540,7 +540,7 @@ def test_damage_of_any_file_of_an_entry_is_seen_and_repaired(tmp_path, name, kin
     with pytest.raises(DataError, match="Delete the folder"):
         TokenizedDataset.open(first.path)
     assert tokens_of(tokenize_ids(values, cache_dir=tmp_path)) == tokens
-    assert "taken away" in caplog.text
+    assert "deleted" in caplog.text
     assert tokens_of(TokenizedDataset.open(first.path)) == tokens
 
 

@@ -7,7 +7,8 @@ import pytest
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing import rows
 from lightning_fastft.packing.chat import USED_CONTROL, ChatRenderer, read_template
-from lightning_fastft.packing.formats import FormatOptions, Formatter
+from lightning_fastft.packing.encode import Formatter
+from lightning_fastft.packing.formats import FormatOptions
 from lightning_fastft.packing.rows import RowRejectedError
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
 

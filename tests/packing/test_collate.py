@@ -42,7 +42,7 @@ def test_a_pack_of_padding_alone_is_allowed_and_trains_nothing():
 
 
 def test_collate_refuses_what_does_not_fit():
-    with pytest.raises(ShapeError, match="do not fit a pack of 5"):
+    with pytest.raises(ShapeError, match="pad_to=5"):
         collate(make_documents([6]), pad_to=5)
     with pytest.raises(ShapeError, match="2 ids and 3 labels"):
         collate([Document(np.array([1, 2]), np.array([1, 2, 3]))])

@@ -109,7 +109,7 @@ def test_pack_is_no_worse_where_no_better_packing_exists():
     assert len(pack_best_fit_decreasing(np.array([4, 4, 4]), max_tokens=4)) == 3
 
 
-@pytest.mark.parametrize(("lengths", "word"), [([], "no documents"), ([3, 0], "Document 1"), ([3, 9], "does not fit")])
+@pytest.mark.parametrize(("lengths", "word"), [([], "no documents"), ([3, 0], "Document 1"), ([3, 9], "max_tokens=8")])
 def test_pack_refuses_what_cannot_be_packed(lengths, word):
     with pytest.raises(DataError, match=word):
         pack_best_fit_decreasing(np.array(lengths, dtype=np.int64), max_tokens=8)

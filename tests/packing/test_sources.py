@@ -129,7 +129,7 @@ def test_bad_records_of_a_csv_leave_their_neighbours(tmp_path):
     (source,) = open_sources(write(tmp_path / "b.csv", "a\n1\n2\n" + "x" * 200_000 + '\n"3\n4\n5\n'))
     with pytest.raises(DataError, match=r"b\.csv, line 5: a quote"):
         read(source)
-    with pytest.raises(DataError, match="twice"):
+    with pytest.raises(DataError, match="repeats"):
         read(open_sources(write(tmp_path / "c.csv", "a,a\n1,2\n"))[0])
 
 
@@ -151,15 +151,15 @@ def test_missing_empty_and_unknown_sources_are_named(tmp_path, monkeypatch):
     for given, message in (
         (tmp_path / "none.jsonl", "There is no file"),
         ("train.jsonl", "There is no file or folder train.jsonl"),
-        (write(tmp_path / "a.txt", "a"), r"a\.txt ends in \.txt"),
+        (write(tmp_path / "a.txt", "a"), r"a\.txt has the suffix \.txt"),
         (write(tmp_path / "e.jsonl", ""), "empty"),
-        (write(tmp_path / "p.parquet", "PAR1 but not really PAR1"), "no readable Parquet"),
+        (write(tmp_path / "p.parquet", "PAR1 but not really PAR1"), "Parquet"),
         ([], "No data"),
     ):
         with pytest.raises(DataError, match=message):
             open_sources(given)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="holds no file"):
+    with pytest.raises(DataError, match="no file"):
         open_sources(tmp_path / "folder")
     with pytest.raises(OptionError, match="int"):
         open_sources([3])
@@ -209,10 +209,7 @@ def test_hub_data_set_that_cannot_be_had_names_both_readings(monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(
-        DataError,
-        match="owner/name is neither a file or folder here nor a data set of the hub that can be had: offline",
-    ):
+    with pytest.raises(DataError, match=r"owner/name .*offline"):
         open_sources("owner/name")
 
 

@@ -1,0 +1,341 @@
+"""Encode rows of one format as token ids with trained flags.
+
+Every format but input_ids is rendered to a text with trained character spans, which is tokenised once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing import chat
+from lightning_fastft.packing.context import IGNORED_LABEL
+from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.packing.rows import (
+    LABELS_DIFFER,
+    WRONG_TYPE,
+    RowRejectedError,
+    check_messages,
+    check_text,
+    read_conversation,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class Encoded(NamedTuple):
+    """One example as tokens: ids (int64) and trained flags (bool), both of shape (length,), and remarks on its row."""
+
+    input_ids: np.ndarray
+    is_trained: np.ndarray
+    notes: tuple[str, ...] = ()
+
+
+class TokenIdError(DataError):
+    """Raised for a token id or label outside of the embedding, which would trigger a device assert in training.
+
+    Args:
+        token_id: The id.
+        what: "token id" or "label".
+        allowed: The allowed ids, as text.
+    """
+
+    def __init__(self, token_id: int, what: str, allowed: str) -> None:
+        super().__init__(f"{what} {token_id} is impossible: {allowed}")
+        self.token_id = token_id
+        self.what = what
+        self.allowed = allowed
+
+    def __reduce__(self) -> tuple[type[TokenIdError], tuple[int, str, str]]:
+        return type(self), (self.token_id, self.what, self.allowed)
+
+
+class Formatter:
+    """Encode rows as tokens.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer; None supports only the format input_ids.
+        options: Options for turning rows into tokens.
+        vocab_size: Rows of the model's embedding; None if it is not known yet.
+
+    Raises:
+        DataError: The chat template's file cannot be read.
+
+    Example:
+        >>> formatter = Formatter(None, options=FormatOptions(max_tokens=8))
+        >>> formatter.encode([{"input_ids": [1, 2], "labels": [-100, 2]}], format="input_ids")[0].is_trained
+        array([False,  True])
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, *, options: FormatOptions, vocab_size: int | None = None
+    ) -> None:
+        self.notes: Counter[str] = Counter()
+        self._tokenizer = tokenizer
+        self._options = options
+        self._vocab_size = vocab_size
+        self._chat: chat.ChatRenderer | None = None
+        self._prefix_ids: list[int] = []
+        self._eos_id: int | None = None
+        if tokenizer is not None:
+            self._prefix_ids = _find_prefix(tokenizer)
+            self._eos_id = tokenizer.eos_token_id if options.add_eos else None
+            template = chat.read_template(tokenizer, options.chat_template)
+            if template is not None:
+                self._chat = chat.ChatRenderer(tokenizer, template=template, loss_on=options.loss_on, notes=self.notes)
+
+    def check_can_serve(self, format: str, *, file: str) -> None:
+        """Raise DataError if this tokenizer cannot encode rows of a format."""
+        if format != "input_ids" and self._tokenizer is None:
+            raise DataError(f"{file}: rows of format {format!r} need a tokenizer, and none was given.")
+        if format in ("messages", "conversations") and self._chat is None:
+            raise DataError(
+                f"{file}: rows of format {format!r} need a chat template, and the tokenizer has none. Give "
+                "chat_template."
+            )
+
+    def encode(
+        self, rows: Sequence[Mapping[str, Any]], *, format: str
+    ) -> list[Encoded | RowRejectedError | TokenIdError]:
+        """Return the tokens of each row, or the error that rejects it.
+
+        Args:
+            rows: Columns under the names of the format.
+            format: Format of all rows.
+
+        Cost:
+            One tokenizer call for all rows. A chat template is rendered once per row, and once more per turn if it has
+            no generation marks.
+        """
+        outcomes: list[Encoded | RowRejectedError | TokenIdError | chat.Rendered] = []
+        for row in rows:
+            try:
+                outcomes.append(self._take_ids(row) if format == "input_ids" else self._render(row, format=format))
+            except (RowRejectedError, TokenIdError) as error:
+                outcomes.append(error)
+        rendered = [outcome for outcome in outcomes if isinstance(outcome, chat.Rendered)]
+        encoded = iter(self._encode_rendered(rendered))
+        return [next(encoded) if isinstance(outcome, chat.Rendered) else outcome for outcome in outcomes]
+
+    def _render(self, row: Mapping[str, Any], *, format: str) -> chat.Rendered:
+        if format == "messages":
+            return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"))
+        if format == "conversations":
+            return self._render_chat(
+                read_conversation(row["conversations"], system=row.get("system")), tools=row.get("tools")
+            )
+        if format == "prompt_completion":
+            return self._render_prompt(row["prompt"], row["completion"])
+        if format == "instruction":
+            prompt = f"### Instruction:\n{check_text(row['instruction'], column='instruction')}\n\n"
+            extra = check_text(row.get("input", ""), column="input", may_be_empty=True)
+            prompt += f"### Input:\n{extra}\n\n" if extra.strip() else ""
+            return self._render_pair(prompt + "### Response:\n", check_text(row["output"], column="output"))
+        text = check_text(row["text"], column="text")
+        return chat.Rendered(text, ((0, len(text)),))
+
+    def _render_prompt(self, prompt: object, completion: object) -> chat.Rendered:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self._render_pair(
+                check_text(prompt, column="prompt") + self._options.separator,
+                check_text(completion, column="completion"),
+            )
+        if isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple)):
+            turns = check_messages(prompt, column="prompt", needs_assistant=False)
+            answers = check_messages(completion, column="completion")
+            return self._render_chat(turns + answers, num_context_turns=len(turns))
+        found = f"{type(prompt).__name__} and {type(completion).__name__}"
+        raise RowRejectedError(
+            WRONG_TYPE, f"prompt and completion must both be strings or both lists of messages, got {found}"
+        )
+
+    def _render_pair(self, prompt: str, completion: str) -> chat.Rendered:
+        begin = 0 if self._options.loss_on == "all" else len(prompt)
+        return chat.Rendered(prompt + completion, ((begin, len(prompt) + len(completion)),))
+
+    def _render_chat(
+        self, messages: list[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
+    ) -> chat.Rendered:
+        if self._chat is None:
+            raise DataError("Messages need a chat template, and the tokenizer has none. Give chat_template.")
+        return self._chat.render(messages, num_context_turns=num_context_turns, tools=tools)
+
+    def _encode_rendered(self, rendered: Sequence[chat.Rendered]) -> list[Encoded | TokenIdError]:
+        if not rendered:
+            return []
+        assert self._tokenizer is not None, "call check_can_serve first"
+        batch = self._tokenizer(
+            [example.text for example in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        encoded: list[Encoded | TokenIdError] = []
+        for number, example in enumerate(rendered):
+            if example.is_quoted:
+                ids, spans = self._encode_quoted(example)
+            else:
+                ids, spans = self._place_spans(batch, number, example, tokenizer=self._tokenizer)
+            # A chat template adds its own first and last tokens.
+            finished = self._finish(ids, spans, add_ends=not example.is_chat)._replace(notes=example.notes)
+            highest = int(finished.input_ids.max(initial=-1))
+            encoded.append(
+                finished if highest <= self._highest_id else TokenIdError(highest, "token id", self._allowed_ids)
+            )
+        return encoded
+
+    def _encode_quoted(self, example: chat.Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and trained spans of a conversation with control tokens as plain text in user turns."""
+        assert self._chat is not None
+        controls = self._chat.controls
+        batch, marked = controls.encode(example)
+        ids, spans = self._place_spans(batch, 0, marked, tokenizer=controls.marked)
+        return controls.own_ids(ids), spans
+
+    def _finish(self, ids: list[int], spans: list[tuple[int, int]], *, add_ends: bool) -> Encoded:
+        """Set the trained flags; add the tokenizer's prefix and a trained end-of-sequence token."""
+        if not ids:
+            return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
+        prefix = self._prefix_ids if add_ends and ids[: len(self._prefix_ids)] != self._prefix_ids else []
+        suffix = [self._eos_id] if add_ends and self._eos_id is not None and ids[-1] != self._eos_id else []
+        input_ids = np.asarray(prefix + ids + suffix, dtype=np.int64)
+        is_trained = np.zeros(len(input_ids), dtype=bool)
+        if self._options.loss_on == "all":
+            is_trained[:] = True
+        for begin, end in spans:
+            is_trained[len(prefix) + begin : len(prefix) + end] = True
+        if suffix:
+            is_trained[-1] = True
+        if not add_ends and spans and int(input_ids[len(prefix) + spans[-1][1] - 1]) not in self._special_ids():
+            self.notes[
+                "conversations whose last trained token is not a special token: the model may not learn to stop there"
+            ] += 1
+        return Encoded(input_ids, is_trained)
+
+    def _special_ids(self) -> frozenset[int]:
+        return self._chat.special_ids if self._chat is not None else frozenset()
+
+    def _place_spans(
+        self,
+        batch: Any,
+        number: int,
+        example: chat.Rendered,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and trained token spans; if a token crosses a span border, tokenise both sides separately.
+
+        At inference the prompt is tokenised alone, so a token across the border would never occur.
+        """
+        ids = list(batch["input_ids"][number])
+        borders = sorted({border for span in example.spans for border in span})
+        find = self._find_border_fast if tokenizer.is_fast else self._find_border_slow
+        found = {border: find(batch, number, example.text, border, ids) for border in borders}
+        if all(is_clean for _, is_clean in found.values()):
+            return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
+        cuts = [0, *(border for border in borders if 0 < border < len(example.text)), len(example.text)]
+        pieces = tokenizer(
+            [example.text[begin:end] for begin, end in pairwise(cuts)],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+        joined = [token for piece in pieces for token in piece]
+        if _decode(tokenizer, joined) == _decode(tokenizer, ids):
+            self.notes["examples tokenised in parts, because a token crossed from context into trained text"] += 1
+            place = dict(zip(cuts, np.cumsum([0, *map(len, pieces)]).tolist()))
+            return joined, [(place[begin], place[end]) for begin, end in example.spans]
+        # This tokenizer adds a prefix to each text, so parts do not add up to the whole. Keep the crossing token as
+        # context.
+        self.notes["examples with a token across the border of trained text, which is not trained"] += 1
+        return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
+
+    def _find_border_fast(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:
+        """Return the first token that begins at or after a border, and whether no token crosses the border."""
+        if border == 0:
+            return 0, True
+        if border >= len(text):
+            return len(ids), True
+        for character in range(border, len(text)):
+            token = batch.char_to_token(number, character)
+            if token is not None:
+                break
+        else:
+            token = len(ids)
+        if token < len(ids) and batch.token_to_chars(number, token).start < border:
+            return token + 1, False
+        # White space that a tokenizer omits from its offsets appears as a gap before the border.
+        return token, token == 0 or batch.token_to_chars(number, token - 1).end == border
+
+    def _find_border_slow(self, batch: Any, number: int, text: str, border: int, ids: list[int]) -> tuple[int, bool]:
+        """Find the border by tokenising the text before it; no token crosses it if those ids are a prefix of all."""
+        assert self._tokenizer is not None
+        if border >= len(text):
+            return len(ids), True
+        before = self._tokenizer(text[:border], add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
+        return len(before), ids[: len(before)] == list(before)
+
+    def _take_ids(self, row: Mapping[str, Any]) -> Encoded:
+        ids = self._to_array(row["input_ids"], column="input_ids")
+        if ids.size and (ids.min() < 0 or ids.max() > self._highest_id):
+            raise TokenIdError(int(ids.min() if ids.min() < 0 else ids.max()), "token id", self._allowed_ids)
+        if row.get("labels") is None:
+            return Encoded(ids, np.ones(len(ids), dtype=bool))
+        labels = self._to_array(row["labels"], column="labels")
+        is_trained = labels != IGNORED_LABEL
+        named = labels[is_trained]
+        if named.size and (named.min() < 0 or named.max() > self._highest_id):
+            raise TokenIdError(
+                int(named.min() if named.min() < 0 else named.max()), "label", f"{self._allowed_ids} or {IGNORED_LABEL}"
+            )
+        if len(labels) != len(ids):
+            raise RowRejectedError(LABELS_DIFFER, f"{len(ids)} input_ids and {len(labels)} labels")
+        if (named != ids[is_trained]).any():
+            place = int(np.flatnonzero(is_trained & (labels != ids))[0])
+            raise RowRejectedError(
+                LABELS_DIFFER,
+                f"position {place} has label {int(labels[place])} and id {int(ids[place])}; labels must be unshifted "
+                "ids or -100",
+            )
+        return Encoded(ids, is_trained if self._options.loss_on == "completion" else np.ones(len(ids), dtype=bool))
+
+    @property
+    def _highest_id(self) -> int:
+        return MAX_TOKEN_ID if self._vocab_size is None else self._vocab_size - 1
+
+    @property
+    def _allowed_ids(self) -> str:
+        return f"ids are 0 to {self._highest_id}" + (
+            "" if self._vocab_size is None else f", the embedding has {self._vocab_size} rows"
+        )
+
+    def _to_array(self, value: object, *, column: str) -> np.ndarray:
+        if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+            return value.astype(np.int64)
+        if not isinstance(value, (list, tuple)) or not all(type(entry) is int for entry in value):
+            raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of integers")
+        try:
+            return np.asarray(value, dtype=np.int64)
+        except OverflowError:
+            raise TokenIdError(max(value, key=abs), column, self._allowed_ids) from None
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _find_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer adds before a text, such as a beginning-of-sequence token."""
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for begin in range(len(whole) - len(plain) + 1):
+        if whole[begin : begin + len(plain)] == plain:
+            return whole[:begin]
+    return []
