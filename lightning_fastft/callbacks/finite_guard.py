@@ -53,8 +53,9 @@ class FiniteGuard(Callback):
 
     One flag per rank is formed on the device from the losses of all micro-batches of the step and the square of the
     norm of all gradients: a norm above 1.8e19 counts too, because its square overflows the second moment (256 for an
-    element of an fp16 gradient under torch's Adam or AdamW, which keep the moments in fp16). The flag is joined over all ranks and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step counts
-    keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves
+    element of an fp16 gradient under torch's Adam or AdamW, which keep the moments in fp16). The flag is joined over
+    all ranks and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step counts keep their
+    bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves
     on, as Lightning's does behind any step; the gradients are dropped with the next window. Each skipped step is warned
     about with its packs, once its flag is on the host. The run stops when max_skips of its last 100 steps were skipped.
 
