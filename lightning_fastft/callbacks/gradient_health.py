@@ -29,8 +29,9 @@ class GradientHealth(Callback):
     Only steps count that could train: a learning rate above 0, at least one labelled token in the accumulation window,
     and not skipped (a training step that returned nothing, a gradient scaler that found infinities). A gradient that is
     not finite in such a step stops the run at once, and so does one whose square overflows the optimizer moments. What
-    the optimizer was given is looked at right after its step, after clipping unless that is part of the step. A run whose learning rate stays 0, or that never meets a labelled
-    token, is warned about after num_steps optimizer steps and fails at its end. Later steps cost nothing.
+    the optimizer was given is looked at right after its step, after clipping unless that is part of the step. A run
+    whose learning rate stays 0, or that never meets a labelled token, is warned about after num_steps optimizer steps
+    and fails at its end. Later steps cost nothing.
 
     Args:
         num_steps: Steps to judge, at least 3.

@@ -5,8 +5,8 @@ A folder is written beside its place and renamed: it is there in full or not at 
 
 from __future__ import annotations
 
-import hashlib
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -173,18 +173,17 @@ class TokenizedDataset:
     def __reduce__(self) -> tuple[Callable[..., TokenizedDataset], tuple[Any, ...]]:
         if self.path is not None:
             return _reopen, (self.path,)
-        arrays = {
-            "id_T": self._id_T,
-            "trained_bits": self._trained_bits,
-            "start_N1": self._start_N1,
-            "num_labelled_N": self.num_labelled_N,
-        }
-        described = {
-            "report": self.report,
-            "fingerprint": self.fingerprint,
-            "content_digest": self._content_digest,
-        }
-        return functools.partial(TokenizedDataset, **arrays, **described), ()
+        held = functools.partial(
+            TokenizedDataset,
+            id_T=self._id_T,
+            trained_bits=self._trained_bits,
+            start_N1=self._start_N1,
+            num_labelled_N=self.num_labelled_N,
+            report=self.report,
+            fingerprint=self.fingerprint,
+            content_digest=self._content_digest,
+        )
+        return held, ()
 
 
 def _reopen(path: Path) -> TokenizedDataset:
