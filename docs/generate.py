@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_fastft
+from benchmarks.model_types import build_model
 from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
@@ -25,6 +27,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import FAMILIES, check_servable
+from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.moe.install import install_bincount_router
 
 DOCS = Path(__file__).parent
@@ -90,7 +93,9 @@ def write_support() -> str:
         "says so.\n",
         "## Refused, and why\n",
         *refusals,
-        "\n## Strategies\n",
+        "",
+        *_describe_default_lora(),
+        "## Strategies\n",
         "| | `fastft` | `fastft_ddp` | `fastft_fsdp` |",
         "|---|---|---|---|",
         "| LoRA, QLoRA, full fine-tuning | yes | yes | yes |",
@@ -112,6 +117,39 @@ def build_on_meta(family: str) -> Any:
         config.layer_types = kinds[:NUM_LAYERS]
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+def _describe_default_lora() -> list[str]:
+    """Return what LoRA without targets adapts of each mixture in the table of families, as tiny models show it."""
+    forms = {family: form for family in (*FAMILIES, *MORE_FAMILIES) if (form := _judge_default_lora(family))}
+    return [
+        "## Default LoRA on mixtures\n",
+        "`FineTuner(lora={...})` without `target_modules` and `target_parameters` takes one of two forms, by how PEFT "
+        "reads the family's",
+        "checkpoints. *linear*: every linear layer of the text part but the head, with shared experts and dense "
+        "layers; no routed expert",
+        "and no router that is not a plain linear layer. *experts*: the stacks of all routed experts and the router, "
+        "with every linear layer",
+        "that is not called `gate_proj`, `up_proj`, `down_proj` or `gate`: shared experts and dense feed-forward "
+        "layers of those names get",
+        "none. Name the targets of a mixture ([guide](guide.md#mixture-of-experts)). A test builds every mixture that "
+        "transformers has and",
+        "finds it in one of the forms (`pytest tests/hf/test_default_lora.py`).\n",
+        "| family | default LoRA |",
+        "|---|---|",
+        *(f"| `{family}` | {form} |" for family, form in forms.items()),
+        "",
+    ]
+
+
+def _judge_default_lora(family: str) -> str:
+    """Return the form that default LoRA takes on a family; empty where it is dense."""
+    model = build_model(family)
+    if isinstance(model, str) or not any(".experts." in name for name, _ in model.named_parameters()):
+        return ""
+    adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
+    trained = [name for name, param in adapted.named_parameters() if param.requires_grad]
+    return "experts" if any(".experts." in name for name in trained) else "linear"
 
 
 def _judge_packing(family: str, model: Any) -> tuple[str, str]:

@@ -52,9 +52,10 @@ class FiniteGuard(Callback):
     many.
 
     One flag per rank is formed on the device from the losses of all micro-batches of the step and the square of the
-    norm of all gradients: a norm above 1.8e19 counts too, because its square overflows the second moment. The flag is
-    joined over all ranks and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step counts
-    keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves
+    norm of all gradients: a norm above 1.8e19 counts too, because its square overflows the second moment (256 for an
+    element of an fp16 gradient under torch's Adam or AdamW, which keep the moments in fp16). The flag is joined over
+    all ranks and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step counts keep their
+    bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves
     on, as Lightning's does behind any step; the gradients are dropped with the next window. Each skipped step is warned
     about with its packs, once its flag is on the host. The run stops when max_skips of its last 100 steps were skipped.
 
@@ -161,6 +162,8 @@ class FiniteGuard(Callback):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+        if isinstance(inner, torch.optim.Adam):
+            self._norms += _squares_in_fp16(grads, device=trainer.strategy.root_device)
         found_inf = self._flag_of(_norm_of(grads, device=trainer.strategy.root_device))
         if _takes_flag(inner):
             inner.found_inf = found_inf
@@ -325,15 +328,32 @@ def _norm_of(grads: Sequence[torch.Tensor], *, device: torch.device) -> torch.Te
     """Return the L2 norm of what this rank holds of all gradients; shape (), fp32; reads each once, with no host
     wait.
     """
-    held = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
-    held = [grad._values() if grad.is_sparse else grad for grad in held]
-    held = [grad for grad in held if grad.numel()]
+    held = _held_values(grads)
     if not held:
         return torch.zeros((), device=device)
     # Squares of a narrow dtype overflow before the gradients do.
     dtype = torch.float64 if any(grad.dtype is torch.float64 for grad in held) else torch.float32
     norms = torch._foreach_norm(held, 2, dtype=dtype)
     return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms])).float()
+
+
+def _squares_in_fp16(grads: Sequence[torch.Tensor], *, device: torch.device) -> list[torch.Tensor]:
+    """Return the square of the largest fp16 gradient, infinite where fp16 cannot hold it; nothing without one.
+
+    torch's Adam keeps the moments of fp16 weights in fp16. Shape (), fp32.
+    """
+    narrow = _held_values([grad for grad in grads if grad.dtype is torch.float16])
+    if not narrow:
+        return []
+    largest = torch._foreach_norm(narrow, float("inf"))
+    return [torch.stack([each.to(device, non_blocking=True) for each in largest]).amax().square().float()]
+
+
+def _held_values(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the numbers that this rank holds of gradients: shards and sparse ones as plain tensors, none empty."""
+    held = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
+    held = [grad._values() if grad.is_sparse else grad for grad in held]
+    return [grad for grad in held if grad.numel()]
 
 
 def _describe(window: _Window, trainer: pl.Trainer) -> str:

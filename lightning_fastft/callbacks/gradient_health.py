@@ -28,9 +28,10 @@ class GradientHealth(Callback):
 
     Only steps count that could train: a learning rate above 0, at least one labelled token in the accumulation window,
     and not skipped (a training step that returned nothing, a gradient scaler that found infinities). A gradient that is
-    not finite in such a step stops the run at once. What the optimizer was given is looked at right after its step,
-    after clipping unless that is part of the step. A run whose learning rate stays 0, or that never meets a labelled
-    token, is warned about after num_steps optimizer steps and fails at its end. Later steps cost nothing.
+    not finite in such a step stops the run at once, and so does one whose square overflows the optimizer moments. What
+    the optimizer was given is looked at right after its step, after clipping unless that is part of the step. A run
+    whose learning rate stays 0, or that never meets a labelled token, is warned about after num_steps optimizer steps
+    and fails at its end. Later steps cost nothing.
 
     Args:
         num_steps: Steps to judge, at least 3.
@@ -42,8 +43,8 @@ class GradientHealth(Callback):
         NotTrainingError: From the training loop, with the names of the tensors and what to look at.
 
     Cost:
-        In judged steps two reads of the trainable tensors on the device; results are copied to pinned memory and read a
-        step late, no host wait.
+        In judged steps two reads of the trainable tensors and one of the optimizer state on the device; results are
+        copied to pinned memory and read a step late, no host wait.
 
     Source:
         own.

@@ -33,7 +33,7 @@ class OptimizerJudge:
         is_automatic: Lightning runs the backward, so a step without one was skipped.
 
     Cost:
-        In judged steps two reads of the tensors on the device; no host synchronisation.
+        In judged steps two reads of the tensors and one of the optimizer state on the device; no host synchronisation.
     """
 
     def __init__(
@@ -142,13 +142,26 @@ class OptimizerJudge:
             self._has_gradient[index] |= gradient is not None
             self._has_rate[index] |= has_rate[self._groups[index]]
         largest_P = _largest_values(gradients, self._device)
-        is_finite_P = torch.isfinite(largest_P)
+        # The square of a finite gradient may overflow the moments. They are read, because only the optimizer knows
+        # whether it squares, what it clips, and which dtype it keeps them in.
+        is_finite_P = torch.isfinite(largest_P) & self._find_finite_state()
         has_moved_P = _checksums(self._written(), self._device) != self._checksum_P
         seen_3P = torch.stack([is_finite_P & (largest_P > 0), ~is_finite_P, has_moved_P])
         if found_inf is not None:
             seen_3P = seen_3P & (found_inf.reshape(()) == 0)
         self._seen_3P = self._seen_3P | seen_3P
         self._copies.push((self._num_judged, self._num_steps), self._seen_3P)
+
+    def _find_finite_state(self) -> torch.Tensor:
+        """Return per parameter whether its optimizer state is finite; 8-bit moments by the scales of their blocks."""
+        states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        names = {name: None for state in states for name, held in state.items() if name != "step" and _has_values(held)}
+        is_finite_P = torch.ones(len(states), dtype=torch.bool, device=self._device)
+        for name in names:
+            held = [state.get(name) for state in states]
+            largest_P = _largest_values([each if _has_values(each) else None for each in held], self._device)
+            is_finite_P &= torch.isfinite(largest_P)
+        return is_finite_P
 
     def _read(self, arrived: Sequence[tuple[Any, torch.Tensor]]) -> None:
         for (num_judged, num_steps), seen_3P in arrived:
@@ -157,10 +170,9 @@ class OptimizerJudge:
             broken = [name for name, is_broken in zip(self.names, seen_3P[1].tolist()) if is_broken]
             if broken:
                 raise NotTrainingError(
-                    f"Gradients are not finite (NaN or infinity) in optimizer step {num_steps} of this run for "
-                    f"{len(broken)} of "
-                    f"{len(self.names)} tensors: {list_names(broken)}. Their weights are spoilt: go back to the last "
-                    "checkpoint. Look at the "
+                    "Gradients, or the optimizer moments made of their squares, are not finite (NaN or infinity) in "
+                    f"optimizer step {num_steps} of this run for {len(broken)} of {len(self.names)} tensors: "
+                    f"{list_names(broken)}. These tensors are spoilt: go back to the last checkpoint. Look at the "
                     "learning rate, at gradient clipping, at the data of that step, and at fp16 without a gradient "
                     "scaler."
                 )
@@ -270,6 +282,11 @@ def _largest_values(gradients: Sequence[torch.Tensor | None], device: torch.devi
             for gradient in gradients
         ]
     )
+
+
+def _has_values(held: object) -> bool:
+    """Whether an entry of an optimizer's state is a tensor of floating-point numbers."""
+    return isinstance(held, torch.Tensor) and held.is_floating_point() and held.numel() > 0
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ A folder is written under a temporary name and renamed, so that it is complete i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -170,33 +171,22 @@ class TokenizedDataset:
     def __reduce__(self) -> tuple[Callable[..., TokenizedDataset], tuple[Any, ...]]:
         if self.path is not None:
             return _reopen, (self.path,)
-        arrays = (self._id_T, self._trained_bits, self._start_N1, self.num_labelled_N)
-        return _rebuild, (*arrays, self.report, self.fingerprint, self._content_digest)
+        held = functools.partial(
+            TokenizedDataset,
+            id_T=self._id_T,
+            trained_bits=self._trained_bits,
+            start_N1=self._start_N1,
+            num_labelled_N=self.num_labelled_N,
+            report=self.report,
+            fingerprint=self.fingerprint,
+            content_digest=self._content_digest,
+        )
+        return held, ()
 
 
 def _reopen(path: Path) -> TokenizedDataset:
     """Open an entry in another process; the first process has verified it."""
     return TokenizedDataset.open(path, is_checked=False)
-
-
-def _rebuild(
-    id_T: np.ndarray,
-    trained_bits: np.ndarray,
-    start_N1: np.ndarray,
-    num_labelled_N: np.ndarray,
-    report: IngestReport,
-    fingerprint: str,
-    content_digest: str | None,
-) -> TokenizedDataset:
-    return TokenizedDataset(
-        id_T=id_T,
-        trained_bits=trained_bits,
-        start_N1=start_N1,
-        num_labelled_N=num_labelled_N,
-        report=report,
-        fingerprint=fingerprint,
-        content_digest=content_digest,
-    )
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:

@@ -69,7 +69,8 @@ class FineTuner(LightningModule):
         quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra
             ``qlora``); None for no quantisation.
         lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``; every linear layer but the
-            head is adapted unless it names targets. None trains every parameter.
+            head is adapted unless it names targets; on a mixture of experts it depends on the family
+            (docs/support.md), so name them there. None trains every parameter.
         init: "pretrained" reads the weights, "random" initialises them from the configuration.
         dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
         adapter_dtype: "float32" or "bfloat16".

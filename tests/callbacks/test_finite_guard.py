@@ -662,6 +662,53 @@ def test_a_finite_gradient_whose_square_is_not_changes_nothing(tmp_path, make, v
     assert guard.num_skipped == 1
 
 
+def adamw_8bit(params):
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, lr=1e-3, min_8bit_size=16)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "value", "clipping"),
+    [
+        (lambda ps: FusedAdamW(ps, lr=1e-3, optim_bits=8), torch.float32, 3e38, {}),
+        (lambda ps: FusedAdamW(ps, lr=1e-3, master_weights=True), torch.bfloat16, 3e38, {}),
+        (lambda ps: FusedAdamW(ps, lr=1e-3), torch.float32, 3e38, CLIPPING["norm"]),
+        (lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True), torch.float32, 3e38, CLIPPING["norm"]),
+        (lambda ps: torch.optim.AdamW(ps, lr=1e-3, eps=1e-4, fused=True), torch.float16, 3e4, {}),
+        (lambda ps: torch.optim.AdamW(ps, lr=1e-3, eps=1e-4), torch.float16, -3e2, {}),
+        (adamw_8bit, torch.float32, 3e38, {}),
+        (adamw_8bit, torch.bfloat16, 3e38, CLIPPING["norm"]),
+    ],
+    ids=[
+        "8 bits", "masters of bf16", "clipped by norm", "torch, clipped by norm", "pure fp16", "pure fp16, waiting",
+        "bitsandbytes", "bitsandbytes, bf16, clipped by norm",
+    ],
+)  # fmt: skip
+def test_a_finite_gradient_whose_square_is_not_leaves_every_kind_of_state_finite(
+    tmp_path, make, dtype, value, clipping
+):
+    class Module(PlainModule):
+        def configure_optimizers(self):
+            return make(list(self.parameters()))
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            if isinstance(optimizer, FusedAdamW):
+                if gradient_clip_val:
+                    optimizer.clip_next(gradient_clip_val)
+            else:
+                super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    huge, guard = HugeGradient(value), FiniteGuard(unsupported="wait")
+    with pytest.warns(UserWarning, match="skipped"):
+        quiet_trainer(tmp_path, strategy="fastft", callbacks=[huge, guard], max_steps=4, **clipping).fit(
+            Module(tiny_llama().to(dtype)), packed_loader(4)
+        )
+    assert huge.num_held > 0
+    assert huge.is_finite
+    assert guard.num_skipped == 1
+
+
 def test_waiting_beside_clipping_by_value_is_refused(tmp_path):
     class Module(PlainModule):
         def configure_optimizers(self):

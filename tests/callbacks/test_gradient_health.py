@@ -11,6 +11,7 @@ from torch import nn
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.optim import FusedAdamW
 from lightning_fastft.strategies.registry import register_strategies
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama
 
@@ -232,6 +233,62 @@ def test_gradient_that_is_not_finite_stops_at_once(tmp_path, value):
         fit(tmp_path, module)
     assert "checkpoint" in str(error.value)
     assert module.trainer.global_step == 2
+
+
+class HugeValue(PlainModule):
+    """Training whose gradients hold one finite value that is too large to be squared, from the second step on."""
+
+    def __init__(self, model, make, value=3e38):
+        super().__init__(model)
+        self.make, self.value = make, value
+
+    def on_after_backward(self):
+        if self.global_step == 1:
+            self.model.lm_head.weight.grad[3, 5] = self.value
+
+    def configure_optimizers(self):
+        return self.make(list(self.parameters()))
+
+
+def adamw_8bit(params):
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, lr=1e-3, min_8bit_size=16)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "value"),
+    [
+        (lambda params: FusedAdamW(params, lr=1e-3), torch.float32, 3e38),
+        (lambda params: FusedAdamW(params, lr=1e-3, optim_bits=8), torch.float32, 3e38),
+        (lambda params: FusedAdamW(params, lr=1e-3, master_weights=True), torch.bfloat16, -3e38),
+        (lambda params: torch.optim.AdamW(params, lr=1e-3), torch.float32, 1e25),
+        (lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4), torch.float16, 3e4),
+        (adamw_8bit, torch.float32, 3e38),
+    ],
+    ids=["ours", "ours in 8 bits", "masters of bf16", "torch", "pure fp16", "bitsandbytes"],
+)
+def test_finite_gradient_whose_square_is_not_stops_at_once(tmp_path, make, dtype, value):
+    module = HugeValue(tiny_llama().to(dtype), make, value)
+    with pytest.raises(NotTrainingError, match=r"not finite.* in optimizer step 2 .*1 of .*lm_head"):
+        fit(tmp_path, module)
+
+
+def test_finite_gradient_that_is_clipped_or_never_squared_raises_no_alarm(tmp_path):
+    for make in (lambda params: torch.optim.SGD(params, lr=1e-30), lambda params: FusedAdamW(params, lr=1e-3)):
+
+        class Clipped(HugeValue):
+            def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+                if isinstance(optimizer, FusedAdamW):
+                    optimizer.clip_next(1.0)
+
+        model = tiny_llama()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # A rate too small to move fp32 weights is not what is judged here.
+            health = GradientHealth(num_steps=4, allow_zero=["*"])
+            fit(tmp_path, Clipped(model, make), health=health)
+        assert health.status().state == "active"
 
 
 def test_learning_rate_of_zero_for_ever_is_warned_about_and_fails_at_the_end(tmp_path):
