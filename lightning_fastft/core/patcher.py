@@ -18,9 +18,9 @@ _ModuleT = TypeVar("_ModuleT", bound="nn.Module")
 class ModelPatcher:
     """Change modules and attributes of model instances, and undo every change.
 
-    A run has one patcher (``strategies.patching.patcher_of``). Only instances change: never a class, a module of another
-    library or source text. A swapped module shares the ``__dict__`` of the module it replaces (``share_state``), so
-    parameters, optimizer state and state-dict keys stay the same.
+    A run has one patcher (``strategies.patching.patcher_of``). Only instances change: never a class, a module of
+    another library or source text. A swapped module shares the ``__dict__`` of the module it replaces
+    (``share_state``), so parameters, optimizer state and state-dict keys stay the same.
 
     Example:
         >>> from torch import nn

@@ -21,7 +21,8 @@ SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}
-{{- '<|im_start|>assistant\\n' -}}{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}{{- '\\n' -}}
+{{- '<|im_start|>assistant\\n' -}}{%- generation -%}
+{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}{{- '\\n' -}}
 {%- else -%}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
 {%- endif -%}

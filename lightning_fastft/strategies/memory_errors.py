@@ -29,7 +29,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is an allocation that failed, and has not been explained yet.
 
     Example:
-        >>> [is_out_of_memory(error) for error in (torch.OutOfMemoryError("..."), RuntimeError("CUDA error: out of memory"), ValueError())]
+        >>> errors = (torch.OutOfMemoryError("..."), RuntimeError("CUDA error: out of memory"), ValueError())
+        >>> [is_out_of_memory(error) for error in errors]
         [True, True, False]
     """
     if isinstance(error, FastFTError):

@@ -99,7 +99,8 @@ class FineTuner(LightningModule):
         OptionError: A value is not allowed, or two options do not fit.
 
     Example:
-        >>> tuner = FineTuner({"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}, init="random", lora={"r": 4})
+        >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+        >>> tuner = FineTuner(config, init="random", lora={"r": 4})
         >>> tuner.vocab_size
         64
     """

@@ -26,7 +26,8 @@ def group_parameters(
 
     Example:
         >>> norm, matrix = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))
-        >>> [(group["weight_decay"], len(group["params"])) for group in group_parameters([norm, matrix], weight_decay=0.1)]
+        >>> groups = group_parameters([norm, matrix], weight_decay=0.1)
+        >>> [(group["weight_decay"], len(group["params"])) for group in groups]
         [(0.1, 1), (0.0, 1)]
     """
     shared = {} if learning_rate is None else {"lr": learning_rate}

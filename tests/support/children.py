@@ -64,7 +64,8 @@ def run_on_device(file):
 def compile_kernels(script, *arguments):
     """Run a script that compiles kernels for GPUs that need not be here; return what it prints.
 
-    The first argument of scripts of two lanes is the lane: every form and every device is compiled in "promises", all of both in "faults".
+    The first argument of scripts with two lanes is the lane. "promises" compiles every form and every device once,
+    "faults" all combinations.
     """
     pytest.importorskip("triton")
     command = [sys.executable, "-W", "ignore", "-c", f"import tests.support.bare_package\n{script}", *arguments]

@@ -50,14 +50,14 @@ def exchange_language_once_per_launch():
 
 
 def check_no_overflow_for_nothing():
-    """Leave out what the interpreter computes to see an overflow of integers, and throws away where kernels are not debugged."""
+    """Skip the overflow check, whose result the interpreter drops unless kernels are debugged."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def make_types_once():
-    """Let one type serve every block of its dtype and shape, and work out once what is told by a type: nothing changes a type that is made.
+    """Share one type among all blocks of its dtype and shape, and compute its properties once; types never change.
 
     The interpreter makes some types for every operation: a quarter of its time (measured as above).
     """
@@ -88,7 +88,7 @@ def make_types_once():
 
 
 def by_identity(function):
-    """Return the function of one argument with each result kept, beside the argument, whose identity then is no other's."""
+    """Cache a function of one argument by the identity of the argument, which the cache keeps alive."""
     kept = {}
 
     def find(argument):
