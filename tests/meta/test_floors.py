@@ -15,7 +15,7 @@ PLACES = (
     ("kernels/*/op.py", (1, 2)),
     ("kernels/", (1, 1)),
     ("planner/", (1, 0)),
-    *((f"checkpoint/{name}.py", (1, 0)) for name in ("archives", "signing", "files")),
+    *((f"checkpoint/{name}.py", (1, 0)) for name in ("archives", "atomic", "digests", "signing", "files")),
     ("activations/", (2, 0)),
     ("hf/", (3, 0)),
     ("patches/", (4, 0)),
