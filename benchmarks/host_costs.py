@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from lightning_fastft.checkpoint.files import hash_file
+from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.demo.files import TURN_END, write_demo_files
 from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.hf.base_digest import digest_files
