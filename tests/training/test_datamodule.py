@@ -586,7 +586,7 @@ def test_mapping_to_a_column_that_no_row_has_is_named_with_what_was_meant(tmp_pa
     source = [{"question": "a", "answer": "b"}] if name == "rows" else str(tmp_path / name)
     options = {"cache_dir": None, "num_proc": 1, "show_progress": False}
     wrong = PackedDataModule(source, columns={"prompt": "question", "completion": "answr"}, **options)
-    with pytest.raises(DataError, match="'answr'.*Did you mean 'answer'"):
+    with pytest.raises(DataError, match=r"'answr'.*Did you mean 'answer'"):
         wrong.setup("fit")
     with pytest.raises(
         DataError, match=r"make no known format .* --data.columns.prompt question --data.columns.completion answer"
