@@ -71,7 +71,7 @@ class Watchdog(Callback):
     Cost:
         Some 20 microseconds of the host per micro-batch, with one system call, no collective and no host wait. One
         process per rank of some 10 MiB that reads its rank's place four times a second and writes one small file per
-        second. Two collectives at the start of the run.
+        second. Three collectives at the start of the run.
 
     Source:
         own
@@ -241,6 +241,9 @@ class Watchdog(Callback):
                 folder=str(folder),
                 meeting=str(meeting),
             )
+            # Written here, because the process may start late: the watchdog that leaves last removes the folder and
+            # the verdict in it.
+            watch_process.write_state(job, watch_process.first_state(job, watch_process.read_beat(self._memory)))
             # A session of its own: Ctrl-C and SIGHUP are for the rank.
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a file of this package
                 [sys.executable, "-I", "-S", watch_process.__file__, json.dumps(job._asdict())],
@@ -249,6 +252,8 @@ class Watchdog(Callback):
                 pass_fds=(job.record_fd, job.stacks_fd),
                 start_new_session=True,
             )
+        # No rank can die in a batch before each one has a state file.
+        trainer.strategy.barrier()
 
     def _stop(self) -> None:
         """Let the watching process go; a second call does nothing."""

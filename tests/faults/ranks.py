@@ -9,12 +9,14 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fastft.callbacks.watchdog import Watchdog
+from lightning_fastft.monitor import watch_process
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from tests.faults.saves import fork
@@ -24,6 +26,11 @@ from tests.support.training_parts import packed_loader, quiet_trainer
 NUM_RANKS = 2
 # Micro-batch 7 of the run is the first of optimizer step 4, behind those that are given longer.
 ACCUMULATE, HURT_AT, HURT_STEP = 2, 6, 4
+SLOW_WATCHDOG = """
+import runpy, time
+time.sleep(5)
+runpy.run_path({path!r}, run_name="__main__")
+"""
 
 
 class Fault(Callback):
@@ -130,9 +137,12 @@ def run_job(
     watched=True,
     num_batches=(24, 24),
     limit_s=300.0,
+    slow_watchdog=None,
 ):
-    """Run a job with one hurt rank, and return how it ended; what is still there after limit_s is killed, with
-    code None.
+    """Run a job with one hurt rank, and return how it ended.
+
+    A rank that is left after limit_s is killed, with code None. The watchdog process of rank slow_watchdog starts 5 s
+    late, as on a busy machine.
     """
     port = free_port()
 
@@ -151,6 +161,10 @@ def run_job(
         if num_ranks > 1:
             os.environ |= {name: str(value) for name, value in names.items()}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+        if number == slow_watchdog:
+            slow = folder / Path(watch_process.__file__).name
+            slow.write_text(SLOW_WATCHDOG.format(path=watch_process.__file__))
+            watch_process.__file__ = str(slow)
         callbacks = [Watchdog(timeout_s=timeout_s)] if watched else []
         callbacks += [Fault(kind, write, rank=rank)] if kind != "uneven" else []
         train(folder, strategy=strategy, num_ranks=num_ranks, callbacks=callbacks, num_batches=num_batches[number])

@@ -63,6 +63,12 @@ def test_dead_rank_ends_one_that_hears_nothing_of_it_long_before_the_timeout(tmp
     assert "rank 0 when it was killed" in end.report
 
 
+def test_dead_rank_ends_one_whose_watchdog_starts_late(tmp_path):
+    end = run_job(tmp_path, kind="kill_beside_one_that_is_busy", timeout_s=3600.0, slow_watchdog=0, limit_s=60.0)
+    assert end.codes == [-9, -9], end.said[-4000:]
+    assert "rank 1 is dead: killed" in end.report
+
+
 def test_rank_killed_in_a_save_is_blamed_alone_where_its_end_takes_another_one_along(tmp_path):
     end = run_job(tmp_path, kind="kill_in_a_save", timeout_s=3600.0)
     assert end.codes == [-6, -9], end.said[-4000:]
