@@ -117,33 +117,6 @@ def read_beat(memory: mmap.mmap) -> Beat:
     return Beat(num_beats, num_batches, step, phase, bool(is_first), failed_at_s, text)
 
 
-def state_path(job: Job, rank: int) -> Path:
-    """Return the file in which the watchdog of a rank publishes its state."""
-    return Path(job.meeting) / f"rank-{rank}"
-
-
-def first_state(job: Job, beat: Beat) -> dict[str, Any]:
-    """Return the state of a rank that runs."""
-    return {
-        "rank": job.rank,
-        "pid": job.pid,
-        "host": socket.gethostname(),
-        "condition": "runs",
-        "gone_at_s": 0.0,
-        "idle_s": 0.0,
-        "frames": [],
-        **beat._asdict(),
-    }
-
-
-def write_state(job: Job, state: dict[str, Any]) -> None:
-    """Write the state file of a rank in one step."""
-    path = state_path(job, job.rank)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(state))
-    part.replace(path)
-
-
 class RankWatch:
     """Watch one rank, and end it if it or another rank makes no progress.
 
@@ -167,7 +140,10 @@ class RankWatch:
         self._stacks = ""
 
     def run(self) -> None:
-        """Watch until the rank is done, dead or killed."""
+        """Say that the watch has begun, then watch until the rank is done, dead or killed."""
+        # Before the rank goes on: the watchdog that leaves last removes the folder and the verdict in it.
+        self._publish()
+        os.close(1)
         while True:
             self._wait(POLL_S)
             if self.beat.phase == Phase.DONE:
@@ -193,8 +169,11 @@ class RankWatch:
         if self.beat.phase == Phase.LEAVING:
             self._leave(keep=True)
             return
-        # The watchdog of a rank that failed first has written its verdict by then.
-        self._wait(2 * POLL_S)
+        # The watchdog of a rank that died first has written its verdict by then, on a busy machine too.
+        if self.beat.phase == Phase.FAILED and self.job.num_ranks > 1:
+            self._settle()
+        else:
+            self._wait(2 * POLL_S)
         if self._verdict_path.exists():
             self._leave()
         else:
@@ -250,20 +229,29 @@ class RankWatch:
     def _verdict_path(self) -> Path:
         return Path(self.job.meeting) / "verdict"
 
+    def _state_path(self, rank: int) -> Path:
+        return Path(self.job.meeting) / f"rank-{rank}"
+
     def _state(self) -> dict[str, Any]:
         return {
-            **first_state(self.job, self.beat),
+            "rank": self.job.rank,
+            "pid": self.job.pid,
+            "host": socket.gethostname(),
             "condition": self.condition,
             "gone_at_s": self.gone_at_s,
             "idle_s": max(self.idle_s, self.stopped_s),
             "frames": read_frames(self._stacks),
+            **self.beat._asdict(),
         }
 
     def _publish(self) -> None:
         self._since_publish_s = 0.0
+        path = self._state_path(self.job.rank)
+        part = path.with_suffix(".part")
         # Keep watching if the folder is missing or full for a moment.
         with contextlib.suppress(OSError):
-            write_state(self.job, self._state())
+            part.write_text(json.dumps(self._state()))
+            part.replace(path)
 
     def _read_others(self) -> list[dict[str, Any]]:
         """Return the last states of the other ranks, without ranks that are done or use another folder."""
@@ -271,13 +259,13 @@ class RankWatch:
         for rank in range(self.job.num_ranks):
             if rank != self.job.rank:
                 with contextlib.suppress(OSError, ValueError):
-                    found.append(json.loads(state_path(self.job, rank).read_text()))
+                    found.append(json.loads(self._state_path(rank).read_text()))
         return found
 
     def _leave(self, *, keep: bool = False) -> None:
         """Remove the state file; that of a rank that left early stays until the last rank leaves."""
         if not keep:
-            state_path(self.job, self.job.rank).unlink(missing_ok=True)
+            self._state_path(self.job.rank).unlink(missing_ok=True)
         if all(state["condition"] == "gone" and state["phase"] == Phase.LEAVING for state in self._read_others()):
             shutil.rmtree(self.job.meeting, ignore_errors=True)
 
