@@ -2,11 +2,16 @@
 triton is imported.
 """
 
+import contextlib
+import io
 import itertools
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -62,16 +67,22 @@ def run_on_device(file):
 
 
 def compile_kernels(script, *arguments):
-    """Run a script that compiles kernels for GPUs that need not be here; return what it prints.
+    """Run a script in this process that compiles kernels for GPUs that need not be here; return what it prints.
 
     The first argument of scripts with two lanes is the lane. "promises" compiles every form and every device once,
     "faults" all combinations.
     """
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", "-c", f"import tests.support.bare_package\n{script}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=_compiled(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    said = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(sys, "argv", ["script", *arguments]),
+        contextlib.redirect_stdout(said),
+    ):
+        path = Path(folder) / "script.py"
+        path.write_text(script)
+        runpy.run_path(str(path), run_name="__main__")
+    return said.getvalue()
 
 
 def _run_tests(file, *options, environment):

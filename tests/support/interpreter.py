@@ -9,6 +9,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 import tests.support.bare_package  # noqa: F401 (before any test imports the package)
+from tests.support.covering import keep_covering_cases
 
 
 def pytest_configure():
@@ -19,10 +20,11 @@ def pytest_configure():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Put the tests of planted faults and their control into their lane, before pytest selects by marks."""
+    """Mark planted faults, their control, and cases that repeat values, before pytest selects by marks."""
     for item in items:
         if item.originalname.endswith(("is_seen", "same_check_passes", "same_checks_pass")):
             item.add_marker(pytest.mark.fault)
+    keep_covering_cases([item for item in items if not item.get_closest_marker("fault")])
 
 
 def exchange_language_once_per_launch():

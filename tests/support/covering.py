@@ -1,0 +1,20 @@
+"""Selection of test cases that cover every parameter value once."""
+
+import pytest
+
+
+def keep_covering_cases(items):
+    """Mark every case as ``fault`` whose parameter values all occur in cases of the same test that were kept.
+
+    Each value of each parameter keeps at least one case; combinations of them run in the fault lane.
+    """
+    seen = set()
+    for item in sorted(items, key=lambda item: item.nodeid):
+        values = (
+            {(item.function, name, repr(value)) for name, value in item.callspec.params.items()}
+            if hasattr(item, "callspec")
+            else set()
+        )
+        if values and values <= seen:
+            item.add_marker(pytest.mark.fault)
+        seen |= values
