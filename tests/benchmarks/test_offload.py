@@ -562,7 +562,7 @@ def test_buffers_call_flushes_rows_and_goes_on_where_it_ended(tmp_path, capsys):
     assert "two buffers against offload1" in (tmp_path / "table.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_small_cards_try_modes_until_one_trains(tmp_path, capsys):
     arguments = [
         "small-cards",

@@ -357,7 +357,7 @@ def fresh(root):
     return root
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_all_combinations_train_the_same_step(fresh, tmp_path):
     modes = [one.mode for one in all_combinations(WORKLOADS[MIXTURE], attention="sdpa")]
     records = run(fresh, tmp_path, *modes, f"{modes[1]}#2")

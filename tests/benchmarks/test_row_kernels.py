@@ -40,7 +40,7 @@ raise SystemExit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_every_kernel_and_every_form_has_a_time(tmp_path):
     pytest.importorskip("triton")
     arguments = [

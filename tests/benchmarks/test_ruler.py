@@ -439,7 +439,7 @@ def test_a_system_whose_documents_see_each_other_is_refused(records, monkeypatch
     assert "summary" not in row
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_one_arm_cannot_stop_another(files, root, tmp_path):
     template = Case("tiny", "", "", num_warmup=2, num_steps=2)
     # A mode that does not exist ends its process; the next arm runs.

@@ -96,7 +96,7 @@ def test_every_folder_is_in_one_lane():
     assert sorted(name for names in lanes() for name in names) == sorted(CASES)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_every_kernel_is_launched_by_the_case_of_its_folder():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -74,9 +74,11 @@ def test_number_of_columns(num_columns, form):
     check_against_truth(triton, 9, num_columns, torch.bfloat16, form, device=DEVICE)
 
 
-def test_the_widest_row():
-    check_against_truth(triton, 3, 16_384, torch.bfloat16, LLAMA, device=DEVICE)
-    check_against_truth(triton, 3, 16_384, torch.float32, GPT_OSS, device=DEVICE)
+@pytest.mark.parametrize(
+    ("dtype", "form"), [(torch.bfloat16, LLAMA), pytest.param(torch.float32, GPT_OSS, marks=pytest.mark.fault)]
+)
+def test_the_widest_row(dtype, form):
+    check_against_truth(triton, 3, 16_384, dtype, form, device=DEVICE)
 
 
 @pytest.mark.usefixtures("few_programs")
