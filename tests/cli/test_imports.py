@@ -78,6 +78,16 @@ def test_named_package_is_allowed_for_one_command_only(folder, answer):
         "lightning.fabric.utilities.cloud_io._load",
         "lightning.pytorch.cli.instantiate_class",
         "transformers.pipeline",
+        "lightning.pytorch.callbacks.LambdaCallback",
+        "lightning.pytorch.callbacks.lambda_function.LambdaCallback",
+        "torchmetrics.text.BERTScore",
+        "torchmetrics.text.InfoLM",
+        "torchmetrics.text.ROUGEScore",
+        "torchmetrics.text.SacreBLEUScore",
+        "torchmetrics.text.bert.BERTScore",
+        "torchmetrics.text.infolm.InfoLM",
+        "torchmetrics.multimodal.CLIPScore",
+        "torchmetrics.wrappers.FeatureShare",
     ],
 )
 def test_loaders_of_allowed_packages_are_refused(path):

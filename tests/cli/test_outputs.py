@@ -107,6 +107,29 @@ def test_places_of_others_are_refused_in_a_file_and_taken_from_the_command_line(
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (rejected("kept.jsonl"), "link"),
+        (rejected("folder.jsonl"), "folder"),
+        (checkpoint(dirpath="plain"), "is no folder"),
+        (checkpoint(dirpath="runs", filename=".profile"), "leaves the folder"),
+        (logger(save_dir=".", name=".config"), "leaves the folder"),
+        (trainer(callbacks=[{"init_args": {"exclude_batches_path": "settings.json"}}]), "no run wrote"),
+        (rejected("a\0b.jsonl"), "NUL"),
+    ],
+)
+def test_links_files_and_hidden_names_in_the_current_folder_are_refused(config, reason, home):
+    """All of these lie inside the current folder, so that nothing else refuses them."""
+    (home / "work/target.jsonl").write_text("mine")
+    (home / "work/kept.jsonl").symlink_to(home / "work/target.jsonl")
+    (home / "work/folder.jsonl").mkdir()
+    (home / "work/plain").write_text("mine")
+    (home / "work/settings.json").write_text('{"mine": 1}')
+    with pytest.raises(OptionError, match=reason):
+        check_outputs(config, words=["fit"])
+
+
 def test_options_of_allowed_classes_are_the_users_own(home):
     config = trainer(callbacks=[{"class_path": "mine.Export", "init_args": {"out": "/somewhere/model"}}])
     check_outputs(config, words=["fit"], allowed=["mine"])
