@@ -33,6 +33,12 @@ def test_a_configuration_that_imports_or_never_ends_is_refused_as_a_mapping_and_
         parse_lora(LoraConfig(**fields))
 
 
+@pytest.mark.parametrize("field", ["cache_file", "covariance_file"])
+def test_a_configuration_that_names_a_file_is_refused(field):
+    with pytest.raises(OptionError, match="names a file"):
+        parse_lora({"init_lora_weights": "corda", "corda_config": {field: "poison.pt"}})
+
+
 def test_patterns_that_end_are_taken():
     for pattern in (
         r".*\.(q|k|v|o)_proj",
