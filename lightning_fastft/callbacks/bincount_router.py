@@ -1,6 +1,4 @@
-"""BincountRouter: the experts of mixture models on one stable sort, one count and grouped products, under any
-strategy.
-"""
+"""BincountRouter: route mixture-of-experts layers by one stable sort and one count, under any strategy."""
 
 from __future__ import annotations
 
@@ -17,17 +15,16 @@ if TYPE_CHECKING:
 
 
 class BincountRouter(ModelSwaps):
-    """Route tokens to experts by one stable sort and one count, without a host wait, in every transformers model inside
-    the LightningModule.
+    """Route tokens to experts by one stable sort and one count, without a host sync, in every transformers model.
 
-    Gather, grouped products, gate and weighted sum replace the experts function of transformers; routers, parameters
-    and state-dict keys stay. Works in training and evaluation, with adapters on the experts or without, for FineTuner
-    and for any LightningModule. Everything is taken back at the end and after an exception. A dense model is left
-    alone, and the table says so.
+    A gather, grouped GEMMs, the gate and a weighted sum replace the experts function of transformers; routers,
+    parameters and state-dict keys do not change. It serves training and evaluation, experts with or without adapters,
+    FineTuner and any other LightningModule. All changes are undone when the run ends, also after an exception. A dense
+    model is not changed, and the table says so.
 
     Raises:
-        UnsupportedModelError: A model has MoE layers and none can be served, or its experts are sharded (FSDP2); raised
-            when the model stands.
+        UnsupportedModelError: A model has MoE layers of which none is supported, or its experts are sharded (FSDP2);
+            raised once the model is built.
 
     Example:
         >>> BincountRouter().status()
@@ -43,7 +40,7 @@ class BincountRouter(ModelSwaps):
         return install_bincount_router(root, patcher)
 
     def check_start(self, pl_module: pl.LightningModule) -> None:
-        """Refuse experts that were whole when a FineTuner built its model and may have been cut since."""
+        """Refuse experts that were sharded after a FineTuner built its model."""
         from lightning_fastft.moe.install import check_unsharded
 
         check_unsharded(pl_module)

@@ -1,4 +1,4 @@
-"""FiniteGuard: a step whose loss or gradients are not finite changes nothing, is counted, and names its packs."""
+"""FiniteGuard: skip optimizer steps with a non-finite loss or gradient, count them, and name their packs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch.optim import Optimizer
 
-# One bad pack now and then is data; max_skips of them within so many steps is a run that has come apart.
+# An occasional bad pack is a data problem; max_skips of them in this many steps means that training diverged.
 WINDOW_STEPS = 100
 MOST_EXAMPLES_SHOWN = 8
 STATUS_NAME = "finite guard"
@@ -31,9 +31,7 @@ _FLAGS = ("loss", "gradients")
 
 
 class _Micro(NamedTuple):
-    """Where one micro-batch came from: its number in the epoch, and its place in the plan or -1, for each pack in
-    it.
-    """
+    """Origin of a micro-batch: its number in the epoch, and for each pack its index in the plan, or -1."""
 
     batch_idx: int
     plan_indices: tuple[int, ...]
@@ -41,44 +39,43 @@ class _Micro(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """One optimizer step, from 1, and the micro-batches of this rank that it was made of."""
+    """An optimizer step, counted from 1, and its micro-batches on this rank."""
 
     step: int
     micros: tuple[_Micro, ...]
 
 
 class FiniteGuard(Callback):
-    """Make an optimizer step change nothing where a loss or a gradient is NaN or infinite; count it; stop after too
-    many.
+    """Skip an optimizer step whose loss or gradients contain NaN or infinity, and stop the run after too many skips.
 
-    One flag per rank is formed on the device from the losses of all micro-batches of the step and the square of the
-    norm of all gradients: a norm above 1.8e19 counts too, because its square overflows the second moment (256 for an
-    element of an fp16 gradient under torch's Adam or AdamW, which keep the moments in fp16). The flag is joined over
-    all ranks and given to the optimizer as ``found_inf``: weights, averages, narrow copies and step counts keep their
-    bits on every rank. ``FusedAdamW`` and torch's fused optimizers take it. The learning-rate schedule moves
-    on, as Lightning's does behind any step; the gradients are dropped with the next window. Each skipped step is warned
-    about with its packs, once its flag is on the host. The run stops when max_skips of its last 100 steps were skipped.
+    Each rank computes a flag on the device from the losses of all micro-batches of the step and from the squared norm
+    of all gradients. A norm above 1.8e19 sets the flag too, because its square overflows the second moment; torch's
+    Adam and AdamW keep the moments of fp16 weights in fp16, where an element above 256 overflows. The flag is reduced
+    over all ranks and passed to the optimizer as ``found_inf``, so that weights, moments, low-precision copies and step
+    counts keep their bits on every rank. ``FusedAdamW`` and torch's fused optimizers read it. The learning-rate
+    schedule advances, as after any step. Gradients are dropped with the next window. A warning names the packs of each
+    skipped step once its flag is on the host. The run stops when max_skips of the last 100 steps were skipped.
 
-    With ``Trainer(precision="16-mixed")`` nothing is done: the loss scaler skips such steps itself. Manual optimization
-    is refused.
+    With ``Trainer(precision="16-mixed")`` the callback is inactive, because the loss scaler skips such steps. Manual
+    optimization is refused.
 
     Args:
-        max_skips: Skipped steps among the last 100 that stop the run, 1 to 100.
-        check_every_n_steps: How often flags are brought to the host. A run stops at most twice as many steps after the
-            step that fills max_skips; bad steps until then change nothing either.
-        unsupported: What happens with an optimizer that takes no ``found_inf``, such as those of bitsandbytes.
-            "refuse": the run is not guarded, and the status table says so; "wait": the host reads the flag in every
-            step and drops the gradients of a bad one, so that nothing is stepped.
+        max_skips: Number of skipped steps among the last 100 that stops the run, 1 to 100.
+        check_every_n_steps: Number of steps between two reads of flags on the host. The run stops at most twice this
+            many steps after the step that reaches max_skips; bad steps until then are skipped too.
+        unsupported: What to do with an optimizer that does not read ``found_inf``, such as those of bitsandbytes.
+            "refuse": do not guard the run, and say so in the status table. "wait": read the flag on the host in every
+            step and drop the gradients of a bad step.
 
     Raises:
         OptionError: A value is not allowed.
         NotTrainingError: From the training loop, on every rank at the same step: max_skips is reached.
 
     Cost:
-        A dozen launches on single numbers per step, one reduction of two numbers per rank over the ranks, and no host
-        wait: what is read was copied check_every_n_steps before. (On several ranks the host waits if the device is
-        further behind than that; all ranks must stop at the same step.) ``FusedAdamW`` that clips by norm hands its
-        norm over; otherwise gradients are read once more. "wait": one host wait per step.
+        About twelve launches on scalars per step, one all-reduce of two numbers per rank, and no host sync: flags are
+        read check_every_n_steps after they were copied. On several ranks the host syncs if the device is further behind
+        than that, because all ranks must stop at the same step. ``FusedAdamW`` that clips by norm provides its norm;
+        otherwise gradients are read once more. "wait": one host sync per step.
 
     Source:
         own; ``found_inf`` is the protocol of torch.amp.GradScaler.
@@ -99,20 +96,20 @@ class FiniteGuard(Callback):
         self._copies = AsyncScalarReader()
         self._recent: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self._trainer: pl.Trainer | None = None
-        # Of the accumulation window so far, and of the steps whose flags have not been sent yet.
+        # Of the current accumulation window, and of steps whose flags are not on their way to the host yet.
         self._micros: list[_Micro] = []
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._flags: list[tuple[_Window, torch.Tensor]] = []
 
     def status(self) -> Status:
-        """Return how steps are guarded, or why they are not, and how many were skipped as far as the host knows."""
+        """Return how steps are guarded, or why not, and the number of skips known to the host."""
         if self._base.state != "active":
             return self._base
         return self._base._replace(reason=f"{self._base.reason}; {self.num_skipped} of {self.num_steps} steps skipped")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find out how the optimizer can be told, and begin to guard it."""
+        """Find out how the optimizer takes the flag, and start to guard it."""
         self._stop()
         self.num_steps = self.num_skipped = 0
         self._recent.clear()
@@ -127,7 +124,7 @@ class FiniteGuard(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note where a batch came from; host integers only."""
+        """Record the origin of a batch; host integers only."""
         if self._trainer is not None:
             packed = find_packed_batches(batch)
             self._micros.append(
@@ -139,7 +136,7 @@ class FiniteGuard(Callback):
             )
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch on its device."""
+        """Keep the loss of a micro-batch on the device."""
         if self._trainer is not None:
             self._losses.append(loss.detach().reshape(()).float())
 
@@ -147,7 +144,7 @@ class FiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Judge the gradients before they are clipped, unless the optimizer does so with the norm that it clips by."""
+        """Check the gradients before clipping, unless the optimizer provides the norm that it clips by."""
         if self._trainer is None:
             return
         inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -167,19 +164,19 @@ class FiniteGuard(Callback):
         found_inf = self._flag_of(_norm_of(grads, device=trainer.strategy.root_device))
         if _takes_flag(inner):
             inner.found_inf = found_inf
-        # The host wait of unsupported="wait": an optimizer without the flag can only be kept from stepping by the host.
+        # The host sync of unsupported="wait": only the host can stop an optimizer that does not read the flag.
         elif bool(found_inf):
             inner.zero_grad(set_to_none=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Every so many steps: judge the flags that were sent before, then send the new ones."""
+        """Every check_every_n_steps: check the flags sent before, then send the new ones."""
         if self._trainer is not None and len(self._flags) >= self.check_every_n_steps:
-            # Ranks must stop at the same step: no rank may judge what another has not got yet.
+            # All ranks must stop at the same step, so all must have the same flags.
             self._judge(self._copies.poll() if trainer.world_size == 1 else self._copies.wait())
             self._send()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge the steps that are left; waits for the device once."""
+        """Check the remaining steps, with one host sync."""
         if self._trainer is None:
             return
         self._send()
@@ -189,15 +186,15 @@ class FiniteGuard(Callback):
             self._stop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let go of the optimizer."""
+        """Release the optimizer."""
         self._stop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Let go of the optimizer."""
+        """Release the optimizer."""
         self._stop()
 
     def _judge_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Status:
-        """Say how this run is guarded, or why it is not."""
+        """Return how this run is guarded, or why not."""
         if not pl_module.automatic_optimization:
             return Status(
                 STATUS_NAME,
@@ -234,7 +231,7 @@ class FiniteGuard(Callback):
         """
         trainer = self._trainer
         assert trainer is not None
-        # The second moment holds squares, which overflow long before the gradients do.
+        # The second moment holds squares, which overflow before the gradients do.
         squares = torch.stack([norm, *self._norms]).square()
         losses = torch.stack(self._losses or [torch.zeros_like(norm)])
         is_finite_2 = torch.stack([torch.isfinite(numbers).all() for numbers in (losses, squares)])
@@ -247,18 +244,16 @@ class FiniteGuard(Callback):
         return flag_R2.amax()
 
     def _send(self) -> None:
-        """Begin to copy the flags gathered so far."""
+        """Start to copy the gathered flags to the host."""
         if self._flags:
             windows, flags = zip(*self._flags)
             self._copies.push(windows, torch.stack(flags))
             self._flags = []
 
     def _judge(self, arrived: Sequence[tuple[Sequence[_Window], torch.Tensor]]) -> None:
-        """Count steps whose flags are on the host, tell of those that were skipped, and stop the run where they
-        are too many.
-        """
+        """Count the steps whose flags are on the host; warn about skipped ones, or stop the run."""
         for windows, flag_NR2 in arrived:
-            # A copy on the host that has arrived: reading it waits for nothing.
+            # Already on the host: no sync.
             for window, flag_R2 in zip(windows, flag_NR2.tolist()):
                 is_bad = any(any(flags) for flags in flag_R2)
                 self.num_steps += 1
@@ -268,10 +263,10 @@ class FiniteGuard(Callback):
                     self._tell(window, flag_R2)
 
     def _tell(self, window: _Window, flag_R2: list[list[float]]) -> None:
-        """Warn of one skipped step, or raise where it fills max_skips; every rank comes here at the same step."""
+        """Warn about a skipped step, or raise if it reaches max_skips; called on every rank for the same step."""
         trainer = self._trainer
         assert trainer is not None
-        # A gradient is the mean over the ranks by the time it is seen, so a loss says more about who is to blame.
+        # Gradients are already averaged over ranks, so the loss identifies the bad rank better.
         kind = 0 if any(flags[0] for flags in flag_R2) else 1
         bad_ranks = [rank for rank, flags in enumerate(flag_R2) if flags[kind]]
         described: list[Any] = [_describe(window, trainer)]
@@ -294,7 +289,7 @@ class FiniteGuard(Callback):
         )
 
     def _stop(self) -> None:
-        """Let go of the run: of the optimizer, of what is on the device, and of the trainer."""
+        """Release the optimizer, the tensors on the device, and the trainer."""
         optimizer: Any
         for optimizer in () if self._trainer is None else self._trainer.optimizers:
             if isinstance(optimizer, FusedAdamW):

@@ -1,4 +1,4 @@
-"""FusedKernels: decoder layers as a few fused Functions, under any strategy."""
+"""FusedKernels: run decoder layers as a few fused autograd Functions, under any strategy."""
 
 from __future__ import annotations
 
@@ -24,40 +24,39 @@ BASE_COMPUTES = ("model_dtype", "fp8", "fp8_reference")
 
 
 class FusedKernels(ModelSwaps):
-    """Run decoder layers as a few Functions with hand-written backwards, in every transformers model inside the
-    LightningModule.
+    """Run the decoder layers of every transformers model in the LightningModule as fused autograd Functions.
 
-    Norms with the residual, the projections to q, k and v with their LoRA, the norm and rotation of heads, the output
-    projection with the residual, and dense feed-forward blocks are one Function each; what is elementwise is rebuilt in
-    the backward instead of being saved. Parameters, state-dict keys and adapter files stay; a call that the Functions
-    cannot serve exactly (a cache, autocast, adapters that are no plain LoRA) runs the layer's own forward. Families
-    that are not served are left alone, and the table says so. Everything is taken back at the end and after an
-    exception.
+    One Function each serves the norm with its residual, the q, k and v projections with their LoRA, the norm and
+    rotation of heads, the output projection with its residual, and the dense feed-forward block. Elementwise results
+    are recomputed in the backward instead of saved. Parameters, state-dict keys and adapter files do not change. A call
+    that the Functions cannot serve exactly (a cache, autocast, adapters other than plain LoRA) runs the layer's own
+    forward. Unsupported families keep their layers, and the status table says so. All changes are undone when the run
+    ends, also after an exception.
 
-    On a GPU, frozen weights that are neither quantised nor sharded lie next to their adapters from ``on_fit_start`` to
-    ``on_train_end``, so that one product reads both. They are the same parameters with the same values, but their rows
-    are a little further apart: checkpoints of Lightning hold them whole, and who writes them with safetensors in that
-    time calls ``.contiguous()`` on each.
+    On a GPU, frozen weights that are neither quantised nor sharded share a padded buffer with their adapters from
+    ``on_fit_start`` to ``on_train_end``, so that one GEMM reads both. Parameters and values stay the same, but the rows
+    have a larger stride. Lightning checkpoints contain contiguous weights; call ``.contiguous()`` on each weight before
+    you write it with safetensors during that time.
 
     Args:
-        cuda_graphs: Record the forward and the backward of each layer as CUDA graphs after the first steps, so that a
-            step costs the host two launches per layer. For one device or DDP, LoRA without dropout or full fine-tuning,
-            packs of one length or two (``PackedDataModule(pad_to_max=True)``), and plans that send nothing to the host;
-            anything else runs as ever, and the table says why. Memory that the graphs need stays reserved between
-            steps, in validation too. "auto": only where the device is found to wait for the host in two micro-batches
-            after the first ones, and has the memory (within ``vram_budget`` where one is given); where recording fails,
-            layers run as ever, with a warning.
-        base_compute: How the products with frozen weights compute, forward and by the input. "model_dtype": in the
-            dtype of the model. "fp8": in e4m3 with a scale for each row, each output column and each row of gradients;
-            an approximation (about 3.7 % of a product's norm), so the loss follows that of bf16 nearly but not exactly.
-            Adapters, norms, attention, embeddings, the head and whatever is trained stay as ever. For bf16 models on
-            Ada, Hopper and Blackwell; elsewhere the layers run in the dtype of the model, and the table says so. NF4
-            weights are converted as they are used, dense ones once: two bytes of memory for each of them, beside the
-            weights that files, merging and generation read. "fp8_reference": the same numbers in plain PyTorch, on any
-            device and slowly, to look at curves.
+        cuda_graphs: Record the forward and backward of each layer as CUDA graphs after the first steps, so that the
+            host launches two graphs per layer and step. Requires one device or DDP, LoRA without dropout or full
+            fine-tuning, packs of at most two lengths (``PackedDataModule(pad_to_max=True)``), and a plan without
+            offload; otherwise the layers run without graphs and the table says why. Graph memory stays reserved
+            between steps, also in validation. "auto": record only if training is launch-bound in two micro-batches
+            after the first ones and the memory suffices (within ``vram_budget`` if one is given). If recording fails,
+            a warning is logged and the layers run without graphs.
+        base_compute: How products with frozen weights are computed, in the forward and in the gradient of the input.
+            "model_dtype": in the dtype of the model. "fp8": in e4m3 with one scale per row, per output column and per
+            row of gradients. This is an approximation (about 3.7 % of a product's norm), so the loss follows the bf16
+            loss closely but not exactly. Adapters, norms, attention, embeddings, the head and all trained weights keep
+            their dtype. Requires a bf16 model on Ada, Hopper or Blackwell; otherwise the layers run in the dtype of the
+            model and the table says so. NF4 weights are converted on use, dense weights once, for two more bytes per
+            weight; files, merging and generation read the original weights. "fp8_reference": the same numbers in plain
+            PyTorch on any device, slowly, to compare loss curves.
 
     Raises:
-        OptionError: cuda_graphs or base_compute is another.
+        OptionError: cuda_graphs or base_compute has another value.
 
     Example:
         >>> FusedKernels().status()
@@ -75,7 +74,7 @@ class FusedKernels(ModelSwaps):
         self._weight_buffers: list[FusedWeightBuffers] = []
 
     def status(self) -> list[Status]:
-        """Return what is active, for the table of the run; after the run, what was."""
+        """Return the statuses for the table of the run, also after the run."""
         return [
             *super().status(),
             *(weight_buffer.status() for weight_buffer in self._weight_buffers),
@@ -88,7 +87,7 @@ class FusedKernels(ModelSwaps):
         from lightning_fastft.fused.decoder import install_fp8_base, install_fused_layers
         from lightning_fastft.graphs.install import install_layer_graphs
 
-        # A FineTuner hands over its model alone, and makes the narrow copies of fp32 adapters after that.
+        # A FineTuner passes only its model, and makes low-precision copies of fp32 adapters later.
         statuses = install_fused_layers(root, patcher, awaits_copies=not isinstance(root, LightningModule))
         is_emulated = self.base_compute == "fp8_reference"
         self._fp8 = (
@@ -101,7 +100,7 @@ class FusedKernels(ModelSwaps):
         return statuses
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install, and move frozen weights next to their adapters, now that the model stands where it computes."""
+        """Install, and move frozen weights into buffers with their adapters, now that the model is on its device."""
         from lightning_fastft.fused.decoder import fuse_weight_buffers
 
         super().on_fit_start(trainer, pl_module)
@@ -109,13 +108,13 @@ class FusedKernels(ModelSwaps):
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the weights memory of their own again: what follows may merge and write them."""
+        """Make the weights contiguous again, because they may be merged or written next."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.give_back()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write whole weights, without the room for their adapters."""
+        """Write contiguous weights, without the padding for their adapters."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))

@@ -1,4 +1,4 @@
-"""GradientHealth: stop a run that does not train, and name the tensors."""
+"""GradientHealth: stop a run that does not train and name the tensors."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ if TYPE_CHECKING:
 
 
 class GradientHealth(Callback):
-    """Judge the first optimizer steps: every trainable tensor must get a finite, non-zero gradient and must move at
-    least once.
+    """Check in the first optimizer steps that every trainable tensor gets a finite, non-zero gradient and moves.
 
-    Only steps count that could train: a learning rate above 0, at least one labelled token in the accumulation window,
-    and not skipped (a training step that returned nothing, a gradient scaler that found infinities). A gradient that is
-    not finite in such a step stops the run at once, and so does one whose square overflows the optimizer moments. What
-    the optimizer was given is looked at right after its step, after clipping unless that is part of the step. A run
-    whose learning rate stays 0, or that never meets a labelled token, is warned about after num_steps optimizer steps
-    and fails at its end. Later steps cost nothing.
+    A step counts if it can train: its learning rate is above 0, its accumulation window has a labelled token, and it
+    was not skipped (by a training step that returned None or by the gradient scaler). A non-finite gradient in such a
+    step stops the run at once, as does a gradient whose square overflows the optimizer moments. Gradients are read
+    right after the optimizer step, so they are clipped unless the optimizer itself clips. A run whose learning rate
+    stays 0 or that never meets a labelled token gets a warning after num_steps optimizer steps and fails at its end.
+    Later steps cost nothing.
 
     Args:
-        num_steps: Steps to judge, at least 3.
-        allow_zero: Name patterns (``*`` and ``?``) of tensors that may stay without a gradient, such as experts of a
-            mixture that may get no token.
+        num_steps: Number of steps to check, at least 3.
+        allow_zero: Name patterns (``*`` and ``?``) of tensors that may have no gradient, such as experts that may
+            receive no token.
 
     Raises:
         OptionError: A value is not allowed.
-        NotTrainingError: From the training loop, with the names of the tensors and what to look at.
+        NotTrainingError: From the training loop, with the names of the tensors and what to check.
 
     Cost:
-        In judged steps two reads of the trainable tensors and one of the optimizer state on the device; results are
-        copied to pinned memory and read a step late, no host wait.
+        In checked steps, two passes over the trainable tensors and one over the optimizer state on the device. Results
+        are copied to pinned memory and read one step late, without a host sync.
 
     Source:
         own.
@@ -64,11 +63,11 @@ class GradientHealth(Callback):
         self._status = Status("gradient health", "inactive", "no training yet")
 
     def status(self) -> Status:
-        """Return what is being judged, or the verdict."""
+        """Return what is checked, or the result."""
         return self._status
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """List the trainable tensors and begin to watch the optimizers."""
+        """List the trainable tensors and start to watch the optimizers."""
         self._stop_watching()
         if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
             reason = (
@@ -101,7 +100,7 @@ class GradientHealth(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count labelled tokens on the host; a batch that is not packed counts as labelled."""
+        """Count labelled tokens on the host; an unpacked batch counts as labelled."""
         if self._judges:
             packed = find_packed_batches(batch)
             has_labels = any(found.context.num_labelled > 0 for found in packed) or not packed
@@ -109,12 +108,12 @@ class GradientHealth(Callback):
                 judge.has_labels |= has_labels
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """Note that this optimizer step has a backward."""
+        """Record that this optimizer step has a backward."""
         for judge in self._judges:
             judge.has_backward = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Read what has arrived from earlier steps, and judge it."""
+        """Read and check the results of earlier steps that have arrived."""
         for judge in self._judges:
             judge.judge()
         if self._judges and all(judge.is_done for judge in self._judges):
@@ -126,7 +125,7 @@ class GradientHealth(Callback):
             rank_zero_info(f"GradientHealth: {self._status.reason}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge a run that ended before the steps were over."""
+        """Check a run that ended before num_steps."""
         for judge in self._judges:
             judge.finish()
         self._stop_watching()
@@ -140,7 +139,7 @@ class GradientHealth(Callback):
         self._stop_watching()
 
     def is_allowed(self, name: str) -> bool:
-        """Return whether a tensor may stay without a gradient."""
+        """Return whether a tensor may have no gradient."""
         return any(fnmatchcase(name, pattern) for pattern in self.allow_zero)
 
     def _check_trainable(
@@ -166,7 +165,7 @@ class GradientHealth(Callback):
         ]
         orphans = [name for name, _ in left]
         if orphans and owned and all(num_dimensions < 2 for _, num_dimensions in left):
-            # Optimizers of matrices alone (Muon) are given no vectors.
+            # Muon optimizes only matrices.
             rank_zero_warn(
                 f"GradientHealth: {len(orphans)} of {len(named)} trainable tensors are vectors that no optimizer has, "
                 "and stay as they are: "

@@ -1,4 +1,4 @@
-"""What callbacks that swap modules of a model have in common: when they install, and that everything is taken back."""
+"""Base class of callbacks that swap modules of a model during a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 
 def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
-    """Refuse a callback that swaps modules and that the Trainer has more than once: the second would find nothing left
-    to swap.
+    """Refuse a second callback of a class that swaps modules, because it would find nothing left to swap.
 
     Raises:
-        OptionError: The Trainer has another of its class.
+        OptionError: The Trainer has another callback of this class.
     """
     kind = type(callback)
     num_given = sum(isinstance(other, kind) for other in getattr(trainer, "callbacks", ()))
@@ -39,13 +38,13 @@ def check_given_once(callback: Callback, trainer: pl.Trainer) -> None:
 
 
 class ModelSwaps(Callback):
-    """Swap modules of every transformers model inside the LightningModule during a run; a subclass says which.
+    """Swap modules of every transformers model in the LightningModule during a run; subclasses choose the modules.
 
-    A FineTuner swaps while it builds its model, before the model is sharded and before strategies measure it. Any other
-    module is swapped when the run starts, before sanity validation. The run's patcher undoes the swaps.
+    A FineTuner swaps them while it builds its model, before the model is sharded and measured. In any other module they
+    are swapped when the run starts, before sanity validation. The patcher of the run undoes the swaps.
 
     Raises:
-        OptionError: When a run is set up: the Trainer has more than one of the class.
+        OptionError: In ``setup``: the Trainer has more than one callback of this class.
     """
 
     status_name = ""
@@ -61,23 +60,23 @@ class ModelSwaps(Callback):
         return self._is_installed
 
     def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
-        """Swap what stands in root, write every change into the patcher, and return what was done."""
+        """Swap modules of root through the patcher, and return the statuses."""
         raise NotImplementedError
 
     def check_start(self, pl_module: pl.LightningModule) -> None:
-        """Called when a run starts and the swaps are in place; refuses what has changed since they were made."""
+        """Called when a run starts with the swaps in place; refuse changes made since the swap."""
 
     def status(self) -> list[Status]:
-        """Return what is active, for the table of the run; after the run, what was."""
+        """Return the statuses for the table of the run, also after the run."""
         return self._statuses or [Status(self.status_name, "inactive", "not installed")]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Ask a FineTuner to swap while it builds its model; refuse a second callback of the class."""
+        """Register the swap with a FineTuner that builds its model later; refuse a second callback of this class."""
         check_given_once(self, trainer)
         self._patcher = patcher_of(trainer)
         register: Any = getattr(pl_module, "register_transform", None)
         if callable(register):
-            # A model that stands already is swapped when the run starts.
+            # A model that is already built is swapped when the run starts.
             with contextlib.suppress(SwapError):
                 register(type(self).__name__, self._transform, stage="after_adapters")
 
@@ -106,7 +105,7 @@ class ModelSwaps(Callback):
         self._patcher = None
 
     def _transform(self, model: nn.Module) -> None:
-        # A FineTuner keeps the transform of a run that ended before its model was built.
+        # A FineTuner may keep the transform of a run that ended before the model was built.
         if self._patcher is not None:
             self._install(model)
 

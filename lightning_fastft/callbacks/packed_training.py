@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class PackedTraining(Callback):
-    """Give every transformers model in the LightningModule what ``strategy="fastft"`` gives it, under another strategy.
+    """Prepare every transformers model in the LightningModule for packed batches, under a strategy of Lightning.
 
-    Swaps keep parameters and state-dict keys, are made when the model stands (eager or lazy), and are undone at the end
-    and after an exception. A packed batch that no attention layer reads is refused before its backward. Under a
-    strategy of ours the callback has nothing to do and says so.
+    It does what ``strategy="fastft"`` does. Modules are swapped once the model is built and restored when the run ends,
+    also after an exception; parameters and state-dict keys do not change. A packed batch that no attention layer reads
+    is refused before its backward. Under a strategy of lightning_fastft the callback is inactive.
 
     Args:
-        attention: Backend of the packed attention; "auto" chooses by device, head shape and longest document.
-        activations: What happens to activations; None leaves the models' own checkpointing alone.
+        attention: Backend of packed attention; "auto" chooses by device, head shape and longest document.
+        activations: How activations are kept, offloaded or recomputed; None keeps the model's own checkpointing.
 
     Raises:
-        OptionError: Options are given and the strategy is ours: give them to the strategy. Or the Trainer has more than
-            one PackedTraining.
+        OptionError: Options are given under a strategy of lightning_fastft, which takes them itself. Or the Trainer has
+            more than one PackedTraining.
 
     Example:
         >>> PackedTraining().status()
@@ -47,7 +47,7 @@ class PackedTraining(Callback):
         self._step: PackedStep | None = None
 
     def status(self) -> list[Status]:
-        """Return what is active, for the table of the run."""
+        """Return the statuses for the table of the run."""
         if self._is_redundant:
             return [
                 Status(
@@ -57,7 +57,7 @@ class PackedTraining(Callback):
         return self.packed_steps.statuses()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find out whether the strategy does this work already; refuse a second callback of the class."""
+        """Find out whether the strategy installs packed training itself; refuse a second callback of this class."""
         check_given_once(self, trainer)
         self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
         if self._is_redundant and (self.packed_steps.activations is not None or self.packed_steps.attention != "auto"):
@@ -94,7 +94,7 @@ class PackedTraining(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note what the context counted before the step."""
+        """Record the reads of the context before the step."""
         self._begin(batch)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
@@ -102,12 +102,12 @@ class PackedTraining(Callback):
         self._check(pl_module, where="training_step")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Refuse a step of manual optimisation, which may have no backward that Lightning sees."""
+        """Check a step of manual optimization, whose backward Lightning may not see."""
         if not pl_module.automatic_optimization:
             self._check(pl_module, where="training_step")
 
     def on_validation_batch_start(self, *args: Any) -> None:
-        """Note what the context counted before the step."""
+        """Record the reads of the context before the step."""
         self._begin(args[2])
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -115,7 +115,7 @@ class PackedTraining(Callback):
         self._check(pl_module, where="validation_step")
 
     def on_test_batch_start(self, *args: Any) -> None:
-        """Note what the context counted before the step."""
+        """Record the reads of the context before the step."""
         self._begin(args[2])
 
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -123,7 +123,7 @@ class PackedTraining(Callback):
         self._check(pl_module, where="test_step")
 
     def on_predict_batch_start(self, *args: Any) -> None:
-        """Note what the context counted before the step."""
+        """Record the reads of the context before the step."""
         self._begin(args[2])
 
     def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -139,7 +139,7 @@ class PackedTraining(Callback):
         self._step = None
 
     def _precede_searches(self, trainer: pl.Trainer) -> None:
-        """Move in front of Lightning's searches, which train in the first hook after the model is built."""
+        """Move before Lightning's searches, which train in the first hook after the model is built."""
         callbacks: list[Callback] = getattr(trainer, "callbacks", [])
         searches = [
             index
@@ -147,7 +147,7 @@ class PackedTraining(Callback):
             if isinstance(callback, (LearningRateFinder, BatchSizeFinder))
         ]
         if searches and searches[0] < callbacks.index(self):
-            # A new list: Lightning goes through the present one.
+            # A new list, because Lightning iterates over the current one.
             others = [callback for callback in callbacks if callback is not self]
             trainer.callbacks = [*others[: searches[0]], self, *others[searches[0] :]]  # type: ignore[attr-defined]
 

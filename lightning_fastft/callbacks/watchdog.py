@@ -1,4 +1,4 @@
-"""Watchdog: a run in which a rank is dead, stopped or hung ends in time, and says which rank at which step."""
+"""Watchdog: end a run in which a rank is dead, stopped or hung, and name the rank and the step."""
 
 from __future__ import annotations
 
@@ -36,42 +36,40 @@ STATUS_NAME = "watchdog"
 # Kernels are built and plans are measured in the first three optimizer steps (OffloadCheckpointing).
 FIRST_STEPS = 3
 _OF_THIS_PROCESS = ("_process", "_memory", "_stacks")
-# A day; whoever waits longer does not watch.
+# One day.
 _MOST_SECONDS = 86_400.0
 
 
 class Watchdog(Callback):
-    """End a run in which a rank is dead, stopped (SIGSTOP) or hung, name the rank and the step, and kill what is left
-    of it.
+    """End a run in which a rank is dead, stopped (SIGSTOP) or hung, and name the rank and the step.
 
-    Beside each rank runs a small process, which goes on where the rank does not. A rank that makes no progress inside
-    or between its training batches for timeout_s, or whose process is gone or stopped, ends the run at most 10 s later:
-    a report with the place and the Python stacks of the ranks is written to stderr and to ``watchdog-step=N.txt`` in
-    the folder of the first ModelCheckpoint (else ``default_root_dir``; the current folder where that is remote), and
-    every rank is killed with all processes below it, so that its exit code is not 0. A rank that ends with an error of
-    its own is left to do so.
+    Each rank has a small watchdog process, which continues if the rank does not. The run ends at most 10 s after a rank
+    died, or after it was stopped or made no progress in its training batches for timeout_s. A report with the position
+    and the Python stacks of the ranks is written to stderr and to ``watchdog-step=N.txt`` in the folder of the first
+    ModelCheckpoint (else ``default_root_dir``, or the current folder if that is remote). Every rank is killed with all
+    its child processes, so that its exit code is not 0. A rank that fails with its own error is given time to end.
 
-    Time counts from one hook of a training batch to the next: not at the start, and not from the beginning of a
-    validation, a save or an epoch until the next batch. What hangs there is not found, but a rank that dies or is
-    stopped there is. A rank that waits in its batch while another one saves or validates has first_steps_factor times
-    as long. Ranks on several nodes name each other where they share the folder. A run suspended with SIGSTOP for
-    timeout_s is ended too. On a GPU the host runs ahead, and its place is the one that is named. POSIX only; a rank
-    that is stopped, and the processes below a rank, are found where there is a /proc.
+    Time is measured between hooks of training batches. It does not count at the start, nor from the beginning of a
+    validation, a save or an epoch until the next batch; a hang there is not found, but a dead or stopped rank is. A
+    rank that waits in a batch while another one saves or validates has first_steps_factor times as long. Ranks on
+    several nodes name each other if they share the folder. A run that is suspended with SIGSTOP for timeout_s is ended
+    too. On a GPU the report names the position of the host, which runs ahead of the device. POSIX only; stopped ranks
+    and child processes are found only with /proc.
 
     Args:
-        timeout_s: Seconds without progress after which the run is ended, 1 to 86,400; more than the longest micro-batch
-            takes.
-        first_steps_factor: How many times as long the first three optimizer steps of a run may take, 1 to 1,000;
-            kernels are built in them.
+        timeout_s: Seconds without progress after which the run is ended, 1 to 86,400; must exceed the longest
+            micro-batch.
+        first_steps_factor: How many times longer the first three optimizer steps may take, 1 to 1,000, because kernels
+            are compiled in them.
 
     Raises:
         OptionError: A value is not allowed.
         DataError: From the training loop, before the first step: the ranks have different numbers of training batches.
 
     Cost:
-        Some 20 microseconds of the host per micro-batch, with one system call, no collective and no host wait. One
-        process per rank of some 10 MiB that reads its rank's place four times a second and writes one small file per
-        second. Three collectives at the start of the run, and some 50 ms until the process has begun.
+        About 20 microseconds of the host per micro-batch, with one system call, no collective and no host sync. One
+        process of about 10 MiB per rank, which reads the position of its rank four times and writes one small file
+        once per second. Three collectives at the start of the run, and about 50 ms to start the process.
 
     Source:
         own
@@ -92,17 +90,15 @@ class Watchdog(Callback):
         self._is_alone = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled callback watches nothing: the process belongs to the original."""
+        """Drop the process, which belongs to the original, from a copied or pickled callback."""
         return vars(self) | dict.fromkeys(_OF_THIS_PROCESS)
 
     def status(self) -> list[Status]:
-        """Return whether the ranks are watched, and under a strategy of Lightning's own whether they have equally
-        many batches.
-        """
+        """Return whether ranks are watched and, under a strategy of Lightning, whether their batch counts agree."""
         return self._statuses
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse ranks with different numbers of batches, and begin to watch this rank.
+        """Refuse ranks with different numbers of batches, and start to watch this rank.
 
         Raises:
             DataError: The ranks have different numbers of training batches.
@@ -135,12 +131,12 @@ class Watchdog(Callback):
                 f"a rank without progress for {self.timeout_s:g} s ends the run; reports in {folder}",
             )
         ]
-        # A strategy of ours does this itself.
+        # Strategies of lightning_fastft check this themselves.
         if trainer.world_size > 1 and not isinstance(trainer.strategy, FastFTStrategyMixin):
             self._statuses.append(check_even_batches(trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock: loaders are made."""
+        """Stop the clock while loaders are built."""
         self._beat(Phase.PAUSED)
 
     def on_train_batch_start(
@@ -152,21 +148,21 @@ class Watchdog(Callback):
         self._beat(Phase.FORWARD)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """Note the end of the forward."""
+        """Record the end of the forward."""
         self._beat(Phase.BACKWARD)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the end of the backward."""
+        """Record the end of the backward."""
         self._beat(Phase.BACKWARD_DONE)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Note the beginning of the optimizer step."""
+        """Record the beginning of the optimizer step."""
         self._beat(Phase.OPTIMIZER)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Note the end of a micro-batch, and see that the watching process is there."""
+        """Record the end of a micro-batch, and check that the watchdog process runs."""
         self._beat(Phase.BETWEEN)
         if self._process is not None and self._process.poll() is not None:
             self._statuses[0] = Status(
@@ -192,15 +188,15 @@ class Watchdog(Callback):
         self._beat(Phase.PAUSED)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Tell the other ranks why this one ends; alone, watch no longer."""
+        """Tell the other ranks why this one ends; a single rank stops watching."""
         if self._is_alone:
             self._stop()
             return
@@ -216,11 +212,11 @@ class Watchdog(Callback):
             )
 
     def _start(self, trainer: pl.Trainer, folder: Path, *, run: str) -> None:
-        """Start the process beside this rank."""
+        """Start the watchdog process of this rank."""
         self._step = trainer.global_step + 1
         meeting = folder / f".watchdog-{run}"
         meeting.mkdir(parents=True, exist_ok=True)
-        # Of the real-time signals, which nothing else uses here; macOS has none.
+        # A real-time signal, because nothing else uses them; macOS has none.
         stacks_signal = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else 0
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open until the run ends
         if stacks_signal:
@@ -241,7 +237,7 @@ class Watchdog(Callback):
                 folder=str(folder),
                 meeting=str(meeting),
             )
-            # A session of its own: Ctrl-C and SIGHUP are for the rank.
+            # In its own session: Ctrl-C and SIGHUP are for the rank.
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a file of this package
                 [sys.executable, "-I", "-S", watch_process.__file__, json.dumps(job._asdict())],
                 stdin=subprocess.PIPE,
@@ -256,7 +252,7 @@ class Watchdog(Callback):
         trainer.strategy.barrier()
 
     def _stop(self) -> None:
-        """Let the watching process go; a second call does nothing."""
+        """End the watchdog process; a second call does nothing."""
         if self._memory is None or self._process is None or self._stacks is None:
             return
         self._beat(Phase.DONE)
