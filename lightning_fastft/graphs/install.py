@@ -1,4 +1,4 @@
-"""Give the fused decoder layers of every model inside a module their CUDA graphs."""
+"""Run the fused decoder layers of every model in a module from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def install_layer_graphs(root: nn.Module, patcher: ModelPatcher, *, if_launch_bound: bool = False) -> list[LayerGraphs]:
-    """Let the fused layers of every model inside root run from CUDA graphs.
+    """Run the fused layers of every model in root from CUDA graphs.
 
     Args:
-        root: What install_fused_layers was given.
+        root: The module given to install_fused_layers.
         patcher: Records the changes and undoes them.
-        if_launch_bound: Only where the device turns out to wait for the host.
+        if_launch_bound: Record only if training is launch-bound.
 
     Returns:
-        One per model with fused layers.
+        One LayerGraphs per model with fused layers.
     """
     found = []
     for _, model in find_causal_models(root):

@@ -1,4 +1,4 @@
-"""Whether the device waits for the host while the layers of a model run, found out without a wait."""
+"""Find out without a host sync whether the layers of a model are launch-bound."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Any, Protocol
 
 import torch
 
-# Micro-batches that are watched.
+# Number of observed micro-batches.
 _NUM_WATCHED = 2
-# From this share of layers on, the device is said to wait for the host.
+# Share of layers with an idle device from which training counts as launch-bound.
 _LATE_SHARE = 0.5
 
 
 class Mark(Protocol):
-    """A place in the work of the device; torch.cuda.Event is one."""
+    """A position in a CUDA stream, such as a torch.cuda.Event."""
 
     def record(self) -> Any:
-        """Put the mark behind what is queued."""
+        """Record the mark after the queued work."""
 
     def query(self) -> bool:
-        """Whether the device has come past it."""
+        """Return whether the device has reached the mark."""
 
 
 class LaunchBoundProbe:
-    """Watch the forwards of a few micro-batches, layer by layer.
+    """Observe the forward of two micro-batches, layer by layer.
 
-    When a layer is queued, the device is asked whether it is done with the layer before. If it is, it has less than one
-    layer of work left and will soon be idle: the host is late. A host that is ahead is ahead by many layers, so that
-    nothing lies between the two.
+    After a layer is queued, the probe asks whether the device has finished the previous layer. If so, less than one
+    layer of work is queued and the device will soon be idle: training is launch-bound. Otherwise the host is many
+    layers ahead.
 
     Args:
         make_mark: Returns a mark; by default an event of the current CUDA device.
 
     Cost:
-        Host: an event and a question per layer in the two micro-batches that are watched. No host synchronisation.
+        Host: one event and one query per layer in the observed micro-batches. No host sync.
 
     Example:
         >>> class Done:
@@ -56,7 +56,7 @@ class LaunchBoundProbe:
         self._num_asked = self._num_done = 0
 
     def begin_batch(self) -> bool:
-        """Return whether the forward that begins is to be watched; once it is not, none is any more."""
+        """Return whether to observe the next forward; after the first False it stays False."""
         if self._num_batches == _NUM_WATCHED:
             self._marks = []
             return False
@@ -65,7 +65,7 @@ class LaunchBoundProbe:
         return True
 
     def layer_queued(self) -> None:
-        """Call behind the forward of every layer of a micro-batch that is watched."""
+        """Call after the forward of each layer of an observed micro-batch."""
         if not self._marks:
             self._marks = [self._make_mark(), self._make_mark()]
         if self._num_layers:
@@ -77,10 +77,10 @@ class LaunchBoundProbe:
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether the device waited for the host at most layers."""
+        """Whether the device waited for the host in most layers."""
         return self._num_done > _LATE_SHARE * self._num_asked
 
     def describe(self) -> str:
-        """Return what was seen."""
+        """Return the observed share as text."""
         share = self._num_done / self._num_asked if self._num_asked else 0.0
         return f"the device waited for the host at {share:.0%} of layers".replace("%", " %")

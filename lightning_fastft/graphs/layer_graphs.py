@@ -1,9 +1,9 @@
-"""CUDA graphs of decoder layers: forward and backward of a layer are recorded once and launched as one, so that no
-model waits for the host.
+"""CUDA graphs of decoder layers: record the forward and backward of each layer once, then launch each as one graph.
 
-A recorded layer reads and writes memory that stays where it is: hidden states, their gradient, angles, document offsets
-and the gradients of what is trained. Its graph is as good for any pack of as many tokens whose documents fit what it
-was recorded for. That memory is written through ``.data``: what autograd saved of it in a recording is meant to change.
+A recorded layer reads and writes static memory: hidden states, their gradient, rotary angles, document offsets and the
+gradients of trained parameters. Its graph serves every pack with the same number of tokens whose documents fit the
+recorded bounds. Static memory is written through ``.data``, because tensors that autograd saved in a recording must
+change with it.
 """
 
 from __future__ import annotations
@@ -36,54 +36,51 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_NAME = "layer graphs"
-# What a report says of a micro-batch in which layers are recorded.
+# Reported for a micro-batch in which layers are recorded.
 _SET_UP = "layers were recorded as CUDA graphs"
-# Backends whose kernels read nothing of a batch but offsets on the device and a bound on the length of a document.
+# Backends whose kernels read only offsets on the device and a bound on the document length.
 _BACKENDS = frozenset({"varlen"})
-# Documents of a pack are rounded up to a multiple of this.
+# The number of documents of a pack is rounded up to a multiple of this.
 _DOCUMENT_BUCKET = 16
-# Micro-batches of as many tokens before the first recording: kernels are compiled, buffers and narrow copies are made.
+# Micro-batches of a length before its first recording; they compile kernels and allocate buffers.
 _NUM_WARMUP = 2
-# Tokens, documents and longest document, rounded up: packs of one length come in a few kinds.
+# Buckets by tokens, documents and longest document, rounded up.
 _MOST_KINDS = 16
-# Packs of each length need memory for the hidden states of every layer.
+# Each pack length needs memory for the hidden states of every layer.
 _MOST_LENGTHS = 2
-# From here on packs are said to be of many lengths.
+# From this number of lengths on, the status says "many lengths".
 _MANY_LENGTHS = 5
-# A layer whose weights moved as often has them moved all the time.
+# A layer recorded more often than this has weights that keep moving.
 _MOST_RECORDINGS = 4
-# What recordings take where everything is kept, and where everything is recomputed, as a share of what a step takes
-# beside what stays; what was measured (results.csv: keep+graphs, recompute+graphs) is 1.1 and 1.6 to 2, hidden states
-# of all layers not counted.
+# Memory of recordings if all activations are kept or all are recomputed, relative to the transient memory of a step,
+# without the hidden states of all layers. Measured: 1.1 and 1.6 to 2 (results.csv: keep+graphs, recompute+graphs).
 _ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
 _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
 
 
 class LayerGraphs:
-    """Run the fused decoder layers of one model from recorded graphs where that is exact, else layer by layer as ever.
+    """Run the fused decoder layers of a model from recorded graphs where that is exact, and eagerly elsewhere.
 
-    A micro-batch runs as ever when it is one of the first two of as many tokens, or when the backward of an earlier one
-    is still to come; when its layers are under a plan that copies to the host or is still being measured; and for the
-    reasons that ``status`` names. It needs memory of its own then, beside that of the graphs. Gradients of what is
-    trained are written to buffers. Alone, ``Parameter.grad`` refers to them; in a process group autograd accumulates
-    what they hold, so that DistributedDataParallel finds every gradient when its layer is done, and sends it beside the
-    layers that follow. A layer whose parameters have hooks of somebody else is not recorded.
+    A micro-batch runs eagerly if it is one of the first two of its length, if an earlier one waits for its backward, if
+    its plan copies to the host or is still measured, and for the reasons that ``status`` gives. Eager micro-batches
+    need their own memory besides that of the graphs. Gradients of trained parameters are written to buffers. In a
+    single process ``Parameter.grad`` refers to these buffers. In a process group autograd accumulates them, so that
+    DistributedDataParallel sees each gradient when its layer is done and overlaps the all-reduce. A layer whose
+    parameters have other hooks is not recorded.
 
     Args:
         layers: Fused decoder layers, in order.
-        memory_of: Returns memory that layers share and that may be exchanged for more later, such as that of dense
-            copies of packed weights; graphs go on with what they were recorded with, so it is held for them.
-        recorder: Makes work repeatable; None for CUDA graphs.
+        memory_of: Returns memory that layers share and may replace later, such as dense copies of NF4 weights. The
+            graphs keep a reference to the memory that they were recorded with.
+        recorder: Records work; None for CUDA graphs.
         backends: Attention backends that may be recorded.
-        pace: Asked first, in micro-batches that could be recorded: layers are recorded only where the device waits for
-            the host and has the memory, and run as ever from then on where that fails. None to record without asking,
-            and to say so when it fails.
+        pace: Probe that must find training launch-bound before layers are recorded; memory must suffice too. If
+            recording fails, layers run eagerly from then on. None: always record, and raise if that fails.
 
     Cost:
-        Memory: one tensor of hidden states per layer beside what the plan holds, the gradients of what is trained, and
-            the pool, which stays
-        reserved between steps. Host: two launches per layer and micro-batch. No host synchronisation.
+        Memory: one tensor of hidden states per layer besides the plan, the gradients of trained parameters, and the
+        pool, which stays reserved between steps. Host: two launches per layer and micro-batch. No host sync.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class LayerGraphs:
     ) -> None:
         self._layers = list(layers)
         uses = Counter(parameter for layer in self._layers for parameter in set(layer.parameters()))
-        # Weights of several layers: autograd adds what each of them hands over only when the last one has.
+        # Weights shared by layers: autograd adds their gradients only after the last of these layers.
         self.shared = {parameter for parameter, num_layers in uses.items() if num_layers > 1}
         self._memory_of = memory_of
         self._recorder = recorder
@@ -110,7 +107,7 @@ class LayerGraphs:
         self._shapes: Counter[torch.Size] = Counter()
         self._context: BatchContext | None = None
         self._kind: PackBucket | None = None
-        # Runs whose backward is still to come; one that nobody holds any more has none.
+        # Runs that wait for their backward; a run that is no longer referenced has none.
         self.open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
@@ -119,31 +116,31 @@ class LayerGraphs:
         self._last_status: Status | None = None
 
     def install(self, patcher: ModelPatcher) -> None:
-        """Have the layers ask for their graphs, until the patcher is undone."""
+        """Attach the graphs to their layers until the patcher undoes it."""
         for graph in self._graphs:
             patcher.set_attribute(graph.layer, GRAPH_ATTRIBUTE, graph)
         patcher.add_undo(self.close)
 
     def close(self) -> None:
-        """Drop the graphs and their memory; gradients stay where parameters refer to them."""
+        """Free the graphs and their memory; gradients that parameters refer to stay."""
         self._last_status = self.status()
         self._context = None
         self._drop()
         self.open_runs.clear()
 
     def _drop(self) -> None:
-        """Let go of recordings and their memory; a run whose backward is still to come has its own."""
+        """Free recordings and their memory; a run that waits for its backward keeps its own."""
         self._kind = None
         for kept in (self._kinds, self._buffers, self._grads):
             kept.clear()
 
     def status(self) -> Status:
-        """Return what is recorded, and why layers run otherwise."""
+        """Return what is recorded, or why layers run eagerly."""
         num_recorded = sum(len(kind.recordings) for kind in self._kinds.values())
         if self._refusal:
             return Status(STATUS_NAME, "inactive", self._refusal)
         if num_recorded:
-            noun = "kind of pack" if len(self._kinds) == 1 else "kinds of pack"
+            noun = "pack bucket" if len(self._kinds) == 1 else "pack buckets"
             seen = "" if self._pace is None else f"; before, {self._pace.describe()}"
             return Status(
                 STATUS_NAME,
@@ -157,15 +154,15 @@ class LayerGraphs:
         device = next(self._layers[0].parameters()).device.type
         if self._recorder is None and device != "cuda":
             return Status(STATUS_NAME, "inactive", f"CUDA graphs do not exist on {device}")
-        condition = "" if self._pace is None else " if the device waits for the host"
+        condition = "" if self._pace is None else " if training is launch-bound"
         return Status(STATUS_NAME, "active", f"{len(self._layers)} layers, recorded after the first steps{condition}")
 
     def has_recordings(self, index: int) -> bool:
-        """Whether a layer was recorded for some kind of pack."""
+        """Return whether a layer has a recording."""
         return any(index in kind.recordings for kind in self._kinds.values())
 
     def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> PackBucket | None:
-        """Return the recordings that fit a micro-batch, with its offsets in place; None where it runs as ever."""
+        """Return the recordings that fit a micro-batch, with its offsets loaded; None if it runs eagerly."""
         if context is self._context:
             return self._kind
         self._context, self._kind, self._is_watched = context, None, False
@@ -195,9 +192,9 @@ class LayerGraphs:
         return kind
 
     def _obstacle_of_kind(self, shape: torch.Size) -> str:
-        """Return why no further kind of pack is recorded; empty where one is."""
+        """Return why no further pack bucket is recorded, or ""."""
         if len(self._kinds) == _MOST_KINDS:
-            return f"more than {_MOST_KINDS} kinds of pack"
+            return f"packs fall into more than {_MOST_KINDS} size buckets"
         shapes = {kind.shape for kind in self._kinds.values()}
         return (
             f"packs of more than {_MOST_LENGTHS} lengths"
@@ -206,16 +203,14 @@ class LayerGraphs:
         )
 
     def _obstacle_of_pace(self, hidden: torch.Tensor) -> str:
-        """Return why layers that need not be recorded are not, the first time for good; empty where they are."""
+        """Return why the probe or the memory forbids recording, decided once, or ""."""
         if self._pace is None or self._kinds:
             return ""
         self._refusal = self._pace.describe() if not self._pace.is_launch_bound else self._missing_memory(hidden)
         return self._refusal
 
     def _missing_memory(self, hidden: torch.Tensor) -> str:
-        """Return how much memory recordings may take and is not there; empty where it is, and where nothing is on
-        a GPU.
-        """
+        """Return how much memory recordings need if it is not free, or ""."""
         if not hidden.is_cuda:
             return ""
         segments = [vars(layer.self_attn).get(SEGMENT_ATTRIBUTE) for layer in self._layers]
@@ -238,43 +233,43 @@ class LayerGraphs:
         )
 
     def layer_ran(self, context: object) -> None:
-        """Call when a layer has run as ever."""
+        """Call after a layer ran eagerly."""
         if self._is_watched and context is self._context:
             assert self._pace is not None
             self._pace.layer_queued()
 
     @property
     def has_given_up(self) -> bool:
-        """Whether nothing more is recorded."""
+        """Whether recording has stopped for good."""
         return bool(self._refusal)
 
     def give_up(self, error: SwapError) -> None:
-        """Run as ever from now on, where recording was not asked for in any case.
+        """Run eagerly from now on, if the probe decides about recording.
 
         Raises:
-            SwapError: It was.
+            SwapError: There is no probe, so recording was requested.
         """
         if self._pace is None:
             raise error
-        logger.warning("layer graphs: %s Layers run as ever.", error)
+        logger.warning("layer graphs: %s Layers run eagerly.", error)
         self._refusal = str(error)
         self._drop()
 
     def buffer(self, name: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """Return memory that stays where it is, one for each name, shape and dtype."""
+        """Return the static buffer of a name, shape and dtype."""
         key = (name, like.shape, like.dtype)
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
         return self._buffers[key]
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the memory that recorded backwards write the gradient of a parameter to."""
+        """Return the buffer for the gradient of a parameter in recorded backwards."""
         if parameter not in self._grads:
             self._grads[parameter] = torch.empty_like(parameter, requires_grad=False)
         return self._grads[parameter]
 
     def record(self, work: Callable[[], None], *, recording: Recording, what: str) -> Callable[[], None]:
-        """Record work of a layer on the device.
+        """Record device work of a layer.
 
         Raises:
             SwapError: It cannot be recorded.
@@ -286,7 +281,7 @@ class LayerGraphs:
             recording.held += self._memory_of(recording.layer)
             return again
         except RuntimeError as error:
-            # The gradients of an earlier step's graph end in nodes that belong to the stream that is never recorded.
+            # The autograd graph of an earlier step accumulates on the legacy stream, which cannot be captured.
             is_held = "legacy stream" in str(error)
             advice = (
                 "Something holds the loss of an earlier step with its graph: keep loss.detach()"
@@ -296,7 +291,7 @@ class LayerGraphs:
             raise SwapError(f"{what} could not be recorded as a CUDA graph. {advice}. ({error})") from error
 
     def obstacle(self, layer: Any, hidden: torch.Tensor, context: object) -> str:
-        """Return why a call has to run as ever, as far as a look at it shows; empty where it need not."""
+        """Return why a call must run eagerly, judged by its arguments, or ""."""
         if not isinstance(context, BatchContext):
             return "batches are not packed"
         if self._refusal:
@@ -315,48 +310,47 @@ class LayerGraphs:
         return ""
 
     def lasting_obstacle(self, layer: Any, kwargs: dict[str, Any]) -> str:
-        """Return what keeps a layer from being recorded; empty where nothing does."""
+        """Return why a layer cannot be recorded, or ""."""
         config = layer.self_attn.config
         asked = [flag for flag in _OUTPUT_FLAGS if kwargs.get(flag) or getattr(config, flag, False)]
         if asked:
-            return f"{asked[0]} is asked for"
+            return f"{asked[0]} is requested"
         if any(is_random(module) for module in layer.modules()):
-            return "layers drop out in training"
+            return "dropout is active"
         hooked = next((type(module).__name__ for module in layer.modules() if _has_hooks(module)), "")
         if hooked:
             return f"{hooked} has hooks"
         for module in layer.modules():
-            # Under FullyShardedDataParallel (the first one) weights are parts of one, given to the modules anew in each
-            # forward.
+            # FullyShardedDataParallel (version 1) sets views of a flat parameter on the modules in each forward.
             if any(torch.is_tensor(value) and value.requires_grad for value in vars(module).values()):
-                return "weights are held in pieces"
+                return "weights are sharded"
         for parameter in layer.parameters():
             if parameter.requires_grad and (
                 parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
             ):
                 return "a parameter has hooks"
             if hasattr(parameter, "device_mesh"):
-                return "weights are held in pieces"
+                return "weights are sharded"
         return ""
 
 
 class _LayerGraph:
-    """One layer and its recordings; what the layer asks when it is called."""
+    """A layer and its recordings; the layer calls it in its forward."""
 
     def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int) -> None:
         self.layer, self._graphs, self._index = layer, graphs, index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled layer has no graphs."""
+        """Drop the graphs of a copied or pickled layer."""
         return type(None), ()
 
     @property
     def has_recordings(self) -> bool:
-        """Whether the layer was recorded for some kind of pack."""
+        """Whether the layer has a recording."""
         return self._graphs.has_recordings(self._index)
 
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, from its graph where there is one for this call."""
+        """Run the layer from its graph if one serves this call, else eagerly."""
         if not torch.is_grad_enabled() or not self.layer.training or not args or torch.compiler.is_compiling():
             return run(*args, **kwargs)
         recording = self._find(run, args, kwargs)
@@ -375,7 +369,7 @@ class _LayerGraph:
         return _Replay.apply(hidden, anchor, Run(self._graphs, recording))
 
     def _find(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
-        """Return the recording that serves a call, its inputs in place; None where the layer runs as ever."""
+        """Return the recording for a call, with its inputs loaded; None if the layer runs eagerly."""
         graphs, hidden, context = self._graphs, args[0], kwargs.get("context")
         reason = graphs.obstacle(self.layer, hidden, context)
         if reason:
@@ -388,7 +382,7 @@ class _LayerGraph:
         if recording is None or not recording.is_current(self.layer):
             return self._record(kind, run, args, kwargs)
         if recording.is_in_use:
-            # The same batch once more before its backward.
+            # A second forward of the same batch before its backward.
             return None
         changed = recording.load(kwargs)
         if changed:
@@ -406,7 +400,7 @@ class _LayerGraph:
         if not reason and kind.num_recordings[index] > _MOST_RECORDINGS:
             reason = "weights, adapters or plans change from step to step"
         if not reason and not recording.hidden.requires_grad and not recording.trained:
-            reason = "nothing is trained up to a layer"
+            reason = "no parameter is trained up to a layer"
         if not reason:
             try:
                 foreign = recording.record_forward(
@@ -415,7 +409,7 @@ class _LayerGraph:
             except SwapError as error:
                 graphs.give_up(error)
                 return None
-            reason = f"attention by {', '.join(foreign)}, which is not recorded" if foreign else ""
+            reason = f"attention by {', '.join(foreign)} cannot be recorded" if foreign else ""
         if reason:
             graphs.reasons[reason] += 1
             return None
@@ -424,14 +418,14 @@ class _LayerGraph:
 
 
 class Run:
-    """One forward of a recorded layer, and its backward."""
+    """A forward of a recorded layer and its backward."""
 
     def __init__(self, graphs: LayerGraphs, recording: Recording) -> None:
         self._graphs, self._recording = graphs, recording
         self.is_over = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the layer makes of hidden states."""
+        """Return the output of the layer for hidden states."""
         recording = self._recording
         self._graphs.open_runs.add(self)
         recording.open_run = weakref.ref(self)
@@ -442,18 +436,18 @@ class Run:
         return recording.out.detach()
 
     def backward(self, d_out: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of the hidden states; those of what is trained lie in the memory of the recording."""
+        """Return the gradient of the hidden states; parameter gradients are in the buffers of the recording."""
         if self.is_over:
             raise SwapError(
-                "A second backward through recorded layers: what the first one needed is gone. Give FusedKernels "
-                "cuda_graphs=False."
+                "Second backward through recorded layers: the first one freed the saved tensors. Use "
+                "FusedKernels(cuda_graphs=False)."
             )
         self.is_over = True
         recording = self._recording
         self._graphs.open_runs.discard(self)
         if d_out.data_ptr() != recording.d_hidden.data_ptr():
             recording.d_hidden.copy_(d_out)
-        # A gradient of an earlier micro-batch may lie where this one will be written.
+        # The gradient of an earlier micro-batch may be in the buffer that is written next.
         for parameter, gradient in recording.gradients:
             if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
                 parameter.grad = parameter.grad.clone()
@@ -464,7 +458,7 @@ class Run:
         return recording.d_hidden.detach() if recording.hidden.requires_grad else None
 
     def accumulate(self) -> None:
-        """Let parameters refer to their gradients, added to what they have."""
+        """Set or add the gradients of the parameters."""
         held, added = [], []
         for parameter, gradient in self._recording.gradients:
             if parameter.grad is None:
@@ -476,7 +470,7 @@ class Run:
             torch._foreach_add_(held, added)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of what is trained, in its order; None where the layer has none."""
+        """Return the gradients of the trained parameters in order, None for those without a gradient."""
         shared = self._graphs.shared
         found = {
             parameter: gradient.clone() if parameter in shared else gradient.detach()
@@ -485,12 +479,10 @@ class Run:
         return [found.get(parameter) for parameter in self._recording.trained]
 
     def _first_backward(self) -> None:
-        """Record the backward and run it; where that fails and layers may run as ever, run forward and backward
-        once more as ever.
-        """
+        """Record the backward and run it; if recording fails and may fail, repeat forward and backward eagerly."""
         recording = self._recording
         assert recording.run_forward is not None
-        # What has a gradient shows in the first run of the work, which is the recording.
+        # The recording is the first run, so it shows which parameters have a gradient.
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def backward() -> None:
@@ -526,7 +518,7 @@ class Run:
 
 
 class _Replay(torch.autograd.Function):
-    """A recorded layer; saves nothing, because what its backward needs lies in the memory of the graphs."""
+    """A recorded layer; saves nothing, because its backward reads the memory of the graphs."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, run: Run) -> torch.Tensor:
@@ -541,7 +533,7 @@ class _Replay(torch.autograd.Function):
 
 
 class _RankReplay(torch.autograd.Function):
-    """A recorded layer whose gradients autograd accumulates, so that whoever waits for them is told."""
+    """A recorded layer whose gradients autograd accumulates, so that gradient hooks run."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, run: Run, *trained: torch.Tensor) -> torch.Tensor:
@@ -555,9 +547,7 @@ class _RankReplay(torch.autograd.Function):
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody's code runs around a module; transformers' own watch of outputs does nothing unless they
-    are asked for.
-    """
+    """Return whether a module has hooks other than output capturing of transformers, which is a no-op by default."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     is_watched = any(getattr(hook, "__module__", "") != _RECORDING for hook in hooks)
     return bool(is_watched or module._backward_hooks or module._backward_pre_hooks)

@@ -1,6 +1,4 @@
-"""What is recorded of decoder layers: the memory that recorded work reads and writes, and what has to be as it
-was for it to be right.
-"""
+"""Recordings of decoder layers: the memory of the recorded work, and the state under which it is valid."""
 
 from __future__ import annotations
 
@@ -22,23 +20,23 @@ if TYPE_CHECKING:
     from lightning_fastft.graphs.layer_graphs import LayerGraphs, Run
     from lightning_fastft.planner.step import SegmentPlan
 
-# Keywords that hold what belongs to the loss and not to a layer.
+# Keywords of the loss, which layers do not read.
 _FOREIGN_KEYWORDS = frozenset({"num_items_in_batch"})
 
 
 class PackBucket:
-    """What is recorded for packs of one kind."""
+    """Recordings for packs of one size bucket."""
 
     def __init__(self, context: BatchContext, shape: torch.Size) -> None:
         self.context = context
         self.shape = shape
         self.recordings: dict[int, Recording] = {}
         self.num_recordings: Counter[int] = Counter()
-        # What layers were given beside hidden states and the context: memory of ours, and whose content it holds.
+        # Static copies of the tensors that layers take besides hidden states and the context.
         self.inputs: list[_Input] = []
 
     def input_for(self, tensor: torch.Tensor) -> _Input:
-        """Return memory that holds this tensor for every layer that is given it."""
+        """Return the static copy of a tensor, shared by all layers that take it."""
         for found in self.inputs:
             if found.source is tensor:
                 return found
@@ -52,14 +50,14 @@ class _Input:
         self.source, self._version = tensor, tensor._version
 
     def load(self, tensor: torch.Tensor) -> None:
-        # The layers of a micro-batch are given the same tensors: the first one copies.
+        # All layers of a micro-batch take the same tensors; the first one copies.
         if self.source is not tensor or self._version != tensor._version:
             self.memory.data.copy_(tensor)
             self.source, self._version = tensor, tensor._version
 
 
 class Recording:
-    """One layer under one kind of pack."""
+    """Recording of one layer for one pack bucket."""
 
     def __init__(self, graphs: LayerGraphs, layer: nn.Module, index: int, hidden: torch.Tensor) -> None:
         self.layer = layer
@@ -72,7 +70,7 @@ class Recording:
         self.out = graphs.buffer(("out", index), hidden)
         self.d_hidden = graphs.buffer("gradient", hidden)
         before = graphs.buffer(("out", index - 1), hidden) if index else None
-        # What the layer before leaves behind is read where it lies.
+        # Read the output of the previous layer in place.
         memory = (
             before
             if before is not None and before.data_ptr() == hidden.data_ptr()
@@ -90,20 +88,19 @@ class Recording:
         self.open_run: weakref.ref[Run] | None = None
         self.forward: Callable[[], None] | None = None
         self.backward: Callable[[], None] | None = None
-        # The forward as ever, in the memory of the recording; until the backward is recorded.
+        # The eager forward in the memory of the recording, until the backward is recorded.
         self.run_forward: Callable[[], None] | None = None
-        # Trained parameters with the memory of their gradients; when the backward is recorded, those that the layer has
-        # no gradient for are left out.
+        # Trained parameters and the memory of their gradients; recording the backward drops those without a gradient.
         self.gradients = [(parameter, graphs.gradient_of(parameter)) for parameter in self.trained]
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the backward of a forward is still to come."""
+        """Whether a forward waits for its backward."""
         run = None if self.open_run is None else self.open_run()
         return run is not None and not run.is_over
 
     def own_inputs(self, kind: PackBucket, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keywords of a call with tensors of ours in the place of those that were given."""
+        """Return the keywords of a call with static copies in place of its tensors."""
         options: dict[str, Any] = {}
         for name, value in kwargs.items():
             if name == "context":
@@ -120,9 +117,7 @@ class Recording:
         return options
 
     def load(self, kwargs: dict[str, Any]) -> str:
-        """Put what a call is given in its place; return the name of what is not as it was when the layer was
-        recorded.
-        """
+        """Copy the inputs of a call; return the name of a constant that changed since the recording, or ""."""
         for name, value in self.constants.items():
             given = kwargs.get(name)
             if given is not value and given != value and not isinstance(value, DeferredMask):
@@ -136,9 +131,7 @@ class Recording:
     def record_forward(
         self, graphs: LayerGraphs, run: Callable[..., Any], kind: PackBucket, rest: tuple[Any, ...]
     ) -> list[str]:
-        """Record the layer's forward; return the attention backends that cannot be recorded, after which the
-        recording is of no use.
-        """
+        """Record the forward; return the attention backends that cannot be recorded, which make it unusable."""
         context = kind.context
         before = dict(context.backends_used)
 
@@ -155,9 +148,7 @@ class Recording:
         return sorted(self.backends.keys() - graphs.backends)
 
     def is_current(self, layer: nn.Module) -> bool:
-        """Whether weights are those that were recorded and lie where they lay, adapters are as they were and the
-        plan is the same.
-        """
+        """Return whether weights, their addresses, adapters and the plan are those of the recording."""
         are_same = all(held.get(name) is parameter for (held, name), parameter in zip(self._places, self._found))
         return are_same and self.plan is plan_of(layer) and self.state == self._read_state()
 
@@ -177,6 +168,6 @@ class Recording:
 
 
 def plan_of(layer: Any) -> SegmentPlan | None:
-    """Return the plan that a layer runs under; None where it has none."""
+    """Return the activation plan of a layer, or None."""
     segment = vars(layer.self_attn).get(SEGMENT_ATTRIBUTE)
     return None if segment is None else segment.plan
