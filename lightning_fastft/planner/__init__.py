@@ -1,5 +1,5 @@
-"""Decide what happens to activations: arithmetic on measured steps, without torch.
+"""Plan which activations to keep, offload or recompute, from measured costs and without torch.
 
-A ``StepCost`` and a ``Machine`` enter, a ``Plan`` leaves. ``step`` holds the data, ``prediction`` runs a step on paper
-for any plan, ``search`` looks for the best one, ``picture`` renders it. Read ``plan`` first.
+A ``StepCost`` and a ``Machine`` enter, a ``Plan`` leaves. ``step`` holds the data, ``prediction`` simulates a step,
+``search`` finds the best plan, ``picture`` renders it. Read ``plan`` first.
 """

@@ -1,4 +1,4 @@
-"""A plan as text: what becomes of each segment, what that will cost, memory over the step and the lanes over time."""
+"""Render a plan as text: segments, predicted cost, memory over the step, and work of the lanes over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from textwrap import wrap
 from lightning_fastft.planner.step import Interval, Plan, Prediction, SegmentPlan, StepCost
 
 WIDTH = 100
-# Columns and rows of the two pictures; what is left of WIDTH holds their labels.
+# Columns and rows of the two pictures; the rest of WIDTH is for labels.
 NUM_COLUMNS, NUM_ROWS = 84, 8
 _NUMBERS_WIDTH = 28
 _GIB = 2**30
@@ -22,8 +22,8 @@ def render_plan(cost: StepCost, plan: Plan) -> str:
     """Return a plan as plain text, at most 100 columns wide.
 
     Args:
-        cost: What the plan was made for.
-        plan: What is shown.
+        cost: Costs of the step.
+        plan: The plan for it.
     """
     parts = [_describe_segments(plan.segments), _describe_prediction(cost, plan.prediction)]
     parts += [f"note: {note}" for note in plan.notes]
@@ -31,7 +31,7 @@ def render_plan(cost: StepCost, plan: Plan) -> str:
 
 
 def _describe_segments(segments: tuple[SegmentPlan, ...]) -> str:
-    """One line for all segments with the same plan."""
+    """Return one line for all segments with the same plan."""
     numbers: dict[SegmentPlan, list[int]] = {}
     for number, plan in enumerate(segments):
         numbers.setdefault(plan, []).append(number)
@@ -49,11 +49,11 @@ def _describe_segments(segments: tuple[SegmentPlan, ...]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Numbers as ranges: 0-3, 5; many of them are cut and counted."""
+    """Return numbers as ranges such as "0-3, 5", truncated with a count if there are many."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     text = ", ".join(texts)
-    # Two columns lie between the numbers and what is said of them.
+    # Two columns separate the numbers from the text.
     if len(text) <= _NUMBERS_WIDTH - 2:
         return text
     end = f", ... ({len(numbers)} in all)"
@@ -63,7 +63,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def describe_segment(plan: SegmentPlan) -> str:
-    """Return in words what becomes of what a layer computes."""
+    """Return the plan of a layer in words."""
     streamed = "; weights streamed" if plan.is_streamed else ""
     if plan.is_kept:
         return f"kept: nothing is computed again{streamed}"
@@ -89,7 +89,7 @@ def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
 
 
 def _draw_memory(prediction: Prediction) -> str:
-    """Bars of device memory, forward then backward; moments that share a column show their largest."""
+    """Return bars of device memory, forward then backward; a column shows the maximum of its moments."""
     moments = prediction.memory
     num_columns = min(NUM_COLUMNS, len(moments))
     columns = [
@@ -118,7 +118,7 @@ def _kind_of(labels: Iterable[str]) -> str:
 
 
 def _draw_lanes(prediction: Prediction) -> str:
-    """What each lane does in equal slices of the step."""
+    """Return the work of each lane in equal time slices of the step."""
     slice_ms = prediction.step_ms / NUM_COLUMNS
     lanes: dict[str, list[Interval]] = {"compute": [], "d2h": [], "h2d": []}
     for interval in prediction.lanes:
@@ -137,7 +137,7 @@ def _draw_lanes(prediction: Prediction) -> str:
 
 
 def _shares(intervals: list[Interval], slice_ms: float) -> list[dict[str, float]]:
-    """For each slice the share of it that each kind of work takes."""
+    """Return for each slice the share of each kind of work."""
     shares: list[dict[str, float]] = [{} for _ in range(NUM_COLUMNS)]
     if slice_ms <= 0:
         return shares
@@ -158,7 +158,7 @@ def _compute_mark(share: dict[str, float]) -> str:
 
 
 def _copy_mark(share: float) -> str:
-    # Sums of floats: a lane that is busy all the time may miss a whole by a rounding.
+    # A fully busy lane may sum to slightly less than 1.
     if share > 0.99:
         return "#"
     return "=" if share >= 0.5 else "-" if share > 0.01 else _WAIT

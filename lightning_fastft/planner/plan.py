@@ -1,6 +1,4 @@
-"""The planner: which activations are kept, which wait on the host and which are computed again, so that a step is
-fastest within its budgets.
-"""
+"""The planner: choose which activations to keep, offload or recompute for the fastest step within the budgets."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ __all__ = [
     "uniform_plan",
 ]
 
-# A host budget is worth a note where a larger one makes the step faster by this factor.
+# Note a host budget if a larger one makes the step faster by this factor.
 _NOTEWORTHY = 1.005
-# Where all weights have room, streamed ones have to make the step faster by this factor: they lean on the bus, and on
-# the host's memory, and the rows of the embedding that cross the bus with them (some ms) are not on paper.
+# If all weights fit, streaming must make the step faster by this factor. It needs host memory and PCIe bandwidth, and
+# the prediction omits the copies of embedding rows (some ms).
 _WORTH_STREAMING = 1.03
 _GIB = 2**30
 
@@ -59,28 +57,28 @@ def make_plan(
 ) -> Plan:
     """Return the plan with the shortest step that fits both budgets.
 
-    Memory goes to what is dearest to recompute per byte; copies that hide under compute take what does not fit, inputs
-    first; the rest is computed again. Families of plans (how many segments are kept and which, size of a staging slot,
-    how hard the copy lanes are loaded) are run on paper, then single changes to the best of them.
+    Device memory stores the values that cost most to recompute per byte. Copies that hide under compute take what does
+    not fit, inputs first. The rest is recomputed. The search simulates families of plans (number and choice of kept
+    segments, size of a staging slot, load of the copy streams), then single changes to the best plan.
 
     Args:
-        cost: What the segments cost.
-        vram_budget_bytes: Device memory at any moment, all of it: weights too.
+        cost: Measured costs of the step.
+        vram_budget_bytes: Peak device memory, with weights.
         host_budget_bytes: Pinned host memory; 0 keeps everything on the device.
-        machine: How fast copies are.
-        buffers: Staging slots on the device; 1 is the serial form.
-        weights: "resident" never streams frozen weights, "stream" does for every segment, "auto" where nothing else
-            fits, or where the memory that they leave to activations makes the step at least 3 % faster.
+        machine: Copy speeds.
+        buffers: Number of staging slots on the device; 1 copies serially.
+        weights: "resident" never streams frozen weights; "stream" streams those of every segment; "auto" streams if
+            nothing else fits, or if the freed memory makes the step at least 3 % faster.
 
     Returns:
-        The plan; its notes say where a budget or the machine changed it.
+        The plan; its notes say how a budget or the machine changed it.
 
     Raises:
-        OptionError: Nothing fits, or weights cannot be streamed here; the message names the least peak and what would
-            lower it.
+        OptionError: No plan fits, or weights cannot be streamed; the message gives the smallest peak and how to lower
+            it.
 
     Cost:
-        Below 2 s of one core for 64 segments with 10 values each, twice that where weights can be streamed; no device
+        Below 2 s of one core for 64 segments with 10 values each, twice that if weights can be streamed. No device
         work.
 
     Source:
@@ -130,7 +128,7 @@ def make_plan(
 
 
 def _least_ms(cost: StepCost) -> float:
-    """Time of a step that computes nothing twice and waits for no copy."""
+    """Return the time of a step without recompute and without waits for copies."""
     return cost.head_ms + cost.other_ms + sum(segment.forward_ms + segment.backward_ms for segment in cost.segments)
 
 
@@ -153,7 +151,7 @@ def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes:
 
 
 def _with_all_the_host(search: PlanSearch) -> Outcome | None:
-    """The outcome of the best plan with unlimited host memory, where the host budget kept a plan from being tried."""
+    """Return the best outcome with unlimited host memory, if the host budget excluded a plan."""
     if not search.is_short_of_host:
         return None
     wider = PlanSearch(search.model, search.vram_bytes, UNLIMITED_BYTES, is_streamed=search.is_streamed)

@@ -1,4 +1,4 @@
-"""What a training step will cost under a plan: peak memory and time, by running the step on paper."""
+"""Predict peak memory and time of a training step under a plan, by simulation."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from lightning_fastft.planner.step import (
     check_segments,
 )
 
-# Streamed weights rotate through three device slots: the layer before may still be read while this one computes and the
-# next one arrives.
+# Streamed weights rotate through three device slots: for the previous layer, which may still be read, the current one,
+# and the next one, which is being copied.
 NUM_WEIGHT_SLOTS = 3
 _MS_PER_S = 1e3
 
 
 def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine, buffers: int = 2) -> Prediction:
-    """Return what a step will cost under a plan.
+    """Return the predicted cost of a step under a plan.
 
-    The step is run on paper: forward, head, backward, with one copy lane out of the device and one into it, each first
-    in first out. At most one segment's host bytes are on their way out; what is left of them is waited for when the
-    backward begins. Of the segments with tensors on the host, the first ``buffers - 1`` of the backward are fetched as
-    it begins, each other one when the backward of the one that many places before it begins; an input is waited for at
-    the start of its segment, a value at its place in the recompute. Streamed weights are fetched one layer ahead,
-    except at both turns of a step, where the three slots still hold what comes next.
+    The simulation runs forward, head and backward with one copy stream in each direction, both first in first out. The
+    bytes on their way to the host never exceed those of one segment; compute waits for the rest when the backward
+    starts. In the backward the first ``buffers - 1`` segments with tensors on the host are fetched at its start, and
+    each later one when the segment ``buffers - 1`` places before it starts. Compute waits for an input at the start of
+    its segment and for a value at its place in the recompute. Streamed weights are fetched one layer ahead, except at
+    both turns of a step, where the three slots already hold the next weights.
 
     Args:
-        cost: What the segments cost.
-        segments: What becomes of each, in forward order.
-        machine: How fast copies are.
-        buffers: Staging slots on the device; 1 is the serial form.
+        cost: Measured costs of the step.
+        segments: Plan of each segment, in forward order.
+        machine: Copy speeds.
+        buffers: Number of staging slots on the device; 1 copies serially.
 
     Raises:
-        OptionError: Segments and cost differ in number, a value has no such name, or a kept segment has tensors on the
-            host.
+        OptionError: The number of segments differs from the cost, a value name is unknown, or a kept segment has
+            tensors on the host.
 
     Cost:
         Below 5 ms for 64 segments with 10 values each.
@@ -64,7 +64,7 @@ def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine
 
 
 class Outcome(NamedTuple):
-    """A run of the step on paper: times, host memory, and device memory at each moment."""
+    """Result of a simulated step: times, host memory, and device memory over time."""
 
     step_ms: float
     exposed_ms: float
@@ -74,9 +74,7 @@ class Outcome(NamedTuple):
 
 
 class _HostTensor(NamedTuple):
-    """A tensor that waits on the host: when it exists after the start of the forward, and when it is needed after
-    the start of the backward.
-    """
+    """A tensor on the host: when the forward produces it and when the backward needs it."""
 
     name: str
     num_bytes: int
@@ -85,7 +83,7 @@ class _HostTensor(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a segment does under its plan."""
+    """Work of a segment under its plan."""
 
     host: tuple[_HostTensor, ...]
     host_bytes: int
@@ -96,12 +94,12 @@ class _Work(NamedTuple):
 
 
 class StepModel:
-    """Run many plans of one step on paper; what a segment does under a plan is worked out once.
+    """Simulate many plans of one step; the work of a segment under a plan is computed once.
 
     Args:
-        cost: What the segments cost.
-        machine: How fast copies are.
-        buffers: Staging slots on the device.
+        cost: Measured costs of the step.
+        machine: Copy speeds.
+        buffers: Number of staging slots on the device.
     """
 
     def __init__(self, cost: StepCost, *, machine: Machine, buffers: int = 2) -> None:
@@ -117,9 +115,7 @@ class StepModel:
         self._works: dict[tuple[int, SegmentPlan], _Work] = {}
 
     def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Outcome:
-        """Return the outcome of a plan that fits the segments; write what each lane does into intervals, where
-        asked.
-        """
+        """Return the outcome of a plan that fits the segments; append the work of each lane to intervals if given."""
         works = [self._work(number, plan) for number, plan in enumerate(segments)]
         staging = max(work.host_bytes for work in works)
         streamed = [
@@ -186,13 +182,12 @@ class StepModel:
         return [clock.copy_in(f"{tensor.name} {number}", tensor.num_bytes) for tensor in works[number].host]
 
     def _memory(self, works: list[_Work], *, base: int, staging: int) -> list[tuple[str, int]]:
-        """Device memory of each moment: what earlier segments hold grows in the forward and shrinks in the backward."""
+        """Return device memory over time; memory of earlier segments grows in the forward, shrinks in the backward."""
         forward, backward = [], []
         base += self.buffers * staging
         sent_bytes = 0
         for number, work in enumerate(works):
-            # Sources are let go of when newer ones push them out, so up to a segment's worth stays until the backward
-            # begins.
+            # Sources are freed when newer ones replace them, so those of up to one segment stay until the backward.
             sent_bytes = min(staging, sent_bytes + work.host_bytes)
             forward.append((f"forward {number}", base + work.forward_bytes + sent_bytes))
             backward.append(
@@ -221,7 +216,7 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan) -> _Work:
         )
     places = dict(plan.values)
     num_rebuild_ms = sum(value.rebuild_ms for value in cost.values)
-    # Work that belongs to no value (norms, the last projection) is spread over the values like their own.
+    # Work of no value (norms, the last projection) is distributed over the values in proportion.
     rest_ms = max(0.0, cost.recompute_ms - num_rebuild_ms)
     host = [_HostTensor("input", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
     device_bytes, done_ms, rebuilt_ms = 0, 0.0, 0.0
@@ -246,7 +241,7 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan) -> _Work:
         host=tuple(host),
         host_bytes=host_bytes,
         held_bytes=device_bytes + cost.input_bytes - host_input_bytes,
-        # Tensors from the host are read where they arrive, in the staging slot, which is counted on its own.
+        # Tensors from the host are read in the staging slot, which is counted separately.
         live_bytes=cost.input_bytes + cost.saved_bytes - host_bytes,
         forward_bytes=device_bytes + cost.input_bytes - host_input_bytes + cost.forward_peak_bytes,
         rebuilt_ms=rest_ms + rebuilt_ms,
@@ -254,7 +249,7 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan) -> _Work:
 
 
 class _Clock:
-    """Compute and the two copy lanes; every lane works first in first out."""
+    """Compute and the two copy streams, each first in first out."""
 
     def __init__(self, machine: Machine, *, limit_bytes: int, intervals: list[Interval] | None) -> None:
         self._limit_bytes = limit_bytes
@@ -267,23 +262,23 @@ class _Clock:
         self._label, self._label_start = "", 0.0
 
     def begin(self, label: str) -> None:
-        """Compute goes on with something else."""
+        """Mark the start of other compute work."""
         self._close(self.now)
         self._label = label
 
     def compute(self, duration_ms: float) -> None:
-        """Compute works."""
+        """Advance compute by some work."""
         self.now += duration_ms
 
     def wait(self, until_ms: float) -> None:
-        """Compute idles until a moment, if that lies ahead."""
+        """Let compute wait until a time, if it is later."""
         if until_ms > self.now:
             self._close(until_ms)
             self.waited += until_ms - self.now
             self.now = until_ms
 
     def copy_out(self, label: str, num_bytes: int) -> None:
-        """Queue a copy to the host; compute waits for the oldest ones where too many bytes are on their way."""
+        """Queue a copy to the host; compute waits for the oldest copies if too many bytes are in flight."""
         while self._in_flight_bytes + num_bytes > self._limit_bytes:
             oldest_end, oldest_bytes = self._in_flight.popleft()
             self.wait(oldest_end)
@@ -296,7 +291,7 @@ class _Clock:
             self._intervals.append(Interval("d2h", label, start, self.out_free))
 
     def copy_in(self, label: str, num_bytes: int) -> float:
-        """Queue a copy to the device; return when it will have arrived."""
+        """Queue a copy to the device; return its end time."""
         start = max(self.now, self.in_free)
         self.in_free = start + num_bytes * self._in_ms_per_byte
         if self._intervals is not None:
@@ -310,7 +305,7 @@ class _Clock:
 
 
 class _WeightStream:
-    """Frozen weights that come in one layer ahead; at both turns of a step the slots hold what is needed next."""
+    """Frozen weights that are copied one layer ahead; at both turns of a step the slots hold the next weights."""
 
     def __init__(self, clock: _Clock, sizes: list[int], numbers: list[int]) -> None:
         self.num_bytes = sum(sizes)
@@ -320,7 +315,7 @@ class _WeightStream:
         self._ready = [0.0] * len(sizes)
 
     def use(self, number: int, *, direction: int) -> None:
-        """Compute needs the weights of a segment; those of the next streamed one start to come in."""
+        """Wait for the weights of a segment, and start to copy those of the next streamed one."""
         order = self._order.get(number)
         if order is None:
             return

@@ -1,6 +1,4 @@
-"""The search for the fastest plan within a device and a host budget: families of plans run on paper, then single
-changes to the best.
-"""
+"""Search for the fastest plan within a device and a host budget: families of plans, then single changes."""
 
 from __future__ import annotations
 
@@ -14,12 +12,11 @@ from lightning_fastft.planner.prediction import Outcome, StepModel
 from lightning_fastft.planner.step import Place, SegmentCost, SegmentPlan
 
 UNLIMITED_BYTES = 2**62
-# Numbers of kept segments that are tried for every family at first, and families that are then searched closely.
+# Numbers of kept segments tried first for every family, and number of families that are then refined.
 _NUM_COARSE, _NUM_CLOSE = 6, 6
-# Values of one segment that are weighed against each other for the host (every set of them), and sizes of a staging
-# slot that are tried.
+# Number of values of one segment of which every subset is tried for the host, and number of slot sizes tried.
 _NUM_HOST_CANDIDATES, _NUM_SLOT_SIZES = 8, 7
-# Segments run on paper in the search for single changes that help; bounds its time (about 0.2 s on one core).
+# Simulated segments in the search for single changes; limits it to about 0.2 s of one core.
 _NUM_LOCAL_SEGMENTS = 30_000
 # Densities closer than this count as equal, so that noise in measured times does not scatter what is kept.
 _DENSITY_STEP = 0.05
@@ -27,9 +24,7 @@ _MS_PER_S = 1e3
 
 
 class _Recipe(NamedTuple):
-    """A family of plans: which segments are kept first, how large a staging slot may be, and how hard the copy
-    lanes are loaded.
-    """
+    """A family of plans: the order of kept segments, the size of a staging slot, and the load of the copy streams."""
 
     pattern: Literal["tail", "spread", "dense"]
     slot_bytes: int
@@ -38,7 +33,7 @@ class _Recipe(NamedTuple):
 
 
 class _HostSet(NamedTuple):
-    """Values of one segment that could go to the host together."""
+    """Values of one segment that can be offloaded together."""
 
     num_bytes: int
     rebuild_ms: float
@@ -46,7 +41,7 @@ class _HostSet(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A value that the device could hold."""
+    """A value that can be stored on the device."""
 
     number: int
     name: str
@@ -60,18 +55,18 @@ class _Trial(NamedTuple):
 
 
 class PlanSearch:
-    """Look for the fastest plan within the budgets.
+    """Search for the fastest plan within the budgets.
 
     Args:
-        model: Runs a step on paper.
-        vram_bytes: Device memory at any moment.
+        model: Simulates a step.
+        vram_bytes: Peak device memory.
         host_bytes: Pinned host memory.
-        is_streamed: Frozen weights come from the host.
+        is_streamed: Whether frozen weights are copied from the host.
     """
 
     def __init__(self, model: StepModel, vram_bytes: int, host_bytes: int, *, is_streamed: bool) -> None:
         self.model, self.vram_bytes, self.host_bytes, self.is_streamed = model, vram_bytes, host_bytes, is_streamed
-        # Whether the host budget kept a plan from being tried.
+        # Whether the host budget excluded a plan.
         self.is_short_of_host = False
         self._costs = model.cost.segments
         self._streams = [is_streamed and segment.weight_bytes > 0 for segment in self._costs]
@@ -82,23 +77,23 @@ class PlanSearch:
         self._host_sets = {segment: _host_sets(segment) for segment in set(self._costs)}
         self._kept_by_density = _order_by_density(self._costs)
         self._times: dict[tuple[tuple[SegmentPlan, ...], bool], float] = {}
-        # The fastest plan that fits, and the one with the least peak.
+        # The fastest plan that fits, and the plan with the smallest peak.
         self._best: _Trial | None = None
         self._least: _Trial | None = None
 
     @property
     def least_bytes(self) -> int:
-        """The least peak of all plans that were tried."""
+        """Smallest peak of all tried plans."""
         return UNLIMITED_BYTES if self._least is None else self._least.peak_bytes
 
     def run(self) -> tuple[SegmentPlan, ...] | None:
-        """Return the best plan found; None where none fits."""
+        """Return the best plan, or None if no plan fits."""
         # Nothing is faster than no recompute and no copy.
         if self._try(tuple(SegmentPlan(True, "device", (), streams) for streams in self._streams)) is not None:
             assert self._best is not None
             return self._best.segments
         if not self.model.machine.is_unified:
-            # Nothing needs less memory, as a rule: the last input too, which no family sends.
+            # Usually the smallest peak; it offloads the last input too, which no family does.
             self._try(tuple(SegmentPlan(False, "host", (), streams) for streams in self._streams))
         step = max(1, len(self._costs) // _NUM_COARSE)
         tried = []
@@ -132,7 +127,7 @@ class PlanSearch:
                 yield from (_Recipe(pattern, slot_bytes, load, is_input_forced) for pattern in patterns)
 
     def _refine(self, recipe: _Recipe, num_kept: int, time_ms: float, step: int) -> None:
-        """Halve the step around the best number of kept segments."""
+        """Bisect around the best number of kept segments."""
         while step > 1:
             step = (step + 1) // 2
             for other in (num_kept - step, num_kept + step):
@@ -143,10 +138,10 @@ class PlanSearch:
                 break
 
     def _time_of(self, recipe: _Recipe, num_kept: int) -> float:
-        """Time of the best plan of a family with this many kept segments; infinite where none fits."""
+        """Return the time of the best plan of a family with this many kept segments; infinite if none fits."""
         kept = self._kept(recipe.pattern, num_kept)
         segments = self._with_host(recipe, kept)
-        # Different recipes often come to the same plan.
+        # Different recipes often give the same plan.
         time_ms = self._times.get((segments, False))
         if time_ms is None:
             time_ms = self._times[segments, False] = self._fill_device(segments)
@@ -155,26 +150,22 @@ class PlanSearch:
     def _kept(self, pattern: str, num_kept: int) -> frozenset[int]:
         last = len(self._costs) - 1
         if pattern == "spread":
-            # The copies of a segment that is not kept then have the time of its kept neighbours too.
+            # Copies of other segments can then use the time of their kept neighbours.
             return frozenset(last - index * len(self._costs) // num_kept for index in range(num_kept))
         if pattern == "dense":
             return frozenset(self._kept_by_density[:num_kept])
-        # The latest: while the backward rebuilds a segment, only earlier ones still hold anything, so what late ones
-        # held is gone by then.
+        # Keep the last segments: the backward frees them first, before it recomputes earlier ones.
         return frozenset(range(last - num_kept + 1, last + 1))
 
     def _with_host(self, recipe: _Recipe, kept: frozenset[int]) -> tuple[SegmentPlan, ...]:
-        """Send to the host what the copy lanes have time for, evenly: each segment adds its time to a credit that
-        its bytes are taken from.
-        """
+        """Offload evenly what the copy streams have time for: each segment adds its time to a credit for bytes."""
         segments = [SegmentPlan(number in kept, "device", (), streams) for number, streams in enumerate(self._streams)]
         movable = self._movable_inputs(recipe, kept)
         input_bytes = sum(self._costs[number].input_bytes for number in movable)
-        # Inputs go first; what they leave of the host is shared out among the values of all segments.
+        # Inputs first; the values of all segments share the remaining host memory.
         value_share = (self._activation_bytes - input_bytes) / max(1, len(movable))
         credit = value_credit = 0.0
-        # From the last to the first, so that a segment finds the time of the kept ones after it, under which its copies
-        # run.
+        # From last to first, so that a segment can use the time of the kept segments after it for its copies.
         for number in range(len(self._costs) - 1, -1, -1):
             segment = self._costs[number]
             credit = (
@@ -197,8 +188,8 @@ class PlanSearch:
         return tuple(segments)
 
     def _movable_inputs(self, recipe: _Recipe, kept: frozenset[int]) -> set[int]:
-        """Segments whose input may go to the host, earliest first; not the last one: its backward comes at once,
-        so nothing hides its way back.
+        """Return the segments whose input may be offloaded, first to last, without the last one, whose backward
+        follows at once.
         """
         movable = set()
         left_bytes = self._activation_bytes
@@ -213,15 +204,15 @@ class PlanSearch:
         return movable
 
     def _hidden_bytes(self, number: int) -> float:
-        """Bytes that both copy lanes can move while this segment computes."""
+        """Return the bytes that both copy streams can move while this segment computes."""
         segment, machine = self._costs[number], self.model.machine
         weight_bytes = segment.weight_bytes if self._streams[number] else 0
         out_bytes = segment.forward_ms * machine.d2h_bytes_per_s / _MS_PER_S
         return max(0.0, min(out_bytes, segment.backward_ms * machine.h2d_bytes_per_s / _MS_PER_S - weight_bytes))
 
     def _fill_device(self, segments: tuple[SegmentPlan, ...]) -> float:
-        """Hold on the device, dearest per byte first, what the budget has room for; return the time, infinite
-        where nothing fits.
+        """Store values on the device, most expensive per byte first, within the budget; return the time, or
+        infinity if nothing fits.
         """
         trial = self._try(segments)
         if trial is None:
@@ -230,7 +221,7 @@ class PlanSearch:
         ends = list(accumulate((item.num_bytes for item in items), initial=0))
         num_held = 0
         while num_held < len(items):
-            # A value adds its bytes to the peak at most; less where its segment's own backward is the peak.
+            # A value adds at most its bytes to the peak; less if the backward of its segment is the peak.
             room = self.vram_bytes - trial.peak_bytes
             more = num_held
             while more < len(items) and ends[more + 1] - ends[num_held] <= room:
@@ -242,7 +233,7 @@ class PlanSearch:
         return trial.outcome.step_ms
 
     def _try(self, segments: tuple[SegmentPlan, ...]) -> _Trial | None:
-        """Run a plan on paper; return it where it fits, and remember it where it is the best."""
+        """Simulate a plan; return it if it fits, and remember it if it is the best."""
         outcome = self.model.run(segments)
         peak_bytes = max(num_bytes for _, num_bytes in outcome.memory)
         trial = _Trial(segments, outcome, peak_bytes)
@@ -252,15 +243,13 @@ class PlanSearch:
             self._least = trial
         if peak_bytes > self.vram_bytes:
             return None
-        # Of equally fast plans the one with the lower peak, then with less on the host.
+        # Of equally fast plans, prefer the lower peak, then less host memory.
         if self._best is None or _rank(trial) < _rank(self._best):
             self._best = trial
         return trial
 
     def _improve(self) -> None:
-        """Change one or two things at a time as long as that makes the best plan faster, or while none fits, the
-        least peak lower.
-        """
+        """Change one or two segments at a time while the best plan gets faster or, if none fits, its peak smaller."""
         num_left = max(1, _NUM_LOCAL_SEGMENTS // len(self._costs))
         current, seen = None, set()
         while current is not (self._best or self._least):
@@ -278,7 +267,7 @@ class PlanSearch:
                     break
 
     def _changes(self, segments: tuple[SegmentPlan, ...]) -> Iterator[tuple[SegmentPlan, ...]]:
-        """Yield plans that differ in one segment, then plans that differ in two: one gives up what another gets."""
+        """Yield plans that differ in one segment, then in two, where one segment frees memory for the other."""
         changes = [
             (number, plan)
             for number in range(len(segments) - 1, -1, -1)
@@ -293,7 +282,7 @@ class PlanSearch:
                 yield tuple(changed)
 
     def _other_plans(self, number: int, plan: SegmentPlan) -> Iterator[SegmentPlan]:
-        """Plans of one segment that are one step away from what it has: most promising first."""
+        """Return plans of one segment that differ in one step, most promising first."""
         if plan.is_kept:
             yield plan._replace(
                 is_kept=False, values=tuple((value.name, "device") for value in self._costs[number].values)
@@ -348,7 +337,7 @@ def _values_with(
 
 
 def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[_Item]:
-    """All values, dearest to recompute per byte first; of equal ones the latest segment's first."""
+    """Return all values by recompute cost per byte, highest first; among equals later segments first."""
     found = [
         (_level(value.rebuild_ms, value.num_bytes), number, place, _Item(number, value.name, value.num_bytes))
         for number, cost in enumerate(costs)
@@ -359,7 +348,7 @@ def _items_by_density(costs: tuple[SegmentCost, ...]) -> list[_Item]:
 
 
 def _order_by_density(costs: tuple[SegmentCost, ...]) -> list[int]:
-    """All segments, dearest to recompute per byte first; of equal ones the latest first."""
+    """Return all segments by recompute cost per byte, highest first; among equals later ones first."""
     return sorted(
         range(len(costs)),
         key=lambda number: (_level(costs[number].recompute_ms, costs[number].saved_bytes), number),
@@ -368,14 +357,14 @@ def _order_by_density(costs: tuple[SegmentCost, ...]) -> list[int]:
 
 
 def _level(time_ms: float, num_bytes: int) -> float:
-    """Density on a scale of equal steps."""
+    """Return the density rounded to steps of a logarithmic scale."""
     if time_ms <= 0:
         return -math.inf
     return math.inf if num_bytes <= 0 else round(math.log(time_ms / num_bytes) / _DENSITY_STEP)
 
 
 def _host_sets(cost: SegmentCost) -> list[_HostSet]:
-    """Sets of values that no other set beats in both bytes and time, smallest first; the empty one among them."""
+    """Return the Pareto-optimal sets of values by bytes and time, smallest first, with the empty set."""
     candidates = sorted((value for value in cost.values if value.rebuild_ms > 0), key=lambda value: -value.rebuild_ms)[
         :_NUM_HOST_CANDIDATES
     ]
@@ -394,5 +383,5 @@ def _host_sets(cost: SegmentCost) -> list[_HostSet]:
 
 
 def _best_host_set(sets: list[_HostSet], most_bytes: float) -> _HostSet:
-    """Return the set that saves most of those that fit; the empty one where none does."""
+    """Return the set that saves most time among those that fit, possibly the empty set."""
     return sets[max(1, bisect_right(sets, most_bytes, key=lambda one: one.num_bytes)) - 1]

@@ -1,4 +1,4 @@
-"""What a training step costs, and what a plan does with its activations: plain data, sizes in bytes and times in ms."""
+"""Costs of a training step and plans for its activations, as plain data: sizes in bytes, times in ms."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ValueCost(NamedTuple):
     """One named intermediate of a segment, in the order it is computed.
 
     Args:
-        name: Where it comes from: "self_attn.q_proj", "attention", "mlp.up_proj".
+        name: Its origin, such as "self_attn.q_proj", "attention" or "mlp.up_proj".
         num_bytes: Its size.
-        rebuild_ms: Time to compute it again.
+        rebuild_ms: Time to recompute it.
     """
 
     name: str
@@ -26,18 +26,18 @@ class ValueCost(NamedTuple):
 
 
 class SegmentCost(NamedTuple):
-    """What one decoder layer costs.
+    """Costs of one decoder layer.
 
     Args:
-        input_bytes: Hidden states that enter the layer.
-        saved_bytes: What autograd holds when the layer is kept: values included, the input not.
+        input_bytes: Size of the hidden states that enter the layer.
+        saved_bytes: Size of the tensors that autograd saves if the layer is kept, with values, without the input.
         forward_ms: Time of the forward.
         backward_ms: Time of the backward without any recompute.
-        recompute_ms: Time of the forward in the backward with no value held; includes every rebuild_ms.
-        values: What can be held instead of computed again.
-        forward_peak_bytes: Transient of the forward, above what is resident when it starts; saved bytes not counted.
-        backward_peak_bytes: Transient of the backward, above the input, the saved bytes and what earlier segments hold.
-        weight_bytes: Frozen weights that could be streamed.
+        recompute_ms: Time of the recompute in the backward if no value is held; includes every rebuild_ms.
+        values: Intermediates that can be held instead of recomputed.
+        forward_peak_bytes: Transient memory of the forward, without saved bytes.
+        backward_peak_bytes: Transient memory of the backward, without input, saved bytes and earlier segments.
+        weight_bytes: Size of the frozen weights that can be streamed.
     """
 
     input_bytes: int
@@ -52,17 +52,16 @@ class SegmentCost(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What a step costs: its segments in forward order, and what lies around them.
+    """Costs of a step: its segments in forward order, and the work around them.
 
     Args:
         segments: Decoder layers.
-        base_bytes: Resident all the time: weights (also those that could be streamed), optimizer state, gradients,
+        base_bytes: Memory in use all the time: weights (with those that can be streamed), optimizer state, gradients,
             embedding.
-        head_peak_bytes: Transient of the final norm, the head and the loss.
-        head_ms: Their time, forward and backward.
-        other_ms: Embedding, optimizer and clipping.
-        embedding_bytes: Of base_bytes, those of an input embedding that goes to the host together with streamed
-            weights.
+        head_peak_bytes: Transient memory of the final norm, the head and the loss.
+        head_ms: Time of norm, head and loss, forward and backward.
+        other_ms: Time of embedding, optimizer and clipping.
+        embedding_bytes: Part of base_bytes: the input embedding, which moves to the host if weights are streamed.
     """
 
     segments: tuple[SegmentCost, ...]
@@ -74,13 +73,13 @@ class StepCost(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """How fast bytes move between device and host.
+    """Copy speed between device and host.
 
     Args:
-        name: For messages.
+        name: Name in messages.
         d2h_bytes_per_s: Device to pinned host memory, while both directions are busy.
         h2d_bytes_per_s: Pinned host memory to device, while both directions are busy.
-        is_unified: Host and device share their memory (integrated GPU), so nothing is gained by moving bytes.
+        is_unified: Whether host and device share memory (integrated GPU), so that offload saves nothing.
     """
 
     name: str
@@ -90,13 +89,13 @@ class Machine(NamedTuple):
 
 
 class SegmentPlan(NamedTuple):
-    """What becomes of one segment's activations.
+    """Plan for the activations of one segment.
 
     Args:
-        is_kept: Plain autograd: everything is held on the device, nothing is computed again.
-        input_place: Where the input waits for the backward.
-        values: Names and places of the values that are held; the others are rebuilt.
-        is_streamed: The frozen weights come from the host for each use.
+        is_kept: Whether autograd saves everything on the device and nothing is recomputed.
+        input_place: Where the input is stored until the backward.
+        values: Names and places of the stored values; the others are recomputed.
+        is_streamed: Whether frozen weights are copied from the host for each use.
     """
 
     is_kept: bool
@@ -106,7 +105,7 @@ class SegmentPlan(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Work of one lane: "compute", "d2h" or "h2d", from start to end of it, in ms since the step began."""
+    """Work on one lane ("compute", "d2h" or "h2d"), with start and end in ms since the step began."""
 
     lane: str
     label: str
@@ -115,16 +114,16 @@ class Interval(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a step will cost.
+    """Predicted cost of a step.
 
     Args:
-        peak_bytes: Most device memory of any moment.
+        peak_bytes: Peak device memory.
         step_ms: Time of the step.
-        exposed_ms: Time of it in which compute waits for a copy.
+        exposed_ms: Time in which compute waits for a copy.
         host_bytes: Pinned host memory.
-        staging_bytes: Largest host share of one segment: the size of a staging slot.
+        staging_bytes: Size of a staging slot: the largest host share of one segment.
         memory: (moment, bytes) in the order of the step.
-        lanes: What each lane does when.
+        lanes: Work of each lane over time.
     """
 
     peak_bytes: int
@@ -137,12 +136,12 @@ class Prediction(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What becomes of each segment's activations, what that will cost, and what the user should know about it.
+    """Plan for all activations, with its predicted cost and notes for the user.
 
     Args:
         segments: In forward order.
-        prediction: What a step will cost.
-        notes: Why the plan is not what was asked for, or not what it could be; empty when there is nothing to say.
+        prediction: Predicted cost of a step.
+        notes: Why the plan differs from the request or from a better one; may be empty.
     """
 
     segments: tuple[SegmentPlan, ...]
@@ -151,12 +150,12 @@ class Plan(NamedTuple):
 
 
 def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:
-    """Return the plan that treats every segment alike.
+    """Return a plan with the same treatment for every segment.
 
     Args:
-        num_segments: Decoder layers.
-        kind: "keep" holds everything; "recompute" holds the inputs on the device; "offload" holds them on the host, the
-            last one excepted: its backward comes at once.
+        num_segments: Number of decoder layers.
+        kind: "keep" stores everything; "recompute" stores the inputs on the device; "offload" stores them on the host,
+            except the last one, whose backward follows at once.
 
     Example:
         >>> [segment.input_place for segment in uniform_plan(3, "offload")]
@@ -170,7 +169,7 @@ def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:
 
 
 def check_segments(cost: StepCost, segments: Sequence[SegmentPlan]) -> None:
-    """Refuse a plan that does not fit the segments it is for."""
+    """Refuse a plan that does not fit its segments."""
     if len(segments) != len(cost.segments) or not segments:
         raise OptionError(
             f"The plan has {len(segments)} segments and the step {len(cost.segments)}; they must agree, and be at "
