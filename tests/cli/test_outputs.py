@@ -112,7 +112,7 @@ def test_places_of_others_are_refused_in_a_file_and_taken_from_the_command_line(
     [
         (rejected("kept.jsonl"), "link"),
         (rejected("folder.jsonl"), "folder"),
-        (checkpoint(dirpath="plain"), "is no folder"),
+        (checkpoint(dirpath="plain"), "is not a folder"),
         (checkpoint(dirpath="runs", filename=".profile"), "leaves the folder"),
         (logger(save_dir=".", name=".config"), "leaves the folder"),
         (trainer(callbacks=[{"init_args": {"exclude_batches_path": "settings.json"}}]), "no run wrote"),
