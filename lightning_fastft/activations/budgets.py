@@ -1,4 +1,4 @@
-"""How much memory "auto" may take from a device and its host, and how much was in use."""
+"""Memory budgets for "auto" on a device and its host, and the peak memory in use."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import torch
 
 from lightning_fastft.core.errors import OptionError
 
-# Of the memory that is free once model and optimizer are placed; the rest is for fragments and what nobody counts.
+# Share of the memory that is free once model and optimizer are placed; the rest covers fragmentation.
 AUTO_VRAM_SHARE = 0.9
 AUTO_HOST_SHARE = 0.5
-# Where nobody counts the memory.
+# Budget for a device without an allocator that counts.
 UNKNOWN_BYTES = 2**62
 
 
 def auto_vram_bytes(device: torch.device) -> int:
-    """Return what the process has on a device plus 90 % of what it could still get; without end where no
-    allocator counts.
-    """
+    """Return the memory of the process on a device plus 90 % of the free memory; unlimited if nothing counts it."""
     if device.type != "cuda":
         return UNKNOWN_BYTES
     free, total = torch.cuda.mem_get_info(device)
@@ -31,7 +29,7 @@ def auto_vram_bytes(device: torch.device) -> int:
 
 
 def auto_host_bytes() -> int:
-    """Return half of what the host could give now, as its kernel estimates it."""
+    """Return half of the memory that the kernel reports as available on the host."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -41,9 +39,7 @@ def auto_host_bytes() -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory in use so far: of the device's allocator, or of this process on the host; 0 on
-    Windows, which does not count it so.
-    """
+    """Return the peak memory of the device's allocator, or of this process on the host; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -57,15 +53,15 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def is_unified(device: torch.device) -> bool:
-    """Whether host and device share their memory, so that a copy frees nothing."""
+    """Return whether host and device share memory, so that offload frees nothing."""
     return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
 def check_not_unified(device: torch.device) -> None:
-    """Refuse to offload where host and device share their memory.
+    """Refuse offload on a device that shares its memory with the host.
 
     Raises:
-        OptionError: They do.
+        OptionError: Host and device share memory.
     """
     if is_unified(device):
         raise OptionError(

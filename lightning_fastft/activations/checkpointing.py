@@ -1,4 +1,4 @@
-"""OffloadCheckpointing: the one switch for what happens to activations between forward and backward."""
+"""OffloadCheckpointing: the one switch for activation checkpointing."""
 
 from __future__ import annotations
 
@@ -20,50 +20,49 @@ from lightning_fastft.core.status import Status
 Policy = Literal["auto", "keep", "offload", "recompute"]
 _POLICIES = ("auto", "keep", "offload", "recompute")
 STATUS_NAME = "activations"
-# A pebibyte: more than any machine has; beyond it bytes were given for GiB.
+# One pebibyte; a larger value was probably given in bytes.
 _MOST_GIB = float(2**20)
 
 logger = logging.getLogger(__name__)
 
 
 class Patcher(Protocol):
-    """Where instance changes are written down and undone (lightning_fastft.core.patcher.ModelPatcher)."""
+    """Records and undoes changes of instances, such as lightning_fastft.core.patcher.ModelPatcher."""
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of one instance and remember the old value."""
 
     def add_undo(self, undo: Callable[[], None]) -> None:
-        """Record how to take back a change made by other means."""
+        """Record how to undo another change."""
 
 
 class OffloadCheckpointing:
-    """Decide per decoder layer whether its activations are kept, held in part, sent to pinned host memory, or
-    recomputed.
+    """Keep, offload or recompute the activations of each decoder layer.
 
-    Owns one pinned slab, fixed staging slots and two copy streams per model; the copies of a layer are under way before
-    its backward begins. Works through the layer's own checkpointing attributes (``gradient_checkpointing`` and
-    ``_gradient_checkpointing_func``, as the decoder layers of transformers have them) or, for any other module, through
-    its instance's ``forward``, so no class and no source is touched. Gradients are bit-equal for every policy when the
-    kernels are deterministic. Inert in evaluation mode and where no gradients are recorded. Of a decoder layer compiled
-    as a whole nothing is captured by transformers 5.23 (it runs as it is); compile its parts (``layer.mlp.compile()``).
+    Each model gets one slab of pinned host memory, fixed staging slots and two copy streams; the copies of a layer
+    start before its backward. Decoder layers of transformers are reached through their own checkpointing attributes
+    (``gradient_checkpointing`` and ``_gradient_checkpointing_func``), other modules through the ``forward`` of the
+    instance, so no class and no source changes. With deterministic kernels, gradients are bit-equal for every policy.
+    No-op in evaluation mode and without gradients. transformers 5.23 does not checkpoint a decoder layer that is
+    compiled as a whole; compile its parts instead (``layer.mlp.compile()``).
 
     Args:
-        policy: "keep" holds every activation. "recompute" holds the input of each layer and runs the layer again in the
-            backward. "offload" is the same with the inputs in pinned host memory. "auto" measures the first three
-            steps, in which it recomputes, and then holds on the device what is dearest to recompute, sends to the host
-            what hides under compute, and recomputes the rest; on a CPU it keeps.
-        vram_budget: Device memory for everything, in GiB, that "auto" may fill; "auto" is what the process has plus 90
-            % of what is free.
-        host_budget: Pinned host memory of each rank, in GiB; "auto" is half of what the host has available, shared by
+        policy: "keep" stores every activation. "recompute" stores the input of each layer and runs the layer again in
+            the backward. "offload" does the same with the inputs in pinned host memory. "auto" recomputes in the first
+            three steps and measures them; then it keeps on the device what costs most to recompute, offloads what
+            hides under compute, and recomputes the rest. On a CPU "auto" keeps everything.
+        vram_budget: Device memory, in GiB, for everything under "auto"; "auto" is the memory of the process plus 90 %
+            of the free memory.
+        host_budget: Pinned host memory of each rank, in GiB; "auto" is half of the host's available memory, shared by
             its ranks.
-        buffers: Staging slots: 2 fetches one layer ahead, 1 is the serial form (a control), more fetch further ahead.
+        buffers: Number of staging slots: 2 fetches one layer ahead, more fetch further ahead, 1 copies serially (for
+            comparison).
         weights: "stream" keeps the frozen weights of the decoder layers and the input embedding in pinned host memory
-            and brings each layer in before its use; "auto" does so under policy "auto" when no plan fits otherwise, or
-            when the memory that is free then makes the step at least 3 % faster, by the planner's account; "resident"
-            never.
-        mlp_tiles: Run dense feed-forward blocks in this many tiles of tokens, so that only one tile's intermediates
-            exist at a time: the least memory for long packs. 1 for none. Products of fewer rows round differently, so
-            gradients are equal to rounding, not to the bit.
+            and copies each layer to the device before its use. "auto" does so under policy "auto" if no plan fits
+            otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does.
+        mlp_tiles: Number of tiles of tokens in which dense feed-forward blocks run, so that the intermediates of only
+            one tile exist at a time, for long packs. 1 disables tiles. GEMMs of fewer rows round differently, so
+            gradients are not bit-equal.
 
     Raises:
         OptionError: A value is not allowed.
@@ -111,9 +110,7 @@ class OffloadCheckpointing:
         self._last_description = self.describe()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled plugin has its options alone: stacks with streams and pinned memory stay with the
-        original.
-        """
+        """Keep only the options in a copy or pickle; streams and pinned memory stay with the original."""
         alone = object.__new__(type(self))
         vars(alone).update(vars(self) | {"stacks": [], "_last_description": self.describe()})
         return vars(alone)
@@ -122,7 +119,7 @@ class OffloadCheckpointing:
         return f"OffloadCheckpointing({self.policy!r})"
 
     def describe(self) -> str:
-        """Return in one line what happens to activations."""
+        """Return the treatment of activations in one line."""
         return {
             "keep": "keep: every activation is held, nothing is recomputed",
             "recompute": "recompute: the input of each decoder layer is held, the layer runs again in the backward",
@@ -140,27 +137,27 @@ class OffloadCheckpointing:
         environment: RunEnvironment | None = None,
         weights: MovableWeights | None = None,
     ) -> Status:
-        """Put the policy into effect on these decoder layers, until the patcher is undone.
+        """Apply the policy to decoder layers until the patcher undoes it.
 
         Args:
             layers: Decoder layers, in the order in which they run.
-            patcher: Where every change is written down.
-            stacks: Modules around the layers that carry the checkpointing flag of transformers; it keeps them from
-                building a key/value cache.
-            environment: What the run knows; None for a single process without a strategy.
-            weights: How the frozen weights of the layers move to the host; None where they cannot.
+            patcher: Records every change.
+            stacks: Modules around the layers with the checkpointing flag of transformers, which disables their
+                key/value cache.
+            environment: Environment of the run; None for a single process without a strategy.
+            weights: Moves the frozen weights of the layers to the host; None if they cannot move.
 
         Returns:
-            What is active.
+            The statuses.
 
         Raises:
             SwapError: There is no layer.
-            OptionError: Policy "keep" meets a model that recomputes already: this plugin is the only switch.
+            OptionError: Policy "keep" and a model that already recomputes; this plugin is the only switch.
 
         Cost:
-            "recompute": one more forward of the layers per backward, without what only their output needs. "offload":
-            that, and copies beside the compute stream. "auto": as planned. No host synchronisation in a step but one,
-            when "auto" reads its measurements.
+            "recompute": one more forward of the layers per backward, without the operations that only their output
+            needs. "offload": the same, and copies on their own streams. "auto": as planned. No host sync in a step,
+            except once when "auto" reads its measurements.
         """
         if not layers:
             raise SwapError("There is no decoder layer to attach activation checkpointing to.")
@@ -196,35 +193,31 @@ class OffloadCheckpointing:
         return self.stacks[number].segments if self.stacks else []
 
     def status(self) -> Status:
-        """Return what is in effect now, plans included."""
+        """Return the current statuses, with the plan."""
         if self.stacks:
             self._last_description = f"{self.policy}: " + " | ".join(stack.describe() for stack in self.stacks)
         return Status(STATUS_NAME, "active", self._last_description)
 
     def statuses(self) -> list[Status]:
-        """Return what is in effect now: the activations, then the frozen weights and the embedding where they are
-        streamed.
-        """
+        """Return the current statuses of activations and, if streamed, of frozen weights and the embedding."""
         return [
             self.status(),
             *(status for stack in self.stacks if stack.streamed is not None for status in stack.streamed.statuses),
         ]
 
     def place(self, device: torch.device) -> None:
-        """Move frozen weights to the host where that was asked for; called when the model stands on its device,
-        else the first forward does it.
+        """Move frozen weights to the host if requested; called once the model is on its device, else in the first
+        forward.
         """
         for stack in self.stacks:
             stack.place(device)
 
     def step_down(self) -> bool:
-        """Get along with less after the device ran out of memory; return whether any stack could."""
+        """Use less memory after the device ran out of it; return whether any stack could."""
         return any(stack.step_down() for stack in self.stacks)
 
     def advice(self) -> str | None:
-        """Return what to start again with after the device ran out of memory; None where no option of policy
-        "auto" is left to say.
-        """
+        """Return the options for a restart after the device ran out of memory; None if policy "auto" has none left."""
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
         if peaks:
             return f"OffloadCheckpointing('auto', vram_budget={NOTCH * max(peaks) / 2**30:.1f})"
@@ -239,7 +232,7 @@ class OffloadCheckpointing:
         return None
 
     def remedy(self) -> str:
-        """Return what to set after the device ran out of memory, under any policy: a whole clause for a message."""
+        """Return advice after the device ran out of memory, under any policy, as a clause for a message."""
         advice = self.advice()
         if advice is not None:
             return f"start again with {advice}"
@@ -252,7 +245,7 @@ class OffloadCheckpointing:
         return f"start again with {shorter if leaner is None else f'{leaner}, or with {shorter}'}"
 
     def describe_budget(self) -> str:
-        """Return the budgets as they were given."""
+        """Return the budgets as given."""
         vram, host = self.options.vram_budget_bytes, self.options.host_budget_bytes
         shown = {
             name: "auto" if value is None else f"{value / 2**30:.1f} GiB"
@@ -261,12 +254,12 @@ class OffloadCheckpointing:
         return ", ".join(f"{name} {value}" for name, value in shown.items())
 
     def check_training_mode(self, layers: Sequence[nn.Module]) -> None:
-        """Refuse layers in evaluation mode, where the code of transformers never recomputes.
+        """Refuse trained layers in evaluation mode, because transformers does not recompute them.
 
-        Layers without a trained parameter may be in it: those of a frozen teacher or reference.
+        Layers without a trained parameter, such as those of a frozen teacher, may be in evaluation mode.
 
         Raises:
-            OptionError: The policy is not "keep" and a layer that is trained is in evaluation mode.
+            OptionError: The policy is not "keep" and a trained layer is in evaluation mode.
         """
         idle = [
             layer
@@ -288,7 +281,7 @@ class OffloadCheckpointing:
 
 
 def _take_over(layer: nn.Module, run: Callable[..., Any], patcher: Patcher) -> None:
-    """Have a layer run through its segment."""
+    """Route the calls of a layer through its segment."""
     if hasattr(layer, "gradient_checkpointing"):
         patcher.set_attribute(layer, "_gradient_checkpointing_func", run)
         patcher.set_attribute(layer, "gradient_checkpointing", True)
@@ -308,7 +301,7 @@ def _run_in_training(
 
 
 def _read_gib(name: str, value: float | str) -> int | None:
-    """Return a budget in bytes; None for "auto"."""
+    """Return a budget in bytes, or None for "auto"."""
     if isinstance(value, str):
         if value == "auto":
             return None

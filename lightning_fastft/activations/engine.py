@@ -1,6 +1,4 @@
-"""The offload engine: tensors of a segment leave for pinned memory in the forward and are back before its
-backward asks for them.
-"""
+"""The offload engine: copy tensors of a segment to pinned memory in the forward, and back before its backward."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ _POISON_BYTE = 0xFF  # makes every floating dtype a NaN
 
 
 class HostAllocation:
-    """Stand for one tensor that lies in pinned memory; the memory is given back when the allocation dies.
+    """A tensor in pinned memory; its memory is freed when the allocation is garbage-collected.
 
     Args:
-        engine: Who copies.
-        group: The segment that the tensor belongs to.
-        region: Where its bytes are.
+        engine: The engine that copies.
+        group: The group of the tensor's segment.
+        region: The memory of its bytes.
         tensor: The tensor, for its shape, strides and dtype.
-        done: The point after the copy out.
+        done: Mark after the copy to the host.
     """
 
     __slots__ = (
@@ -56,12 +54,12 @@ class HostAllocation:
         self.arrived: Mark | None = None
 
     def __del__(self) -> None:
-        """Hand the region over; any thread may run this, so the slab itself is left to the next store."""
+        """Queue the region to be freed by the next store, because any thread may run this."""
         self._engine._dropped.append((self.region, (self.done, self.arrived)))
 
 
 class Group:
-    """The host tensors of one segment in one forward, in the order in which its backward needs them."""
+    """Host tensors of a segment in one forward, in the order of use in its backward."""
 
     __slots__ = ("__weakref__", "_allocations", "slot")
 
@@ -70,11 +68,11 @@ class Group:
         self.slot: StagingSlot | None = None
 
     def add(self, allocation: HostAllocation) -> None:
-        """Append a allocation; the group does not keep it alive."""
+        """Append an allocation; the group does not keep it alive."""
         self._allocations.append(weakref.ref(allocation))
 
     def allocations(self) -> Iterator[HostAllocation]:
-        """Yield the allocations that live."""
+        """Yield the allocations that are alive."""
         for reference in self._allocations:
             allocation = reference()
             if allocation is not None:
@@ -84,23 +82,22 @@ class Group:
 class OffloadEngine:
     """Own the pinned slab, the staging slots and the order of copies of one device.
 
-    In the forward, ``store`` starts the copy of a tensor as soon as it exists and keeps the source alive until the
-    compute stream has waited for the copy; at most ``slot_bytes`` are on their way. In the backward, ``enter_backward``
-    of a segment starts the copies of the one before it, so that ``load`` finds the tensor there whether the host runs
-    ahead or not. Copies move bytes: dtype and strides come back as they were.
+    In the forward, ``store`` starts the copy of a tensor and keeps the source alive until the compute stream has waited
+    for the copy; at most ``slot_bytes`` are in flight. In the backward, ``enter_backward`` of a segment starts the
+    copies of the previous segment, so that ``load`` finds its tensors on the device. Dtype and strides are preserved.
 
     Args:
         streams: The copy streams of the device.
-        host_bytes: Size of the slab: all host tensors of the forwards that are alive at once.
-        slot_bytes: Size of a staging slot: the host tensors of one segment.
-        buffers: Number of slots; 2 fetches one segment ahead, 1 fetches when the backward asks (the serial form).
-        is_poisoned: Fill every slot that is left with NaN; for tests.
+        host_bytes: Size of the slab, for all host tensors of the forwards that are alive at once.
+        slot_bytes: Size of a staging slot, for the host tensors of one segment.
+        buffers: Number of slots; 2 fetches one segment ahead, 1 fetches on demand, serially.
+        is_poisoned: Fill each freed slot with NaN, for tests.
 
     Raises:
-        HostMemoryError: The slab cannot be had.
+        HostMemoryError: The slab cannot be allocated.
 
     Cost:
-        No host synchronisation, no allocation and no ``record_stream`` in a step that fits the sizes given here.
+        No host sync, no allocation and no ``record_stream`` in a step that fits these sizes.
 
     Example:
         >>> from lightning_fastft.activations.streams import ImmediateStreams
@@ -121,7 +118,7 @@ class OffloadEngine:
         self.is_poisoned = is_poisoned
         # Tensors that stayed on the device because the slab was full or their layout is no plain block of bytes.
         self.num_kept = 0
-        # Segments that had to be staged outside the slots.
+        # Segments that were staged outside of the slots.
         self.num_unplanned = 0
         self._groups: deque[weakref.ref[Group]] = deque()
         self._current: Group | None = None
@@ -130,7 +127,7 @@ class OffloadEngine:
         self._dropped: deque[tuple[HostRegion, tuple[Mark | None, ...]]] = deque()
 
     def open_group(self) -> Group:
-        """Begin a segment of a forward."""
+        """Open the group of a segment in a forward."""
         if self._current is not None:
             self._leave_current()
         while self._groups and self._groups[0]() is None:
@@ -144,14 +141,13 @@ class OffloadEngine:
 
         Args:
             group: The segment it belongs to.
-            tensor: On the device of the streams; not written to any more.
+            tensor: A tensor on the device of the streams that is not modified any more.
 
         Returns:
-            What ``load`` takes; None where the tensor has to stay: the slab is full, or its elements are no gapless
-            block of memory.
+            The allocation for ``load``; None if the tensor stays, because the slab is full or it has gaps in memory.
 
         Raises:
-            SwapError: An earlier tensor was written to while it was being copied.
+            SwapError: An earlier tensor was modified during its copy.
         """
         flat = _flat_bytes(tensor)
         self._collect()
@@ -170,10 +166,10 @@ class OffloadEngine:
         return allocation
 
     def load(self, allocation: HostAllocation) -> torch.Tensor:
-        """Return the tensor on the device; valid until the backward of its segment is over.
+        """Return the tensor on the device, valid until the backward of its segment ends.
 
         Cost:
-            None where it was fetched ahead; else the copy, which the compute stream waits for.
+            None if it was prefetched; else the compute stream waits for the copy.
         """
         if allocation.staged is None:
             self.enter_backward(allocation.group)
@@ -184,9 +180,7 @@ class OffloadEngine:
         return allocation.staged
 
     def enter_backward(self, group: Group) -> None:
-        """Say that the backward has reached a segment: the slots of the one before are free, the next one's
-        copies start.
-        """
+        """Start the backward of a segment: free the slot of the previous one and prefetch the next one."""
         if group is self._current:
             return
         self._leave_current()
@@ -200,7 +194,7 @@ class OffloadEngine:
                 self._fetch(ahead, is_needed=False)
 
     def close(self) -> None:
-        """Wait for the copies and give all memory back; a second call does nothing."""
+        """Wait for the copies and free all memory; a second call does nothing."""
         self.streams.synchronize()
         self._leave_current()
         self._in_flight.clear()
@@ -211,7 +205,7 @@ class OffloadEngine:
         self.slab.close()
 
     def _leave_current(self) -> None:
-        """Free the slot of the segment whose backward is over."""
+        """Free the slot of the segment whose backward has ended."""
         group, self._current = self._current, None
         if group is None or group.slot is None:
             return
@@ -246,7 +240,7 @@ class OffloadEngine:
         if slot is None:
             if not is_needed:
                 return
-            # Segments out of the planned order: they still come back right, from memory of their own.
+            # A segment outside of the planned order uses separate memory.
             self.num_unplanned += 1
             slot = StagingSlot(num_bytes, streams=self.streams)
         after = slot.take(group)
@@ -263,7 +257,7 @@ class OffloadEngine:
         slot.note_copy(allocations[-1].arrived)  # type: ignore[arg-type]
 
     def _copy_out(self, region: HostRegion, flat: torch.Tensor) -> Mark:
-        """Start the copy; a region whose copy is refused goes back to the slab."""
+        """Start the copy; if it fails, return the region to the slab."""
         is_queued = False
         try:
             done = self.streams.copy_out(
@@ -276,7 +270,7 @@ class OffloadEngine:
         return done
 
     def _retire_oldest(self) -> None:
-        """Have compute wait for the oldest copy out, and let go of its source."""
+        """Let compute wait for the oldest copy to the host, and release its source."""
         done, tensor, version = self._in_flight.popleft()
         self._in_flight_bytes -= tensor.numel() * tensor.element_size()
         self.streams.wait_compute(done)
@@ -288,24 +282,20 @@ class OffloadEngine:
             )
 
     def _collect(self) -> None:
-        """Give the regions of dead allocations back to the slab."""
+        """Return the regions of dead allocations to the slab."""
         while self._dropped:
             region, marks = self._dropped.popleft()
             self.slab.release(region, marks=[mark for mark in marks if mark is not None])
 
 
 def _tensor_in(memory: torch.Tensor, *, start: int, allocation: HostAllocation) -> torch.Tensor:
-    """Return the tensor of a allocation at a byte of a slot; no view of the slot, so that autograd sees no
-    writing to it when the slot is used again.
-    """
+    """Return the tensor of an allocation at a byte of a slot, not as a view, so that autograd ignores later writes."""
     empty = torch.empty(0, dtype=allocation.dtype, device=memory.device)
     return empty.set_(memory.untyped_storage(), start // empty.element_size(), allocation.shape, allocation.stride)  # type: ignore[call-overload]
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory of a tensor as bytes in storage order; None where it has gaps or overlaps, or no memory
-    at all.
-    """
+    """Return the bytes of a tensor in storage order; None if it has gaps, overlaps or no memory."""
     if (
         tensor.numel() == 0
         or tensor.layout is not torch.strided
@@ -319,7 +309,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each place once, in any order of axes."""
+    """Return whether the elements fill one block of memory without gaps or overlaps, in any order of axes."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -1,6 +1,4 @@
-"""Measure one step under checkpointing: times, bytes and peaks of every segment, which the planner turns into a
-plan.
-"""
+"""Measure times, sizes and peaks of every segment in one step under checkpointing, for the planner."""
 
 from __future__ import annotations
 
@@ -17,26 +15,26 @@ from lightning_fastft.activations.segments import Segment, SegmentObserver, Tens
 from lightning_fastft.activations.slots import align
 from lightning_fastft.planner.step import Machine, SegmentCost, StepCost, ValueCost
 
-# Large enough for full speed, small enough to pin in a tenth of a second.
+# Large enough for full copy speed, small enough to pin in 0.1 s.
 _BANDWIDTH_BYTES = 64 * 2**20
 _BANDWIDTH_COPIES = 6
 
 
 class Clock(Protocol):
-    """Times on the device, read later."""
+    """Clock of a device whose times are read later."""
 
     def now(self) -> Any:
-        """Note a moment."""
+        """Record a time."""
 
     def ms_between(self, begin: Any, end: Any) -> float:
-        """Return the milliseconds from one moment to another; waits for the later one."""
+        """Return the milliseconds between two times; syncs with the later one."""
 
 
 class HostClock:
-    """Moments of the host, for devices that compute at once."""
+    """Host clock, for devices that compute synchronously."""
 
     def now(self) -> float:
-        """Return the present in seconds."""
+        """Return the current time in seconds."""
         return time.perf_counter()
 
     def ms_between(self, begin: float, end: float) -> float:
@@ -45,7 +43,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on the stream that is current when a moment is noted."""
+    """Events on the current stream."""
 
     def now(self) -> torch.cuda.Event:
         """Record an event."""
@@ -54,16 +52,16 @@ class CudaClock:
         return event
 
     def ms_between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Wait for the later event and return the difference."""
+        """Synchronize with the later event and return the difference."""
         end.synchronize()
         return begin.elapsed_time(end)
 
 
 class Memory:
-    """What the allocator of a device has handed out; zeros where no allocator counts (CPU).
+    """Memory allocated on a device; zeros without a counting allocator (CPU).
 
     Args:
-        device: Whose.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,22 +69,22 @@ class Memory:
         self.is_counted = device.type == "cuda"
 
     def allocated(self) -> int:
-        """Bytes handed out now."""
+        """Bytes allocated now."""
         return torch.cuda.memory_allocated(self._device) if self.is_counted else 0
 
     def start_peak(self) -> int:
-        """Begin a new peak; return the bytes handed out now."""
+        """Reset the peak; return the bytes allocated now."""
         if self.is_counted:
             torch.cuda.reset_peak_memory_stats(self._device)
         return self.allocated()
 
     def peak(self) -> int:
-        """Most bytes handed out since the peak began."""
+        """Peak bytes allocated since the reset."""
         return torch.cuda.max_memory_allocated(self._device) if self.is_counted else 0
 
 
 class SavedBytesProbe(SegmentObserver):
-    """Find out what autograd holds of a kept segment: one segment of each kind runs kept for one forward.
+    """Measure the memory that autograd saves for a kept segment: keep one segment of each kind for one forward.
 
     Args:
         memory: Of the device.
@@ -108,24 +106,24 @@ class SavedBytesProbe(SegmentObserver):
             if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-            # An operator that holds its own output would never be freed if no backward came.
+            # Without a backward, an operator that saves its own output would never be freed.
             return tensor.detach()
 
         before = self._memory.allocated()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         counted = sum(storages.values())
-        # The allocator also sees what functions hold by other means; the output belongs to the next segment.
+        # The allocator also counts what functions hold by other means; the output belongs to the next segment.
         self.saved_bytes[segment.index] = self._memory.allocated() - before if self._memory.is_counted else counted
 
 
 class StepProbe(SegmentObserver):
-    """Note moments and memory of one forward and backward in which every segment is recomputed.
+    """Record times and memory of a forward and backward in which every segment is recomputed.
 
     Args:
         clock: Of the device.
         memory: Of the device.
-        previous: When the forward before this one began; None where nobody noted it.
+        previous: Start of the previous forward; None if unknown.
     """
 
     def __init__(self, clock: Clock, memory: Memory, *, previous: Any = None) -> None:
@@ -145,30 +143,28 @@ class StepProbe(SegmentObserver):
 
     @property
     def has_backward(self) -> bool:
-        """Whether the backward has reached every segment that it goes through; false after an exception in the
-        middle.
-        """
+        """Whether the backward has reached all of its segments; False after an exception."""
         return bool(self._awaited) and self._awaited == self._reached
 
     def forward_begins(self, segment: Segment) -> None:
-        """Note the start of a forward."""
+        """Record the start of a forward."""
         self._entry_bytes = self._memory.start_peak()
         if segment.index == 0:
             self.base_bytes = self._entry_bytes
         self._note("forward", segment)
 
     def forward_ends(self, segment: Segment) -> None:
-        """Note the end of a forward; what comes after the last one is the head."""
+        """Record the end of a forward; the head follows the last one."""
         self._note("forward end", segment)
         self._forward_peak[segment.index] = self._memory.peak() - self._entry_bytes
         self._head_bytes = self._memory.start_peak()
 
     def backward_awaited(self, segment: Segment) -> None:
-        """Note that the backward will go through a segment."""
+        """Record that the backward will reach a segment."""
         self._awaited.add(segment.index)
 
     def backward_begins(self, segment: Segment) -> None:
-        """Note that the backward has reached a segment, and what the one after it took."""
+        """Record that the backward has reached a segment, and the peak of the segment after it."""
         self._note("backward", segment)
         if self._backward_segment is None:
             self.head_peak_bytes = self._memory.peak() - self._head_bytes
@@ -179,25 +175,25 @@ class StepProbe(SegmentObserver):
         self._reached.add(segment.index)
 
     def replay_begins(self, segment: Segment) -> None:
-        """Note the start of a second run."""
+        """Record the start of a recompute."""
         self._note("replay", segment)
 
     def replay_ends(self, segment: Segment) -> None:
-        """Note the end of a second run."""
+        """Record the end of a recompute."""
         self._note("replay end", segment)
 
     def value_begins(self, segment: Segment, name: str) -> None:
-        """Note the start of a value's computation."""
+        """Record the start of a value."""
         self._values[segment.index].setdefault(name, [0, []])[1].append([self._clock.now(), None])
 
     def value_ends(self, segment: Segment, name: str, tensors: Tensors) -> None:
-        """Note its end and its size."""
+        """Record the end and size of a value."""
         entry = self._values[segment.index][name]
         entry[0] += sum(align(tensor.numel() * tensor.element_size()) for tensor in tensors)
         entry[1][-1][1] = self._clock.now()
 
     def step_ends(self) -> None:
-        """Note the start of the next forward: the end of this step."""
+        """Record the start of the next forward, which ends this step."""
         self._moments["step end", 0] = self._clock.now()
         if self._backward_segment is not None:
             self._end_backward()
@@ -215,13 +211,13 @@ class StepProbe(SegmentObserver):
 
         Args:
             segments: All of them, in order.
-            input_bytes: Hidden states between two segments.
-            saved_bytes: Of a segment by index, when it is kept, its output included.
-            extra_bytes: What will be resident later and is not yet.
-            weight_bytes: Frozen weights of each segment.
+            input_bytes: Size of the hidden states between two segments.
+            saved_bytes: Size of the saved tensors of a kept segment by index, with its output.
+            extra_bytes: Memory that will be in use later and is not yet.
+            weight_bytes: Size of the frozen weights of each segment.
 
         Cost:
-            One wait for the device.
+            One device sync.
         """
         backward = self._backward_times(len(segments))
         costs = [
@@ -234,7 +230,7 @@ class StepProbe(SegmentObserver):
         head_ms = self._between(("forward end", last), ("backward", last))
         total = self._between(("forward", 0), ("step end", 0))
         if self._previous is not None:
-            # What others do between two steps (a validation, a save) is no part of a step: the shorter of two counts.
+            # Work between two steps (a validation, a save) does not count: take the shorter of two.
             total = min(total, self._clock.ms_between(self._previous, self._moments["forward", 0]))
         known = head_ms + sum(cost.forward_ms + cost.backward_ms + cost.recompute_ms for cost in costs)
         return StepCost(
@@ -252,7 +248,7 @@ class StepProbe(SegmentObserver):
         saved_bytes = max(0, saved(index) - input_bytes)
         values = []
         for name, (num_bytes, moments) in self._values[index].items():
-            # What the last point computes is never rebuilt, so nothing is gained by holding it.
+            # The last point is never recomputed, so holding its value saves nothing.
             if segment.last_point is None or not name.startswith(segment.last_point):
                 values.append(
                     ValueCost(name, num_bytes, sum(self._clock.ms_between(begin, end) for begin, end in moments))
@@ -270,8 +266,8 @@ class StepProbe(SegmentObserver):
         )
 
     def _backward_times(self, num_segments: int) -> list[float]:
-        """Backward without replay, per segment; the first segments, whose end nobody sees, take the mean of the
-        others.
+        """Return the backward time of each segment without recompute; the first segments, whose end is not
+        observed, take the mean of the others.
         """
         found: dict[int, float] = {}
         for index in range(1, num_segments):
@@ -296,13 +292,12 @@ class StepProbe(SegmentObserver):
 
 
 def scale_cost(cost: StepCost, factor: float, *, input_bytes: int) -> StepCost:
-    """Return what the step costs for packs of another length: times, activations and transients grow with it, weights
-    and the rest do not.
+    """Return the costs of a step for another pack length: times, activations and transients scale, weights do not.
 
     Args:
-        cost: What was measured.
-        factor: The other length over the length that was measured.
-        input_bytes: Hidden states of the other length.
+        cost: Measured costs.
+        factor: The other length divided by the measured length.
+        input_bytes: Size of the hidden states at the other length.
     """
     if factor == 1:
         return cost
@@ -337,7 +332,7 @@ def measure_machine(device: torch.device) -> Machine:
     """Return the copy rates of a device while both directions are busy.
 
     Cost:
-        On CUDA two pinned buffers of 64 MiB and some 20 ms, with waits for the device; for set-up only.
+        On CUDA two pinned buffers of 64 MiB and about 20 ms, with device syncs; for set-up only.
     """
     if device.type != "cuda":
         return Machine(device.type, 1e10, 1e10)

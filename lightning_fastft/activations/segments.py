@@ -1,4 +1,4 @@
-"""One decoder layer under a plan: what its forward leaves behind, where that lies, and how its second run finds it."""
+"""Run one decoder layer under a plan: store tensors in its forward, and find them in its recompute."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 Tensors = tuple[torch.Tensor, ...]
 RECOMPUTE = SegmentPlan(is_kept=False, input_place="device", values=())
 KEEP = SegmentPlan(is_kept=True, input_place="device", values=())
-# Smaller tensors (random state of a kernel, offsets) are not worth a copy.
+# Smaller tensors (random state of a kernel, offsets) stay on the device.
 _LEAST_HOST_BYTES = 4096
 
 
 class SegmentObserver:
-    """Watch segments run; this one looks away, probes look at what they need."""
+    """No-op observer of segments; probes override the hooks they use."""
 
     def around_kept(self, segment: Segment) -> AbstractContextManager[None]:
-        """Return what the forward of a kept segment runs in."""
+        """Return the context manager around the forward of a kept segment."""
         return nullcontext()
 
     def forward_begins(self, segment: Segment) -> None:
@@ -40,19 +40,19 @@ class SegmentObserver:
         """Called after it."""
 
     def backward_awaited(self, segment: Segment) -> None:
-        """Called after a forward whose output has a gradient to wait for."""
+        """Called after a forward whose output requires a gradient."""
 
     def backward_begins(self, segment: Segment) -> None:
         """Called when the gradient of a segment's output is known."""
 
     def replay_begins(self, segment: Segment) -> None:
-        """Called before the second run of a segment."""
+        """Called before the recompute of a segment."""
 
     def replay_ends(self, segment: Segment) -> None:
-        """Called after it, also when it ends early."""
+        """Called after the recompute, also if it ends early."""
 
     def value_begins(self, segment: Segment, name: str) -> None:
-        """Called before a value is computed in the first run."""
+        """Called before a value is computed in the forward."""
 
     def value_ends(self, segment: Segment, name: str, tensors: Tensors) -> None:
         """Called after it."""
@@ -61,13 +61,12 @@ class SegmentObserver:
 class Segment:
     """A decoder layer that runs under a plan.
 
-    Modules inside the layer that can take a value instead of computing it find their segment in an attribute and ask
-    ``session`` during a run.
+    Modules inside the layer whose values a plan may hold find the segment in an attribute and use its ``session``.
 
     Args:
-        index: Place among the layers of its model, from 0.
-        is_random: The layer draws random numbers, which the second run must repeat.
-        has_router: The layer chooses experts, which the second run must not choose again.
+        index: Index among the layers of its model, from 0.
+        is_random: Whether the layer draws random numbers, which the recompute must repeat.
+        has_router: Whether the layer has a router, whose top-k the recompute must reuse.
     """
 
     def __init__(self, index: int, *, is_random: bool = False, has_router: bool = False) -> None:
@@ -79,34 +78,32 @@ class Segment:
         self.engine: OffloadEngine | None = None
         self.observer: SegmentObserver | None = None
         self.session: Session | None = None
-        # The value point whose own saved tensors end the second run; what it computes is never needed there.
+        # The value point that saves the last tensors of the layer; the recompute ends there without its output.
         self.last_point: str | None = None
-        # Called with the layer's input before a forward that records gradients begins.
+        # Called with the layer's input before a forward that records gradients.
         self.on_forward: Callable[[torch.Tensor], None] | None = None
-        # Called once, when the gradient of the output of the forward that is under way, or of the next one, is known.
+        # Called once, when the gradient of the output of the current or next forward is known.
         self.on_backward: Callable[[], None] | None = None
-        # Whether forwards are being measured for a plan that does not stand yet.
+        # Returns whether the first steps are still measured for the plan.
         self.awaits_plan: Callable[[], bool] = _never
-        # What the device may hold in all, where somebody said so.
+        # Device memory budget, if one was given.
         self.vram_budget_bytes: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled model recomputes: streams, pinned memory and probes stay with the original."""
+        """Recompute in a copy or pickle; streams, pinned memory and probes stay with the original."""
         alone = Segment(self.index, is_random=self.is_random, has_router=self.has_router)
         return vars(alone)
 
     def inner_session(self) -> Session | None:
-        """Return a session for a part of the layer that runs in a backward outside of the layer's own second run; else
-        None.
+        """Return a session for a part of the layer that a checkpoint inside the layer recomputes, else None.
 
-        A checkpoint inside the layer does so, and its part has to save the tensors that it saved in the first run,
-        under a session.
+        That part runs outside of the layer's own recompute, and must save the same tensors as in the forward.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         return InnerSession(self, engine=None, group=None) if is_in_backward and not self.plan.is_kept else None
 
     def follow(self, plan: SegmentPlan, engine: OffloadEngine | None) -> None:
-        """Run under this plan from the next forward on."""
+        """Use this plan from the next forward on."""
         self.plan, self.engine = plan, engine
         self.places = dict(plan.values)
 
@@ -114,7 +111,7 @@ class Segment:
         """Run the layer once, as its checkpointing function.
 
         Cost:
-            As the plan says; without gradients, that of the layer alone.
+            As planned; without gradients only that of the layer.
         """
         if not torch.is_grad_enabled():
             return function(*args)
@@ -123,16 +120,15 @@ class Segment:
         observer = self.observer
         if observer is not None:
             observer.forward_begins(self)
-        # Also where nothing goes to the host: its backward is when the tensors of the segment before it are fetched.
+        # Also without host tensors, because its backward starts the fetch for the previous segment.
         group = None if self.engine is None else self.engine.open_group()
         if self.plan.is_kept:
             with nullcontext() if observer is None else observer.around_kept(self):
                 output = function(*args)
         else:
             session = Session(self, engine=self.engine, group=group)
-            # Only what the layer is given passes these hooks: what it saves inside goes to the checkpoint's own. Where
-            # nothing is to be sent there are none: the input of a checkpoint inside another one belongs to that one's
-            # hooks.
+            # Only the inputs of the layer pass these hooks; tensors saved inside pass those of the checkpoint. Without
+            # offload there are no hooks, because an enclosing checkpoint has its own for this input.
             is_sent = self.plan.input_place == "host" and self.engine is not None
             with (
                 torch.autograd.graph.saved_tensors_hooks(session.pack_input, session.unpack_input)
@@ -159,7 +155,7 @@ class Segment:
                 tensor.register_hook(lambda _: announce())
 
     def _watch_backward(self, output: Any, *, group: Group | None, observer: SegmentObserver | None) -> None:
-        """Learn when the backward reaches the layer: when the gradient of its output is known."""
+        """Notice when the backward reaches the layer, by the gradient of its output."""
         tensor = output[0] if isinstance(output, (tuple, list)) else output
         if not torch.is_tensor(tensor) or not tensor.requires_grad:
             return
@@ -181,12 +177,12 @@ def _never() -> bool:
 
 
 def unwatched(session: Session | None) -> AbstractContextManager[None]:
-    """Return what code runs in that chooses no experts: ``session.unwatched()``, nothing outside a session."""
+    """Return a context manager that suspends top-k tracking; a no-op outside of a session."""
     return nullcontext() if session is None else session.unwatched()
 
 
 def _hidden_states(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor:
-    """The first tensor that a layer is given, also where it is given by name."""
+    """Return the first tensor argument of a layer, positional or by keyword."""
     given = (*args, *getattr(function, "keywords", {}).values())
     hidden = next((value for value in given if torch.is_tensor(value) and value.is_floating_point()), None)
     if hidden is None:
@@ -198,12 +194,12 @@ def _hidden_states(function: Callable[..., Any], args: tuple[Any, ...]) -> torch
 
 
 class Session:
-    """One forward of one segment, and its second run in the backward.
+    """A forward of a segment, and its recompute in the backward.
 
     Args:
-        segment: The layer.
-        engine: Who copies to the host; None where nothing goes there.
-        group: The segment's host tensors in this forward.
+        segment: The segment.
+        engine: The offload engine; None without offload.
+        group: The host tensors of the segment in this forward.
     """
 
     def __init__(self, segment: Segment, *, engine: OffloadEngine | None, group: Group | None) -> None:
@@ -216,7 +212,7 @@ class Session:
         self._choice: _RememberedChoice | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run the layer with this session open; the first time records, later times replay."""
+        """Run the layer in this session; the first run records, later runs replay."""
         self.is_replay = self._num_runs > 0
         self._num_runs += 1
         self._counts.clear()
@@ -231,8 +227,7 @@ class Session:
                     return function(*args)
             return function(*args)
         finally:
-            # The two refer to each other: held on, an interrupted step would keep its memory until garbage is
-            # collected.
+            # Break the reference cycle, so that an interrupted step frees its memory at once.
             self._choice = None
             segment.session = outer
             if self.is_replay and observer is not None:
@@ -240,9 +235,7 @@ class Session:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Run what chooses no experts without being watched for it: every call of torch, each look at a shape
-        among them, passes a watch.
-        """
+        """Suspend top-k tracking, which intercepts every torch call, around code without a router."""
         choice = self._choice
         if choice is None or not choice.is_innermost():
             yield
@@ -254,14 +247,14 @@ class Session:
             choice.__enter__()
 
     def value(self, name: str, compute: Callable[[], Tensors], *, is_always_held: bool = False) -> Tensors:
-        """Return what compute returns, computed or remembered as the plan says.
+        """Return the value of compute, computed or stored as planned.
 
-        Called where no gradient is recorded, in the same order in every run of the layer.
+        Call it without gradients, in the same order in every run of the layer.
 
         Args:
             name: Name of the value in the plan.
-            compute: Computes it.
-            is_always_held: Remember it on the device whatever the plan says (it is small, and must not differ).
+            compute: Computes the value.
+            is_always_held: Store it on the device under any plan, because it is small and must not differ.
         """
         key = self._key(name)
         if self.is_replay:
@@ -279,18 +272,16 @@ class Session:
         return tensors
 
     def is_last(self, name: str) -> bool:
-        """Whether the second run is known to end with what this point saves, so that its output is needed by nobody."""
+        """Return whether the recompute ends when this point saves its tensors, so that its output is not needed."""
         return self.is_replay and self.segment.last_point == name
 
     def skip(self, name: str) -> None:
-        """Pass over one call of a value that is not computed, so that the next call does not take what was held
-        for this one.
-        """
+        """Skip the stored value of a call that is not made, so that the next call gets its own value."""
         self._held.pop(self._key(name), None)
 
     @contextmanager
     def watch_end(self, name: str) -> Iterator[None]:
-        """Learn whether the second run ends while this point saves its tensors."""
+        """Detect whether the recompute ends while this point saves its tensors."""
         if not self.is_replay:
             yield
             return
@@ -303,15 +294,14 @@ class Session:
             self.segment.last_point = None
 
     def run_last(self, name: str, run: Callable[[], torch.Tensor], *, anew: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a point that may be the last to save something in the layer, and leave its output out where nobody needs
-        it.
+        """Run a point that may be the last to save tensors in the layer, and skip its output if it is not needed.
 
         Args:
             name: Name of the point.
-            run: Computes; in a second run that is known to end here it may return anything of the right shape
-                (``is_last``).
-            anew: Computes in full; called without gradients where the second run went on after all, so that somebody
-                may read the output.
+            run: Computes the output; in a recompute that ends here (``is_last``) it may return any tensor of the same
+                shape.
+            anew: Computes the full output, without gradients; called if the recompute went on, so that the output may
+                be read.
         """
         is_unneeded = self.is_last(name)
         with self.watch_end(name):
@@ -322,7 +312,7 @@ class Session:
         return out
 
     def pack_input(self, tensor: torch.Tensor) -> torch.Tensor | HostAllocation:
-        """Send the layer's input to the host if the plan says so."""
+        """Offload the input of the layer if planned."""
         if (
             self._engine is None
             or self._group is None
@@ -359,10 +349,10 @@ class Session:
 
 
 class InnerSession(Session):
-    """The second run of a checkpoint inside a layer: everything is computed."""
+    """The recompute of a checkpoint inside a layer, which computes everything."""
 
     def value(self, name: str, compute: Callable[[], Tensors], *, is_always_held: bool = False) -> Tensors:
-        """Return what compute returns."""
+        """Return the value of compute."""
         return compute()
 
 
@@ -372,7 +362,7 @@ class _Held(Protocol):
 
 
 class _HeldOnDevice:
-    """A tensor kept where it is, and the proof that nobody wrote to it since."""
+    """A tensor kept in place, with its version counter to detect writes."""
 
     def __init__(self, tensor: torch.Tensor, *, name: str) -> None:
         self._tensor, self._name, self._version = tensor, name, tensor._version
@@ -398,14 +388,14 @@ class _HeldOnHost:
 
 
 class _RememberedChoice(TorchFunctionMode):
-    """Keep the indices of every top-k of a layer, so that its second run sends each token to the same experts."""
+    """Store the indices of every top-k of a layer, so that its recompute routes each token to the same experts."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
 
     def is_innermost(self) -> bool:
-        """Whether this watch is the first to see a call."""
+        """Whether this mode is the first to see a call."""
         depth = torch._C._len_torch_function_stack()
         return depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
 
@@ -426,9 +416,7 @@ class _RememberedChoice(TorchFunctionMode):
 
 
 class _ChosenValues(torch.autograd.Function):
-    """The values of a top-k at indices that are known; forward and gradient have the bits of torch.topk's own.
-    Saves the indices.
-    """
+    """Values of a top-k at known indices, with the bits of torch.topk in value and gradient; saves the indices."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
@@ -439,12 +427,12 @@ class _ChosenValues(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_values: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (index,) = ctx.saved_tensors
-        # No index comes twice along the axis, so nothing is summed.
+        # Indices are unique along the axis, so nothing is summed.
         return d_values.new_zeros(ctx.shape).scatter(ctx.axis, index, d_values), None, None
 
 
 def is_random(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training: dropout, or router noise, above 0."""
+    """Return whether a module draws random numbers in training (dropout or router noise above 0)."""
     from torch.nn.modules.dropout import _DropoutNd
 
     if isinstance(module, _DropoutNd) and module.p > 0:

@@ -1,6 +1,4 @@
-"""Memory that offload owns: one pinned slab on the host, handed out in regions, and fixed staging slots on the
-device.
-"""
+"""Memory of offload: a pinned slab on the host, allocated in regions, and fixed staging slots on the device."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ import torch
 from lightning_fastft.activations.streams import CopyStreams, Mark
 from lightning_fastft.core.errors import HostMemoryError
 
-# Copies begin at multiples of this: full speed of the copy engines, and room for any dtype.
+# Alignment of copies, for full speed of the copy engines and for any dtype.
 ALIGNMENT_BYTES = 512
-# Pinning is worth a line in the log from here on; it takes about a second per GiB.
+# Log pinning from this size on; it takes about one second per GiB.
 SLOW_PINNING_BYTES = 2**30
 _CUDA_HOST_REGISTER_PORTABLE = 1
 
@@ -49,24 +47,24 @@ class HostRegion:
 
     def __init__(self, start: int, num_bytes: int, tensor: torch.Tensor) -> None:
         self.start, self.num_bytes, self.tensor = start, num_bytes, tensor
-        # Copies that still read or write the bytes of this region's last use.
+        # Marks of copies that still read or write these bytes.
         self.marks: list[Mark] = []
 
 
 class PinnedSlab:
-    """One block of page-locked host memory of exact size, registered once and handed out in regions.
+    """One block of page-locked host memory of exact size, registered once and allocated in regions.
 
     PyTorch's own pinned allocator rounds every block up to a power of two; this one rounds each region up to 512 bytes.
 
     Args:
         num_bytes: Size.
-        device: The device that copies from and to it; pinned only for CUDA.
+        device: The device of the copies; memory is pinned only for CUDA.
 
     Raises:
-        HostMemoryError: The host refuses the memory or the pinning.
+        HostMemoryError: The memory cannot be allocated or pinned.
 
     Cost:
-        About one second per GiB for CUDA, once; the device is not waited for.
+        About one second per GiB for CUDA, once; no device sync.
     """
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
@@ -74,7 +72,7 @@ class PinnedSlab:
         self._unregister: weakref.finalize[..., Any] | None = None
         # Free stretches as (start, length), by start.
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)] if num_bytes else []
-        # Marks of the last use, by start of the region that was given back.
+        # Marks of the last use, by start of the freed region.
         self._pending: dict[int, tuple[int, list[Mark]]] = {}
         try:
             self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8)
@@ -87,11 +85,11 @@ class PinnedSlab:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out now."""
+        """Bytes allocated now."""
         return self.num_bytes - sum(length for _, length in self._free)
 
     def reserve(self, num_bytes: int) -> HostRegion | None:
-        """Return a region of at least num_bytes, first fit; None when there is none."""
+        """Return a region of at least num_bytes, first fit, or None."""
         wanted = align(max(1, num_bytes))
         for index, (start, length) in enumerate(self._free):
             if length >= wanted:
@@ -105,7 +103,7 @@ class PinnedSlab:
         return None
 
     def release(self, region: HostRegion, *, marks: Sequence[Mark]) -> None:
-        """Take a region back; whoever gets its bytes next waits for the marks."""
+        """Free a region; the next use of its bytes waits for the marks."""
         kept = [mark for mark in marks if mark is not None]
         if kept:
             self._pending[region.start] = (region.start + region.num_bytes, kept)
@@ -119,14 +117,14 @@ class PinnedSlab:
         self._free.insert(index, (start, end - start))
 
     def close(self) -> None:
-        """Unpin and free the memory; a second call does nothing. Copies must be over."""
+        """Unpin and free the memory after all copies; a second call does nothing."""
         if self._unregister is not None:
             self._unregister()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._free, self.num_bytes = [], 0
 
     def _take_pending(self, start: int, end: int) -> list[Mark]:
-        """Remove and return the marks of every earlier region that shares bytes with this stretch."""
+        """Remove and return the marks of earlier regions that overlap these bytes."""
         # Step after step the same tensors come in the same order and find the regions of the step before.
         if start in self._pending and self._pending[start][0] == end:
             return self._pending.pop(start)[1]
@@ -135,7 +133,7 @@ class PinnedSlab:
             if other < end and start < other_end:
                 marks += other_marks
                 del self._pending[other]
-                # What sticks out on either side keeps its marks.
+                # The parts on either side keep their marks.
                 if other < start:
                     self._pending[other] = (start, other_marks)
                 if end < other_end:
@@ -152,7 +150,7 @@ class PinnedSlab:
             torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, _CUDA_HOST_REGISTER_PORTABLE)
         )
         if status:
-            # The next launch would report the failed call once more, in the name of something innocent.
+            # Clear the error; otherwise the next launch would report it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=device)
             raise HostMemoryError(
@@ -160,7 +158,7 @@ class PinnedSlab:
                 "on locked memory. Under WSL "
                 "pinned memory is limited to a share of the host's memory."
             )
-        # Also where nobody closes the slab: memory that is freed while it is pinned cannot be pinned again.
+        # Also if close is never called: memory that is freed while pinned cannot be pinned again.
         self._unregister = weakref.finalize(self, _unregister, self._bytes)
         if is_slow:
             logger.info("pinned %.1f GiB in %.1f s", gib, time.perf_counter() - begin)
@@ -171,11 +169,11 @@ def _unregister(pinned: torch.Tensor) -> None:
 
 
 class StagingSlot:
-    """A fixed piece of device memory that holds what came back from the host for one segment.
+    """A fixed block of device memory for the host tensors of one segment.
 
     Args:
         num_bytes: Size.
-        streams: Who copies into it.
+        streams: The streams that copy into it.
     """
 
     def __init__(self, num_bytes: int, *, streams: CopyStreams) -> None:
@@ -188,13 +186,13 @@ class StagingSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether no segment that still lives has it."""
+        """Whether no live segment uses it."""
         return self._owner is None or self._owner() is None
 
     def take(self, owner: object) -> list[Mark]:
-        """Give the slot to a segment; return what its first copy must wait for.
+        """Assign the slot to a segment; return the marks that its first copy must wait for.
 
-        A tensor that someone kept beyond its segment keeps its memory: the slot then gets another piece.
+        If a tensor in the slot outlives its segment, it keeps the memory, and the slot allocates another block.
         """
         if _num_holders(self.bytes) > 1:
             self.num_replaced += 1
@@ -210,17 +208,17 @@ class StagingSlot:
         return marks
 
     def note_copy(self, mark: Mark) -> None:
-        """Remember a copy into the slot, should its owner go before the slot is left."""
+        """Remember a copy into the slot, in case its owner dies before the slot is freed."""
         self._marks = [mark]
 
     def leave(self, mark: Mark) -> None:
-        """Take the slot from its segment; its next copy waits for the mark."""
+        """Free the slot; its next copy waits for the mark."""
         self._owner = None
         self._marks = [mark]
 
     def _allocate(self) -> None:
         self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._streams.device)
-        # The allocator may hand out memory that earlier work of the compute stream still uses.
+        # The allocator may return memory that queued work of the compute stream still uses.
         self._marks = [self._streams.mark_compute()]
 
 

@@ -1,4 +1,4 @@
-"""The decoder layers of one model under one policy: probe, plan, and the engine that follows the plan."""
+"""Run the decoder layers of a model under a policy: measure them, plan, and set up the engine for the plan."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ from lightning_fastft.planner.step import Machine, Plan, SegmentPlan, StepCost
 
 logger = logging.getLogger(__name__)
 
-# Forwards before the plan: one that counts saved bytes, one that warms up (and finds the last value points), one that
-# is timed.
+# Forwards before the plan: one counts saved bytes, one warms up (and finds the last value points), one is timed.
 _FRESH, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _PLANNED = range(5)
-# What is left of a budget that turned out not to be there.
+# Factor for a budget whose memory was not available.
 NOTCH = 0.9
 _MAX_NOTCHES = 5
 
 
 class StackOptions(NamedTuple):
-    """How the activations of a stack are treated; the arguments of OffloadCheckpointing."""
+    """Options of a stack; the arguments of OffloadCheckpointing."""
 
     policy: str
     vram_budget_bytes: int | None
@@ -54,14 +53,14 @@ class StackOptions(NamedTuple):
 
 
 class StreamedWeights(NamedTuple):
-    """What became of frozen weights that were moved to the host.
+    """Frozen weights that were moved to the host.
 
     Args:
-        num_host_bytes: Their bytes there.
-        num_slot_bytes: Bytes of the device slots for them.
-        num_embedding_bytes: Bytes of an input embedding that went with them.
-        statuses: What to tell the user.
-        enter_backward: Brings the first layer in for its backward; None where nothing has to.
+        num_host_bytes: Their size on the host.
+        num_slot_bytes: Size of their device slots.
+        num_embedding_bytes: Size of the input embedding, if it moved too.
+        statuses: Statuses for the user.
+        enter_backward: Copies the first layer in for the backward; None if not needed.
     """
 
     num_host_bytes: int
@@ -72,11 +71,11 @@ class StreamedWeights(NamedTuple):
 
 
 class MovableWeights(NamedTuple):
-    """How the frozen weights of a model move to the host.
+    """Functions that move the frozen weights of a model to the host.
 
     Args:
         stream: Moves the weights of the decoder layers and of the input embedding.
-        embedding_bytes: Returns the bytes of the embedding that would move with them.
+        embedding_bytes: Returns the size of the embedding that would move with them.
     """
 
     stream: Callable[[CopyStreams], StreamedWeights]
@@ -88,9 +87,9 @@ class SegmentStack:
 
     Args:
         layers: Decoder layers, in order.
-        options: What was asked for.
-        environment: What the run knows.
-        weights: How the frozen weights of the layers move to the host; None where they cannot.
+        options: Options of the policy.
+        environment: Environment of the run.
+        weights: Moves the frozen weights of the layers to the host; None if they cannot move.
     """
 
     def __init__(
@@ -124,26 +123,24 @@ class SegmentStack:
             segment.awaits_plan = self._awaits_plan
             segment.vram_budget_bytes = options.vram_budget_bytes
         self._kinds = _kinds(layers)
-        # Known once the model stands on its device.
+        # Known once the model is on its device.
         self._is_always_kept = False
-        # Ranks agree once, at the same forward; who has to plan again later does so alone, and would wait for the
-        # others for ever.
+        # Ranks agree once, at the same forward. Later a rank plans alone, because a collective would hang.
         self._has_agreed = False
         self._phase = _FRESH
         self._device = torch.device("cpu")
         self._input_bytes = 0
-        # Hidden states of the longest pack, and of the packs whose bytes were counted and whose times were taken.
+        # Sizes of the hidden states: of the longest pack, and of the packs in which bytes and times were measured.
         self._most_bytes = self._counted_bytes = self._timed_bytes = 0
         self._saved: SavedBytesProbe | None = None
         self._step: StepProbe | None = None
         self._previous: Any = None
 
     def begin_forward(self, hidden: torch.Tensor) -> None:
-        """Do what is due before a forward: grow the engine, take the next step of the probe, or make the plan."""
+        """Prepare a forward: grow the engine, advance the probe, or make the plan."""
         num_bytes = hidden.numel() * hidden.element_size()
         self.place(hidden.device)
-        # The longest pack that is announced counts from the start, so that nothing is planned and pinned again for a
-        # few tokens more.
+        # Plan for the longest announced pack from the start, so that slightly longer packs need no new plan.
         most_tokens = self.environment.longest_pack
         announced = most_tokens * hidden.shape[-1] * hidden.element_size() if most_tokens else 0
         is_larger = max(num_bytes, announced) > self._most_bytes
@@ -155,12 +152,11 @@ class SegmentStack:
             self._advance(hidden.device, num_bytes=num_bytes, is_larger=is_larger)
 
     def place(self, device: torch.device) -> None:
-        """Take note of the device the model stands on, and move frozen weights to the host if that was asked for and
-        not done.
+        """Store the device of the model, and move frozen weights to the host once if requested.
 
         Raises:
-            OptionError: Nobody knows how to stream the weights of these layers, or none is frozen.
-            HostMemoryError: The host has no room for them.
+            OptionError: The weights of these layers cannot be streamed, or none is frozen.
+            HostMemoryError: They do not fit in host memory.
         """
         is_always_kept = (
             self.options.policy == "auto" and self.options.vram_budget_bytes is None and device.type == "cpu"
@@ -173,15 +169,15 @@ class SegmentStack:
             self._stream(device)
 
     def follow(self, plan: Sequence[SegmentPlan], *, device: torch.device, cost: StepCost | None = None) -> None:
-        """Put a plan into effect from the next forward on; the engine is made anew for its sizes.
+        """Apply a plan from the next forward on, with a new engine for its sizes.
 
         Args:
             plan: One entry per segment.
-            device: Where the segments compute.
-            cost: Sizes of the values in the plan; None where only inputs go to the host.
+            device: Device of the segments.
+            cost: Sizes of the values in the plan; None if only inputs are offloaded.
 
         Raises:
-            HostMemoryError: The pinned memory cannot be had; every segment is recomputed then.
+            HostMemoryError: Pinned memory cannot be allocated; every segment is then recomputed.
         """
         if len(plan) != len(self.segments):
             raise OptionError(f"The plan has {len(plan)} segments, the model has {len(self.segments)} decoder layers.")
@@ -203,7 +199,7 @@ class SegmentStack:
             segment.follow(entry, engine)
 
     def close_engine(self) -> None:
-        """Give back pinned and staging memory; a second call does nothing."""
+        """Free pinned and staging memory; a second call does nothing."""
         engine, self.engine = self.engine, None
         for segment in self.segments:
             segment.follow(RECOMPUTE, None)
@@ -211,10 +207,9 @@ class SegmentStack:
             engine.close()
 
     def step_down(self) -> bool:
-        """Get along with less after the device ran out of memory; return whether that is possible.
+        """Use less memory after the device ran out of it; return whether that is possible.
 
-        A plan is made again for a tenth less; before there is one, frozen weights are streamed and the first steps
-        measured anew.
+        Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again.
         """
         if self.can_stream:
             gc.collect()
@@ -249,7 +244,7 @@ class SegmentStack:
 
     @property
     def can_stream(self) -> bool:
-        """Whether the first steps are being measured, and frozen weights that are on the device could be streamed."""
+        """Whether the first steps are still measured and frozen weights on the device could be streamed."""
         is_measuring = self.options.policy == "auto" and _FRESH < self._phase < _PLANNED
         is_allowed = self.options.weights == "auto" and self.stream_weights is not None and self.streamed is None
         return is_measuring and is_allowed and sum(self._weight_bytes) > 0 and not is_unified(self._device)
@@ -258,7 +253,7 @@ class SegmentStack:
         return self.options.policy == "auto" and not self._is_always_kept and self._phase < _PLANNED
 
     def describe(self) -> str:
-        """Return in one line what is in effect."""
+        """Return the current treatment in one line."""
         num_layers = len(self.segments)
         kept = sum(segment.plan.is_kept for segment in self.segments)
         inputs = sum(segment.plan.input_place == "host" for segment in self.segments)
@@ -279,7 +274,7 @@ class SegmentStack:
         return "; ".join(parts) + (f" ({self.note})" if self.note else "")
 
     def _offload_inputs(self, device: torch.device) -> None:
-        """Every input but the last segment's goes to the host, as far as the host has memory."""
+        """Offload every input except the last segment's, as far as host memory suffices."""
         check_not_unified(device)
         budget = max(0, self._host_budget() - self._held_bytes())
         most = len(self.segments) - 1
@@ -304,10 +299,10 @@ class SegmentStack:
             self.environment.report(f"activations: {self.note}; the others stay on the device")
 
     def _advance(self, device: torch.device, *, num_bytes: int, is_larger: bool) -> None:
-        """Take the next step of the probe, or plan.
+        """Advance the probe, or plan.
 
-        A pack that grows while the probe runs changes no phase, so that all ranks plan at the same forward: what was
-        measured is scaled.
+        A longer pack during the probe does not restart it, so that all ranks plan at the same forward; the measurements
+        are scaled instead.
         """
         self._device = device
         if is_larger and self._phase == _PLANNED:
@@ -319,11 +314,11 @@ class SegmentStack:
             self._observe(None)
             self.plan, self._phase = None, _FRESH
         if self._phase == _FRESH or (self._phase == _COUNT_SAVED and not self._is_counted()):
-            # Again where a forward that was left in the middle counted nothing.
+            # Count again if an interrupted forward counted nothing.
             self._phase = _COUNT_SAVED
             self._begin_count(device, num_bytes=num_bytes)
         elif self._phase == _COUNT_SAVED:
-            # What is timed next has then run once as it is timed: kernels are built, and the allocator has its blocks.
+            # Warm up for the timed forward: compile kernels and fill the allocator.
             self._phase = _WARM_UP
             self._begin_warm_up(device)
         elif self._phase == _WARM_UP:
@@ -347,14 +342,14 @@ class SegmentStack:
         assert self._step is not None
         self._step.step_ends()
         if not self._step.has_backward:
-            # A forward without a whole backward tells nothing: measure this one.
+            # A forward without a complete backward is useless: measure this one.
             self._begin_timing(device, num_bytes=num_bytes)
             return
         self._observe(None)
         self._finish_probe(device)
 
     def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
-        """Run one segment of each kind kept for one forward: the last of its kind, whose backward comes first."""
+        """Keep one segment of each kind for one forward: the last one, whose backward is first."""
         self._counted_bytes = num_bytes
         self._saved = SavedBytesProbe(Memory(device))
         last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}
@@ -372,7 +367,7 @@ class SegmentStack:
         counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
         embedding_bytes, extra_bytes = self._embedding_bytes(), self.environment.missing_bytes()
         if self.streamed is not None:
-            # Streamed weights are counted as if resident: the plan takes them off again.
+            # Streamed weights count as resident here; the plan subtracts them.
             embedding_bytes = self.streamed.num_embedding_bytes
             extra_bytes += sum(self._weight_bytes) - self.streamed.num_slot_bytes + embedding_bytes
         cost = self._step.read(
@@ -391,20 +386,19 @@ class SegmentStack:
         self.environment.report("\n" + render_plan(self.cost, self.plan))
 
     def _make_plan(self, device: torch.device, *, vram_budget: int) -> None:
-        """Plan and follow; a budget that turns out not to be there is lowered, with a word."""
+        """Plan and apply; lower a budget, with a warning, if its memory is not available."""
         host_budget, machine = self._host_budget(), measure_machine(device)
         for attempt in range(_MAX_NOTCHES):
             plan = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             if not self._has_agreed:
                 self._has_agreed, plan = True, self.environment.agree(plan)
-            # What this rank would have done alone does not count.
+            # Discard the plan that this rank would have made alone.
             if self.streamed is None and any(segment.is_streamed for segment in plan.segments):
                 plan = self._stream_for(plan, device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             try:
                 self.follow(plan.segments, device=device, cost=self.cost)
             except HostMemoryError as error:
-                # The last attempt is made without a host that refuses again and again; weights that are there stay
-                # there.
+                # Last attempt without host memory for activations, since pinning keeps failing; streamed weights stay.
                 held = self._held_bytes()
                 host_budget = held + (
                     max(0, plan.prediction.host_bytes - held) // 2 if attempt < _MAX_NOTCHES - 2 else 0
@@ -426,7 +420,7 @@ class SegmentStack:
         )
 
     def _best_plan(self, *, vram_budget: int, host_budget: int, machine: Machine) -> Plan:
-        """The fastest plan that fits, with weights that are streamed where they are already."""
+        """Return the fastest plan that fits; weights that are already streamed stay streamed."""
         assert self.cost is not None
         plan = functools.partial(
             make_plan,
@@ -444,11 +438,11 @@ class SegmentStack:
     def _stream_for(
         self, plan: Plan, device: torch.device, *, vram_budget: int, host_budget: int, machine: Machine
     ) -> Plan:
-        """Move the frozen weights to the host, as a plan wants it.
+        """Move the frozen weights to the host for a plan.
 
         Returns:
-            The plan; made again where the embedding turned out to be one that stays, or where the weights cannot go and
-            a plan without that fits.
+            The plan, or a new one if the embedding must stay, or if the weights cannot move and a plan without
+            streaming fits.
         """
         assert self.cost is not None
         try:
@@ -475,12 +469,11 @@ class SegmentStack:
                 "lightning_fastft.activations.weights.WeightStreamer."
             )
         self.streamed = self.stream_weights(self._lanes_of(device))
-        # Where this is decided inside the first layer's own call, the hooks that were just added to it pass that call
-        # by.
+        # If this runs inside the first layer's call, the hooks just added to it do not run for that call.
         self.segments[0].on_backward = self.streamed.enter_backward
 
     def _lanes_of(self, device: torch.device) -> CopyStreams:
-        """The copy streams of the stack, shared by activations and weights."""
+        """Copy streams of the stack, shared by activations and weights."""
         if self._streams is None or self._streams.device != device:
             self._streams = self.make_copy_streams(device)
         return self._streams
@@ -490,28 +483,28 @@ class SegmentStack:
             segment.observer = observer
 
     def _vram_budget(self, device: torch.device) -> int:
-        """The budget for everything on the device, in bytes."""
+        """Device memory budget in bytes."""
         assert self.cost is not None
         if self.options.vram_budget_bytes is not None:
             return self.options.vram_budget_bytes
         return auto_vram_bytes(device)
 
     def _host_budget(self) -> int:
-        """The budget of this rank for pinned memory, in bytes, with what its streamed weights have of it."""
+        """Pinned memory budget of this rank in bytes, with the part of its streamed weights."""
         if self.options.host_budget_bytes is not None:
             return self.options.host_budget_bytes
         return auto_host_bytes() // self.environment.num_local_ranks + self._held_bytes()
 
     def _held_bytes(self) -> int:
-        """Bytes of pinned memory that streamed weights have, which no plan can do without."""
+        """Pinned memory of streamed weights in bytes, which every plan needs."""
         if self.streamed is None:
             return 0
-        # A plan counts whole layers, a few small tensors of which stay on the device.
+        # The plan counts whole layers, but a few small tensors of them stay on the device.
         return max(self.streamed.num_host_bytes, sum(self._weight_bytes)) + self.streamed.num_embedding_bytes
 
 
 def _host_bytes(entry: SegmentPlan, index: int, *, cost: StepCost | None, input_bytes: int) -> int:
-    """Bytes of a segment that go to the host under its plan."""
+    """Return the bytes of a segment that its plan offloads."""
     num_bytes = input_bytes if entry.input_place == "host" else 0
     if cost is not None:
         sizes = {value.name: value.num_bytes for value in cost.segments[index].values}
@@ -520,7 +513,7 @@ def _host_bytes(entry: SegmentPlan, index: int, *, cost: StepCost | None, input_
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Number the layers by what they are made of: equal modules with equal parameters are one kind."""
+    """Number the layers by kind; layers with equal modules and parameters are one kind."""
     seen: dict[tuple[Any, ...], int] = {}
     found = []
     for layer in layers:
@@ -531,9 +524,9 @@ def _kinds(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _frozen_bytes(layer: nn.Module) -> int:
-    """Weights that could be streamed: frozen ones that are whole on this device."""
+    """Return the size of the weights that can be streamed: frozen and not sharded."""
     return sum(
-        # Packed weights look as large as they are when dense, and say what they take.
+        # NF4 numel() is the logical size; use held_bytes for memory.
         getattr(parameter, "held_bytes", parameter.numel() * parameter.element_size())
         for parameter in layer.parameters()
         if not parameter.requires_grad and not hasattr(parameter, "device_mesh")
@@ -541,7 +534,7 @@ def _frozen_bytes(layer: nn.Module) -> int:
 
 
 def _has_router(layer: nn.Module) -> bool:
-    """Whether a layer chooses experts: it has a module of experts, or one named a router."""
+    """Return whether a layer has a router: a module of experts, or one named router."""
     return any(
         "experts" in name.rpartition(".")[2].lower() or "router" in type(module).__name__.lower()
         for name, module in layer.named_modules()

@@ -1,6 +1,4 @@
-"""Copy streams: bytes move between device and host beside the compute stream, in an order that marks decide; the
-host never waits.
-"""
+"""Copy streams: copy bytes between device and host concurrently with compute, ordered by events, without host syncs."""
 
 from __future__ import annotations
 
@@ -11,36 +9,36 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in the work of one stream or of the compute stream."""
+    """A position in a stream."""
 
 
 class CopyStreams(Protocol):
-    """One stream out of the device, one into it, and the compute stream that is current when a method is called."""
+    """A copy stream in each direction, and the compute stream that is current when a method is called."""
 
     device: torch.device
 
     def mark_compute(self) -> Mark:
-        """Return the point after everything the compute stream has been given so far."""
+        """Return a mark after all work queued on the compute stream."""
 
     def wait_compute(self, mark: Mark) -> None:
-        """Have the compute stream go on only after mark."""
+        """Let the compute stream wait for a mark."""
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Mark]) -> Mark:
-        """Copy device bytes to the host once every mark has passed; return the point after the copy."""
+        """Copy device bytes to the host after the marks; return a mark after the copy."""
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor, *, after: Sequence[Mark]) -> Mark:
-        """Copy host bytes to the device once every mark has passed; return the point after the copy."""
+        """Copy host bytes to the device after the marks; return a mark after the copy."""
 
     def synchronize(self) -> None:
-        """Have the host wait until both streams are empty; for teardown, never in a step."""
+        """Synchronize the host with both streams; for teardown only."""
 
 
 def make_copy_streams(device: torch.device, *, is_serial: bool = False) -> CopyStreams:
     """Return the streams of a device: two streams on CUDA, immediate copies elsewhere.
 
     Args:
-        device: Where compute runs.
-        is_serial: Copy on the compute stream itself, so that nothing overlaps: the control of a measurement.
+        device: Device of the compute stream.
+        is_serial: Copy on the compute stream without overlap, for comparison in measurements.
     """
     if device.type == "cuda":
         return CudaCopyStreams(device, is_serial=is_serial)
@@ -51,7 +49,7 @@ class CudaCopyStreams:
     """Two CUDA streams ordered by events.
 
     Sources and targets are flat, contiguous byte tensors, so every copy is one asynchronous memcpy; host tensors must
-    be pinned. Nothing is told to the caching allocator: who calls keeps a source alive until compute has waited for its
+    be pinned. The caching allocator is not informed: the caller keeps a source alive until compute has waited for its
     copy.
 
     Args:
@@ -66,11 +64,11 @@ class CudaCopyStreams:
         self.in_stream = torch.cuda.Stream(device)
 
     def mark_compute(self) -> torch.cuda.Event:
-        """Record an event on the stream that is current now."""
+        """Record an event on the current stream."""
         return self._record(torch.cuda.current_stream(self.device))
 
     def wait_compute(self, mark: Any) -> None:
-        """Have the stream that is current now wait for the event."""
+        """Let the current stream wait for the event."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, *, after: Sequence[Any]) -> torch.cuda.Event:
@@ -103,13 +101,13 @@ class CudaCopyStreams:
 
 
 class ImmediateStreams:
-    """CopyStreams of a device whose memory the host shares: every copy is done when the method returns."""
+    """CopyStreams of a device that shares host memory: each copy is done when the method returns."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
 
     def mark_compute(self) -> None:
-        """Return the present, which has passed."""
+        """Return a mark that has passed."""
 
     def wait_compute(self, mark: Any) -> None:
         """Do nothing: the mark has passed."""
@@ -123,4 +121,4 @@ class ImmediateStreams:
         device.copy_(host)
 
     def synchronize(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: no copy is in flight."""

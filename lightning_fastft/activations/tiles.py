@@ -1,6 +1,4 @@
-"""Tiled feed-forward blocks: rows of tokens one tile after the other, each computed again just before its own
-backward.
-"""
+"""Tiled feed-forward blocks: run tokens tile by tile, and recompute each tile just before its backward."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ BLOCK_NAMES = ("mlp", "feed_forward", "ffn")
 
 
 class _Block(NamedTuple):
-    """A tiled block: where it stands, the segment of its layer, and the one its tiles run in."""
+    """A tiled block: its position, the segment of its layer, and the segment of its tiles."""
 
     layer: nn.Module
     name: str
@@ -35,25 +33,24 @@ def install_tiles(
 ) -> int:
     """Run the dense feed-forward block of every decoder layer in tiles of tokens, in training.
 
-    A block treats every token by itself, so tiles change no value beyond the rounding of products with fewer rows. Only
-    one tile's intermediates (gate, up, their product and gradients) exist at a time. Inside a layer that is recomputed
-    nothing more is computed than before: the layer's second run ends where the block begins, and each tile runs again
-    before its backward.
+    The block processes tokens independently, so tiles change only the rounding of GEMMs with fewer rows. The
+    intermediates (gate, up, their product and gradients) of only one tile exist at a time. A recomputed layer does no
+    extra work: its recompute ends before the block, and each tile is recomputed before its backward.
 
     Args:
         layers: Decoder layers.
         segments: One per layer.
-        patcher: Where the changes are written down.
-        num_tiles: Tiles of a pack, at least 2.
+        patcher: Records the changes.
+        num_tiles: Number of tiles of a pack, at least 2.
 
     Returns:
-        How many blocks are tiled; blocks of experts are left as they are.
+        The number of tiled blocks; blocks of experts are not tiled.
 
     Raises:
         SwapError: No layer has a dense feed-forward block.
 
     Cost:
-        Products of 1/num_tiles of the rows, and a copy of the block's output.
+        GEMMs with 1/num_tiles of the rows, and a copy of the block's output.
     """
     num_tiled = 0
     for layer, outer in zip(layers, segments):
@@ -77,7 +74,7 @@ def install_tiles(
 
 
 def _run_tiled(block: _Block, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the block that stands in the layer now, which may be another instance with the same state."""
+    """Run the current block of the layer, which may be another instance with the same state."""
     module = block.layer._modules[block.name]
     assert module is not None
     forward = functools.partial(type(module).forward, module)
@@ -89,7 +86,7 @@ def _run_tiled(block: _Block, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
     with nullcontext() if session is None else session.watch_end(block.name):
         outputs = [block.segment.run(_skip if is_unneeded else forward, tile) for tile in tiles]
     if is_unneeded:
-        # The layer's second run went on, so somebody may read the output after all.
+        # The recompute of the layer went on, so the output may be read.
         with torch.no_grad():
             for output, tile in zip(outputs, tiles):
                 output.data = forward(tile)
@@ -97,7 +94,7 @@ def _run_tiled(block: _Block, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
 
 
 def _skip(tile: torch.Tensor) -> torch.Tensor:
-    """Stand in for a block whose output nobody will read."""
+    """Replace a block whose output is not read."""
     return tile * float("nan")
 
 

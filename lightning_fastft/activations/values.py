@@ -1,4 +1,4 @@
-"""How a module inside a decoder layer finds the segment that may hold its output."""
+"""Find the segment of a module inside a decoder layer, which may hold its output."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from torch import nn
 
 from lightning_fastft.activations.segments import Segment, Session
 
-# Plain attributes of instances: the segment a module belongs to, and its name inside the decoder layer.
+# Instance attributes: the segment of a module, and its name inside the decoder layer.
 SEGMENT_ATTRIBUTE = "fastft_segment"
 NAME_ATTRIBUTE = "fastft_value_name"
 ATTENTION_VALUE = "attention"
 
 
 def find_session(module: nn.Module) -> Session | None:
-    """Return the open session of the segment that a module belongs to; None outside one and while torch.compile
-    traces.
-    """
+    """Return the open session of a module's segment; None outside of a session and while torch.compile traces."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     segment: Segment | None = vars(module).get(SEGMENT_ATTRIBUTE)
@@ -31,7 +29,5 @@ def value_name(module: nn.Module) -> str:
 
 
 def unneeded(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return what stands for an output that nobody will read: NaN of shape (..., width) in the memory of one
-    element.
-    """
+    """Return a placeholder for an output that is never read: NaN of shape (..., width), one element of memory."""
     return x.new_full((1,), float("nan")).expand(*x.shape[:-1], width)

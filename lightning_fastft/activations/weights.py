@@ -1,6 +1,4 @@
-"""Frozen weights streamed from the host: each decoder layer's tensors are copied into a fixed device slot before
-every use.
-"""
+"""Stream frozen weights from the host: copy the tensors of each decoder layer into a device slot before use."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ DEFAULT_NUM_SLOTS = 3
 
 
 class _Piece(NamedTuple):
-    """One tensor and its place among the bytes of its layer."""
+    """A tensor and its position in the bytes of its layer."""
 
     tensor: torch.Tensor
     begin: int
@@ -30,13 +28,13 @@ class _Piece(NamedTuple):
     stride: tuple[int, ...]
 
     def view(self, bytes_of_layer: torch.Tensor) -> torch.Tensor:
-        """Return the tensor's shape over its bytes."""
+        """Return its bytes as a tensor of its shape and dtype."""
         flat = bytes_of_layer[self.begin : self.begin + self.num_bytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
 
 class _Layer(NamedTuple):
-    """The pieces of one layer and its place in the host region."""
+    """Tensors of a layer and its position in the host region."""
 
     pieces: list[_Piece]
     begin: int
@@ -44,27 +42,25 @@ class _Layer(NamedTuple):
 
 
 class WeightStreamer:
-    """Keep the frozen tensors of a stack of layers on the host and bring each layer into a device slot before it is
-    used.
+    """Keep the frozen tensors of layers on the host, and copy each layer into a device slot before its use.
 
-    Layer k belongs to slot k mod num_slots, where its tensors point for as long as the streamer is attached: a view
-    taken in the forward is right again in the backward once the same layer has been copied in. A slot is overwritten
-    only after compute has moved on from the layer in it. Whoever computes calls ``use`` first, on one compute stream at
-    a time.
+    The tensors of layer k point into slot k mod num_slots while the streamer is attached, so a view taken in the
+    forward is valid again in the backward once the layer has been copied in. A slot is overwritten only after compute
+    has left its layer. Call ``use`` before each layer, on one compute stream at a time.
 
     Args:
-        layers: The frozen tensors of each layer, leaves on any one device, no two of them with common memory.
-        streams: The copy streams of the device that computes.
-        num_slots: Device slots; 2 at least, 3 let a copy start one layer earlier.
+        layers: Frozen leaf tensors of each layer, on one device, without shared memory.
+        streams: Copy streams of the compute device.
+        num_slots: Number of device slots, at least 2; with 3 a copy can start one layer earlier.
         allocate_host: Called with a number of bytes; returns host memory (uint8), pinned for a CUDA device. None for
             pageable memory, on a CPU only.
 
     Raises:
-        OptionError: A tensor is trained or no leaf, or two of them share memory.
+        OptionError: A tensor is trained or not a leaf, or two tensors share memory.
 
     Cost:
-        Host memory for all tensors, device memory for num_slots layers; per forward and per backward one copy of every
-        layer. No host synchronisation outside attach and detach.
+        Host memory for all tensors, device memory for num_slots layers, one copy of every layer per forward and per
+        backward. No host sync except in attach and detach.
 
     Example:
         >>> from lightning_fastft.activations.streams import ImmediateStreams
@@ -103,8 +99,7 @@ class WeightStreamer:
         self._host: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._addresses: list[list[int]] = []
-        # Per slot: the layer whose bytes it has or gets, the end of that copy, and the point where compute was done
-        # with the layer before.
+        # Per slot: its layer, a mark after that copy, and a mark where compute has left the previous layer.
         self._content: list[int | None] = []
         self._arrived: list[Mark] = []
         self._left: list[Mark] = []
@@ -117,22 +112,21 @@ class WeightStreamer:
 
     @property
     def num_slot_bytes(self) -> int:
-        """Size of all device slots together."""
+        """Total size of the device slots."""
         return sum(self._slot_sizes())
 
     def attach(self) -> None:
-        """Move every tensor's bytes to the host region and point the tensors into their slots; a second call does
-        nothing.
+        """Move all tensors to the host region and point them into their slots; a second call does nothing.
 
         Raises:
-            HostMemoryError: allocate_host returned too little, or memory that is not pinned for a CUDA device.
+            HostMemoryError: allocate_host returned too little memory, or unpinned memory for a CUDA device.
 
         Cost:
-            One copy of all tensors, waited for; for a while the device holds them and the slots.
+            One synchronous copy of all tensors; temporarily the device holds both tensors and slots.
         """
         if self._is_attached:
             return
-        # Memory made in inference mode could not be written to by a training step.
+        # A training step could not write to memory allocated in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             region = self._make_region()
             host = [region[layer.begin : layer.begin + layer.num_bytes] for layer in self._layers]
@@ -140,7 +134,7 @@ class WeightStreamer:
                 for piece in layer.pieces:
                     piece.view(bytes_of_layer).copy_(piece.tensor)
             slots = [torch.empty(size, dtype=torch.uint8, device=self.streams.device) for size in self._slot_sizes()]
-            # Nothing was changed so far; from here on detach puts everything back.
+            # Nothing has changed yet; from here on detach restores everything.
             self._host, self._is_attached = host, True
             self._targets = [
                 slots[index % self._num_slots][: layer.num_bytes] for index, layer in enumerate(self._layers)
@@ -150,23 +144,22 @@ class WeightStreamer:
                     piece.tensor.data = piece.view(target)
         self._addresses = [[piece.tensor.data_ptr() for piece in layer.pieces] for layer in self._layers]
         self._content = [None] * self._num_slots
-        # The allocator may hand out memory that earlier work of the compute stream still uses.
+        # The allocator may return memory that queued work of the compute stream still uses.
         self._left = [self.streams.mark_compute()] * self._num_slots
         self._arrived = list(self._left)
         self._current = None
 
     def detach(self, *, device: torch.device | None = None) -> None:
-        """Give every tensor memory of its own again, with its bytes; a second call does nothing.
+        """Restore every tensor with its own memory; a second call does nothing.
 
-        Right at any time, also after an exception in the middle of a step; graphs that were recorded before cannot be
-        run backward any more.
+        It can be called at any time, also after an exception in a step. Autograd graphs built before cannot run their
+        backward afterwards.
 
         Args:
-            device: Where the tensors go; None for the device that computes, or for host memory, with a warning, if that
-                has no room for them.
+            device: Target device; None for the compute device, or for host memory, with a warning, if they do not fit.
 
         Cost:
-            One copy of all tensors; the host waits for it and for the streams.
+            One copy of all tensors, with a host sync.
         """
         if not self._is_attached:
             return
@@ -188,20 +181,19 @@ class WeightStreamer:
         self._host, self._targets = [], []
 
     def use(self, index: int, *, direction: int) -> None:
-        """Let compute read layer index from here on, and start the copy of the layer after it.
+        """Make a layer available to compute, and start the copy of the next layer.
 
-        Does nothing for the layer in use, so that a recompute inside its backward does not turn the direction.
+        No-op for the layer in use, so that a recompute inside its backward does not change the direction.
 
         Args:
-            index: The layer that compute is about to read.
+            index: The layer that compute reads next.
             direction: 1 in a forward, -1 in a backward.
 
         Raises:
-            SwapError: The streamer is not attached, or a tensor of the layer was moved or replaced meanwhile.
+            SwapError: The streamer is not attached, or a tensor of the layer was moved or replaced.
 
         Cost:
-            Two marks and at most two copies that no one waits for on the host; compute waits for the layer unless it
-            was fetched ahead.
+            Two marks and at most two copies, without a host sync; compute waits for the layer unless it was prefetched.
         """
         if not self._is_attached:
             raise SwapError(
@@ -211,8 +203,7 @@ class WeightStreamer:
         if index == self._current:
             return
         self._check_place(index)
-        # No layer is in use until the copy has been ordered: an exception in between must not leave one that is not
-        # there.
+        # No layer is in use until its copy is queued, so that an exception leaves no wrong state.
         previous, self._current = self._current, None
         if previous is not None:
             self._left[previous % self._num_slots] = self.streams.mark_compute()
@@ -223,21 +214,21 @@ class WeightStreamer:
             self._fetch(index + direction)
 
     def host_views(self, index: int) -> list[torch.Tensor]:
-        """Return the tensors of a layer as they lie on the host, in the order they were given; not to be written to.
+        """Return the read-only host tensors of a layer, in the given order.
 
         Raises:
-            SwapError: The streamer is not attached: the tensors themselves are right then.
+            SwapError: The streamer is not attached; read the tensors themselves then.
         """
         if not self._is_attached:
             raise SwapError("The weights are not streamed now: read the tensors themselves.")
         return [piece.view(self._host[index]) for piece in self._layers[index].pieces]
 
     def _fetch(self, index: int) -> None:
-        """Start the copy of a layer into its slot, unless the slot has it."""
+        """Start the copy of a layer into its slot, unless it is there."""
         slot = index % self._num_slots
         if self._content[slot] == index:
             return
-        # Nobody's, should the copy fail.
+        # No layer if the copy fails.
         self._content[slot] = None
         self._arrived[slot] = self.streams.copy_in(self._targets[index], self._host[index], after=[self._left[slot]])
         self._content[slot] = index
@@ -253,7 +244,7 @@ class WeightStreamer:
                 )
 
     def _slot_sizes(self) -> list[int]:
-        """Each slot holds the largest of its layers."""
+        """Return slots that fit the largest of their layers."""
         sizes = [0] * self._num_slots
         for index, layer in enumerate(self._layers):
             slot = index % self._num_slots
@@ -293,7 +284,7 @@ def _allocate_pageable(num_bytes: int) -> torch.Tensor:
 
 
 def _lay_out(tensors: Sequence[torch.Tensor], *, begin: int) -> _Layer:
-    """Give each tensor an aligned place; gaps in its memory are closed, the order of its axes stays."""
+    """Assign aligned positions to the tensors; gaps in their memory are removed, the order of axes stays."""
     pieces, end = [], 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -304,7 +295,7 @@ def _lay_out(tensors: Sequence[torch.Tensor], *, begin: int) -> _Layer:
 
 
 def _check_tensors(layers: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Refuse what cannot be pointed somewhere else: trained tensors, results of operations, common memory."""
+    """Refuse tensors that cannot be moved: trained tensors, non-leaf tensors, shared memory."""
     if not layers:
         raise OptionError("There is no layer whose weights could be streamed.")
     stretches = []
