@@ -33,7 +33,7 @@ class OptimizerJudge:
         is_automatic: Lightning runs the backward, so a step without one was skipped.
 
     Cost:
-        In judged steps two reads of the tensors and one of the optimizer state on the device; no host synchronisation.
+        In judged steps two reads of the tensors and one of the optimizer state on the device; no host sync.
     """
 
     def __init__(

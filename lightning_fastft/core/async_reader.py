@@ -54,7 +54,7 @@ class AsyncScalarReader:
         """Return the values that arrived since the last call, oldest first, as CPU tensors that the caller owns.
 
         Cost:
-            No host synchronisation.
+            No host sync.
         """
         arrived = []
         while self._pending and (self._pending[0].done is None or self._pending[0].done.query()):

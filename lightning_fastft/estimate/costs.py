@@ -34,7 +34,7 @@ from lightning_fastft.planner.step import SegmentCost, StepCost, ValueCost
 _MASTER_BYTES = 4 * 4
 _BASE_SUFFIX = ".base_layer"
 # Reads and writes of AdamW and of clipping per byte of a trained tensor: gradient twice, weight and averages in and
-# out, adapters' narrow copies.
+# out, adapters' low-precision copies.
 _OPTIMIZER_PASSES = 10
 
 

@@ -47,7 +47,7 @@ from lightning_fastft.patches.attention import attend
 
 STATUS_NAME = "fused layers"
 WEIGHT_BUFFERS_NAME = "weights next to adapters"
-# A plain attribute of instances, so no state_dict has it.
+# An instance attribute, which is in no state_dict.
 _FUSION_ATTRIBUTE = "fastft_fusion"
 # The same, with the recordings of the layer (the room graphs puts it there).
 GRAPH_ATTRIBUTE = "fastft_layer_graph"
@@ -239,9 +239,9 @@ def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copie
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
-        patcher: Where every change is written down.
-        awaits_copies: Adapters in fp32 will have narrow copies (``install_low_precision_adapters``) before the first
-            call, so they are no obstacle.
+        patcher: Records every change.
+        awaits_copies: Accept adapters in fp32, because they get low-precision copies
+            (``install_low_precision_adapters``) before the first call.
 
     Returns:
         One status "fused layers" for each model: active, inactive where the family is not served, refused where a layer
@@ -265,8 +265,8 @@ def install_fp8_base(root: nn.Module, patcher: ModelPatcher, *, is_emulated: boo
     (``fused/fp8_base.py``).
 
     Args:
-        root: What install_fused_layers was given.
-        patcher: Where the changes are written down.
+        root: The module given to install_fused_layers.
+        patcher: Records the changes.
         is_emulated: Compute in plain PyTorch, on any device.
 
     Returns:
@@ -291,8 +291,8 @@ def fuse_weight_buffers(
     in each product.
 
     Args:
-        root: What install_fused_layers was given.
-        patcher: Where the moves are written down; undoing them gives every weight memory of its own again.
+        root: The module given to install_fused_layers.
+        patcher: Records the moves; undoing them gives every weight memory of its own again.
         device_types: Where weights are moved; elsewhere they stay.
 
     Returns:
@@ -505,7 +505,7 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody's code runs around a module, or in the place of its forward."""
+    """Return whether a module has foreign hooks, or in the place of its forward."""
     is_hooked = (
         module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
     )

@@ -1,5 +1,5 @@
 """The frozen base products of fused decoder layers in fp8: weights as handles with a forward and a backward product,
-adapters and all else as ever.
+adapters and everything else unchanged.
 
 Axes: T rows, I input columns, O output columns of all layers that read the same rows, together.
 """
@@ -32,7 +32,7 @@ from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 
 STATUS_NAME = "fp8 base"
-# A plain attribute of instances, so no state_dict has it.
+# An instance attribute, which is in no state_dict.
 FP8_ATTRIBUTE = "fastft_fp8_base"
 # q, k and v; output; gate and up; down.
 NUM_JOINTS = 4
@@ -61,7 +61,7 @@ def in_fp8(
         dtype: Of the rows.
 
     Cost:
-        Host work of some microseconds.
+        A few microseconds of the host.
     """
     weights: tuple[Fp8Weight, ...] | None = vars(layer).get(FP8_ATTRIBUTE)
     if weights is None:
@@ -204,7 +204,7 @@ class Fp8Weight:
             dtype: Of the rows.
 
         Cost:
-            Host work of some microseconds.
+            A few microseconds of the host.
         """
         if isinstance(layer, FSDPModule):
             # They are gathered for a moment, and copies of all of them would be held on every device.
@@ -229,7 +229,7 @@ class Fp8Weight:
         """Return ``x @ W^T``.
 
         Cost:
-            Reads the rows and writes them in e4m3; for packed weights as quantise_nf4. No host synchronisation.
+            Reads the rows and writes them in e4m3; for packed weights as quantise_nf4. No host sync.
         """
         self.owner.begin()
         weight_OI, scales = self._read(parts, is_transposed=False)

@@ -1,4 +1,4 @@
-"""One linear layer as a product can read it: its base weight, dense or in NF4, and the LoRA that PEFT hangs around it.
+"""A linear layer as a GEMM reads it: its base weight, dense or in NF4, and its LoRA from PEFT.
 
 Axes: T rows, I input columns, O output columns, R adapter ranks.
 """
@@ -15,17 +15,17 @@ from lightning_fastft.fused.low_precision_adapters import ActiveAdapter, read_ad
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.patches.value_points import is_linear_point
 
-# What autograd watches of one layer, in this order: weight, bias, A, B.
+# Number of tensors of a layer for autograd: weight, bias, A, B.
 TENSORS_PER_LAYER = 4
 
 
 class LinearPart(NamedTuple):
-    """One linear layer as it stands in this pass.
+    """A linear layer in one pass.
 
     Args:
-        base: The layer that holds weight and bias.
+        base: The layer with weight and bias.
         weight: (O, I), or bitsandbytes' packed weight.
-        bias: (O,); None for none.
+        bias: (O,), or None.
         a_RI: Master of A; None without an adapter.
         b_OR: Master of B.
         narrow_a_RI: A in the dtype of the rows.
@@ -57,24 +57,23 @@ class LinearPart(NamedTuple):
         return 0 if self.narrow_a_RI is None else self.narrow_a_RI.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what autograd watches; a packed weight is never trained."""
+        """Return the tensors for autograd; a packed weight is never trained."""
         return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR)
 
 
 def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = False) -> LinearPart | str:
-    """Return a linear layer, with the adapter that PEFT hangs around it, as a product can read it now; or why it
-    cannot.
+    """Return a linear layer with its PEFT adapter for a GEMM, or why it cannot be read.
 
     Served: ``nn.Linear`` in the dtype of the rows and bitsandbytes' NF4, with at most one active plain LoRA without
         dropout, also merged or disabled.
 
     Args:
         module: A linear layer, or PEFT's layer around one.
-        dtype: Of the rows.
-        awaits_copies: An adapter in fp32 is no obstacle: it will have narrow copies before the first call.
+        dtype: Dtype of the rows.
+        awaits_copies: Accept an adapter in fp32, because it gets low-precision copies before the first call.
 
     Cost:
-        Host work of some microseconds; where an adapter's narrow copy is stale, that copy.
+        A few microseconds of the host; where an adapter's low-precision copy is stale, that copy.
     """
     base: nn.Module = module
     adapter: ActiveAdapter | None = None
@@ -96,7 +95,7 @@ def read_part(module: nn.Module, *, dtype: torch.dtype, awaits_copies: bool = Fa
 
 
 def _base_obstacle(base: nn.Module, *, dtype: torch.dtype) -> str:
-    """Return why a base layer cannot be read; empty where it can."""
+    """Return why a base layer cannot be read, or ""."""
     weight, name = getattr(base, "weight", None), type(base).__name__
     if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
         return f"{name} has hooks"

@@ -115,7 +115,7 @@ def product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.T
     Cost:
         2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones that are in a
         fused buffer, for dense ones where there are many rows, which are copied next to their adapters, and where
-        fused_linear.base computes; else one per layer; no host synchronisation. A product of all layers without
+        fused_linear.base computes; else one per layer; no host sync. A product of all layers without
         addend_TO adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside
         of the product, addend_TO included.
     """
@@ -236,7 +236,7 @@ def parameter_gradients(
             a weight is needed.
 
     Cost:
-        2 T I FLOP per rank and trained column; no host synchronisation.
+        2 T I FLOP per rank and trained column; no host sync.
     """
     parts, found = fused_linear.parts, []
     d_a = None

@@ -1,6 +1,4 @@
-"""LoRA adapters as fp32 masters that compute in a narrow dtype: a swap of PEFT's LoRA layers that changes no
-name, file or method of PEFT.
-"""
+"""LoRA adapters with fp32 masters that compute in low precision, with PEFT's names, files and methods unchanged."""
 
 from __future__ import annotations
 
@@ -23,25 +21,25 @@ from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.patches.value_points import is_frozen_point
 
 STATUS_NAME = "adapter shadows"
-# Plain attributes of instances: never parameters or buffers, so no state_dict has them.
+# Instance attributes, neither parameters nor buffers, so no state_dict has them.
 _LAYER_ATTRIBUTE = "fastft_low_precision_adapters"
 _WEIGHT_ATTRIBUTE = "fastft_shadow"
 
 
 class _LowPrecisionCopy:
-    """The narrow copy of one adapter weight, and the state of the master it was copied from."""
+    """The low-precision copy of one adapter weight, and the state of the master it was copied from."""
 
     def __init__(self, master: torch.Tensor, dtype: torch.dtype) -> None:
         self.master = master
-        # Made outside inference mode, so that a copy first needed in a validation can be saved for a later backward.
+        # Allocate outside of inference mode: a copy first used in a validation may be saved for a backward later.
         with torch.inference_mode(mode=False), torch.no_grad():
             self.tensor = master.detach().to(dtype, copy=True)
-        # Whether an optimizer has written the copy together with its master, and no refresh has come since.
+        # Whether an optimizer has written the copy with its master since the last refresh.
         self.is_written = False
         self._mark()
 
     def is_copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether the tensor can hold this master: same object, shape, device and dtype."""
+        """Return whether the copy fits this master: same object, shape, device and dtype."""
         tensor = self.tensor
         return (
             master is self.master
@@ -51,11 +49,11 @@ class _LowPrecisionCopy:
         )
 
     def is_current(self) -> bool:
-        """Whether the master is as it was copied, as far as the host can see: version counter and address."""
+        """Whether the master is as it was copied, as far as the host knows: version counter and address."""
         return self._version == self.master._version and self._pointer == self.master.data_ptr()
 
     def copy_master(self) -> None:
-        """Copy the master again."""
+        """Copy the master."""
         with torch.no_grad():
             self.tensor.copy_(self.master)
         self._mark()
@@ -66,31 +64,31 @@ class _LowPrecisionCopy:
 
 
 class LowPrecisionAdapters:
-    """Hold the narrow copies of a model's LoRA weights and keep them equal to their masters.
+    """Hold the low-precision copies of a model's LoRA weights and keep them equal to their masters.
 
-    A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and
-    copied again. What changes a master without either (fused and bitsandbytes optimizers, writes through ``.data``)
-    needs ``refresh``, which belongs behind every optimizer step.
+    A copy is made in the first forward that needs it, and again if the master's version counter or address changed.
+    Changes that show in neither (fused and bitsandbytes optimizers, writes through ``.data``) need ``refresh`` after
+    every optimizer step.
 
     Args:
         compute_dtype: Dtype of the copies and of the low-rank GEMMs.
-        status: What the installation found.
+        status: Status of the installation.
     """
 
     def __init__(self, *, compute_dtype: torch.dtype, status: Status) -> None:
         self.compute_dtype = compute_dtype
         self.status = status
-        # Masters are held in pieces, and gathered for each pass.
+        # Masters are sharded, and gathered for each pass.
         self.is_sharded = False
         self._layers: list[LoraLayer] = []
         self._experts = LowPrecisionExpertAdapters(compute_dtype)
 
     def __len__(self) -> int:
-        """Count the copies that exist."""
+        """Return the number of copies."""
         return len(self._shadows()) + len(self._experts)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return masters with their narrow copies, for an optimizer that writes both in one pass
+        """Return masters with their low-precision copies, for an optimizer that writes both in one pass
         (``FusedAdamW.attach_copies``).
         """
         return [
@@ -100,7 +98,7 @@ class LowPrecisionAdapters:
         ]
 
     def mark_written(self, copies: Sequence[torch.Tensor]) -> None:
-        """Take note of the copies that an optimizer has written together with their masters."""
+        """Mark copies that an optimizer has written with their masters."""
         written = {id(copy) for copy in copies}
         for shadow in self._shadows():
             if id(shadow.tensor) in written:
@@ -108,15 +106,14 @@ class LowPrecisionAdapters:
                 shadow._mark()
 
     def refresh(self, *, is_after_step: bool = False) -> None:
-        """Copy every master into its narrow copy.
+        """Copy every master into its low-precision copy.
 
         Args:
-            is_after_step: Called right behind an optimizer step: copies that the step has written itself are left as
-                they are.
+            is_after_step: Whether this follows an optimizer step, so that copies written by the step are skipped.
 
         Cost:
             One foreach copy over all adapters; for those on experts another one, and a launch for each second factor.
-            Reads masters, writes copies; no host synchronisation.
+            Reads masters, writes copies; no host sync.
         """
         self._experts.refresh()
         shadows = [shadow for shadow in self._shadows() if shadow.is_copy_of(shadow.master, self.compute_dtype)]
@@ -132,12 +129,12 @@ class LowPrecisionAdapters:
             shadow._mark()
 
     def read(self, linear: nn.Linear) -> torch.Tensor:
-        """Return the weight of lora_A or lora_B in the compute dtype, up to date as far as the host can see."""
+        """Return the weight of lora_A or lora_B in the compute dtype, up to date as far as the host knows."""
         master = linear.weight
         if master.dtype is self.compute_dtype:
             return master.detach()
         if self.is_sharded:
-            # Gathered for this pass: no version counter says when a copy of it would be stale.
+            # Gathered for this pass: no version counter shows a stale copy.
             return master.detach().to(self.compute_dtype)
         shadow = vars(linear).get(_WEIGHT_ATTRIBUTE)
         if shadow is None or not shadow.is_copy_of(master, self.compute_dtype):
@@ -186,14 +183,14 @@ class _CopyForward:
         with session.watch_end(point):
             out = add_low_rank(base, dropped)
         if is_unneeded:
-            # The second run went on, so somebody may read the output after all.
+            # The recompute went on, so the output may be read.
             with torch.no_grad():
                 out.data = add_low_rank(self.base_layer(x), dropped)  # type: ignore[attr-defined]
         return out
 
 
 class LoraLinear(_CopyForward, PeftLinear):
-    """PEFT's LoRA on ``nn.Linear``, computing from shadows."""
+    """PEFT's LoRA on ``nn.Linear``, computing from low-precision copies."""
 
 
 def install_low_precision_adapters(
@@ -201,17 +198,17 @@ def install_low_precision_adapters(
 ) -> LowPrecisionAdapters:
     """Let every plain LoRA layer of a PEFT model compute in compute_dtype while its Parameters stay the wide masters.
 
-    PEFT's names, files and methods stay as they are. A layer takes the fast path for exactly one active adapter that is
-    neither merged nor disabled and is plain LoRA (no variant such as DoRA, no LoRA bias, no mixed batch); anything else
-    runs PEFT's own forward.
+    PEFT's names, files and methods do not change. A layer takes the fast path for exactly one active plain LoRA adapter
+    that is neither merged nor disabled (no variant such as DoRA, no LoRA bias, no mixed batch); anything else runs
+    PEFT's own forward.
 
     Args:
         model: A PEFT model, or a module around one. Sharded adapters are cast as they are gathered, in each pass.
-        patcher: Where the swaps are written down.
+        patcher: Records the swaps.
         compute_dtype: torch.bfloat16 or torch.float16; with torch.float32 nothing is changed.
 
     Returns:
-        The shadows, with ``refresh()`` for after each optimizer step and ``status``.
+        The copies, with ``refresh()`` for after each optimizer step and ``status``.
 
     Raises:
         OptionError: compute_dtype is no floating dtype.
@@ -229,7 +226,7 @@ def install_low_precision_adapters(
     classes = {old: new for old, new in found.items() if new is not None}
     served = {name: layer for name, layer in layers.items() if type(layer) in classes}
     shadows.status = _judge(layers, served=served, compute_dtype=compute_dtype)
-    # Whatever the table says now: the router may come later.
+    # Independent of the status, because the router may be installed later.
     if compute_dtype.itemsize < torch.float32.itemsize:
         shadows._experts.watch(model, patcher)
     if shadows.status.state != "active":
@@ -245,8 +242,8 @@ def install_low_precision_adapters(
 
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
-    """Say whether shadows are needed, and what they will serve."""
-    # Wrappers around experts that the router serves have copies in another order (moe/adapters.py).
+    """Say whether low-precision copies are needed, and what they will serve."""
+    # Wrappers around routed experts have copies in another layout (moe/adapters.py).
     routed = {name: layer for name, layer in layers.items() if isinstance(layer, RoutedWrapper)}
     others = _count_types([layer for name, layer in layers.items() if name not in served and name not in routed])
     if not served and not routed:
@@ -269,7 +266,7 @@ def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], comput
 
 
 def _has_pieces(layers: dict[str, LoraLayer]) -> bool:
-    """Whether adapter weights are held in pieces over ranks."""
+    """Whether adapter weights are sharded over ranks."""
     return any(
         hasattr(parameter, "device_mesh")
         for layer in layers.values()
@@ -295,7 +292,7 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, shadows: LowPrecisionA
     linears, dtype = (layer.lora_A[name], layer.lora_B[name]), shadows.compute_dtype
     is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
     is_plain = is_plain and x.dtype is dtype and not torch.is_autocast_enabled(x.device.type)
-    # A hook or another class on lora_A or lora_B is somebody's extension: it must run.
+    # A hook or another class on lora_A or lora_B is an extension that must run.
     is_plain = is_plain and all(
         type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks for linear in linears
     )
@@ -335,11 +332,11 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
         dtype: Of the rows that it reads.
 
     Returns:
-        None where the base computes alone: no adapter is active, or they are disabled or merged. A reason where PEFT's
-        own forward has to run.
+        None if the base computes alone: no adapter is active, or they are disabled or merged. A reason if PEFT's own
+        forward must run.
 
     Cost:
-        Host work of some microseconds; where a narrow copy is stale, that copy.
+        A few microseconds of the host; where a low-precision copy is stale, that copy.
     """
     if layer.merged or layer.disable_adapters:
         return "is asked for its base while adapters are merged" if layer.merged and layer.disable_adapters else None

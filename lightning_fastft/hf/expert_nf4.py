@@ -18,7 +18,7 @@ from lightning_fastft.hf.families import is_on_interface
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 
 STATUS_NAME = "NF4 experts"
-# A plain attribute of instances, so no state_dict has it: where the stacks of a model become dense.
+# An instance attribute, which is in no state_dict: where the stacks of a model become dense.
 BUFFER_ATTRIBUTE = "fastft_dense_buffer"
 
 _LLAMA4 = "Llama4TextExperts"
@@ -156,7 +156,7 @@ class QuantisedWeight:
 
     def dense(self) -> torch.Tensor:
         """Return the weight as (E, I, O), valid until another weight of the model is asked for; one launch, no
-        gradient, no host synchronisation.
+        gradient, no host sync.
         """
         weight = self._weight
         # The whole stack: at thousands of tokens every expert has some.

@@ -191,7 +191,7 @@ def build_model(
         OptionError: quantization="nf4" for a checkpoint in MXFP4, which is read dequantised.
 
     Cost:
-        One read of the weights (two where they are quantised), one reduction over them on the device and one host wait.
+        One read of the weights (two where they are quantised), one reduction over them on the device and one host sync.
         A random model is made block by block: peak memory is the finished model plus one block.
 
     Source:
@@ -231,7 +231,7 @@ def check_finite(model: nn.Module, *, name: str) -> None:
         DataError: A weight is not finite; the message names the tensors.
 
     Cost:
-        One reduction over all weights on their device and one host wait.
+        One reduction over all weights on their device and one host sync.
     """
     names, tensors = [], []
     for parameter_name, parameter in model.named_parameters():
@@ -286,7 +286,7 @@ def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: str) -> None:
-    """Raise for those names whose largest magnitude is not finite; one host wait."""
+    """Raise for those names whose largest magnitude is not finite; one host sync."""
     if not largest:
         return
     is_finite = torch.isfinite(torch.stack(largest)).tolist()

@@ -158,7 +158,7 @@ def reads_base(lora: LoraConfig) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether any parameter of module is held in pieces."""
+    """Return whether any parameter of module is sharded."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 

@@ -1,8 +1,7 @@
-"""LoRA on stacks of expert weights as two thin grouped products: a swap of PEFT's wrappers that changes no name, file
-or method of PEFT.
+"""LoRA on stacks of expert weights as two thin grouped GEMMs, with PEFT's names, files and methods unchanged.
 
-PEFT writes ``weight + scale * lhs @ rhs`` for the whole stack, twice in each forward. Here the experts function asks
-the wrapper for its two factors.
+PEFT materialises ``weight + scale * lhs @ rhs`` for the whole stack, twice in each forward. Here the experts function
+asks the wrapper for its two factors.
 
 Axes: E experts, I input columns, O output columns, R adapter rank.
 """
@@ -20,31 +19,28 @@ from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first
 from lightning_fastft.moe.routing import ExpertAdapter
 
-# A plain attribute of experts modules, so no state_dict has it: parameter name -> the wrapper around it.
+# An attribute of experts modules, which is in no state_dict: parameter name -> the wrapper around it.
 WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"
-# The same of PEFT's wrappers: who keeps narrow copies of their factors; and of lora_A and lora_B: the copy.
+# The same of PEFT's wrappers: who keeps low-precision copies of their factors; and of lora_A and lora_B: the copy.
 _SHADOWS_ATTRIBUTE = "fastft_expert_shadows"
 _FACTOR_ATTRIBUTE = "fastft_expert_factor"
 
 
 class ParamWrapper(PeftParamWrapper):
-    """PEFT's LoRA on one stack of expert weights; the stack is never written anew, the experts function reads the
-    factors instead.
+    """PEFT's LoRA on a stack of expert weights; the experts function reads the factors, no copy of the stack is made.
 
-    It has PEFT's own name, by which PEFT finds its wrappers when adapters are added.
+    It has the name of PEFT's class, by which PEFT finds its wrappers when adapters are added.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Hand over to what is wrapped, or run PEFT's own forward for what is not one plain adapter."""
+        """Call the wrapped module, or PEFT's own forward if there is not exactly one plain adapter."""
         if self.plain_adapter() is None:
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
         return self.base_layer(x, *args, **kwargs)
 
     def plain_adapter(self) -> str | None:
-        """Return the one adapter that is active, neither merged nor disabled; None where PEFT's own forward must
-        run.
-        """
+        """Return the only active adapter, neither merged nor disabled; None if PEFT's own forward must run."""
         if self.disable_adapters or self.merged or self.num_experts == 1:
             return None
         names = [name for name in self.active_adapters if name in self.lora_A]
@@ -65,7 +61,7 @@ class ParamWrapper(PeftParamWrapper):
 
 
 class _FactorCopy:
-    """The narrow copy of one factor, expert first and contiguous, and the state of the master it was copied from."""
+    """Low-precision copy of a factor, expert first and contiguous, with the state of its master."""
 
     def __init__(self, master: torch.Tensor, dtype: torch.dtype, *, num_experts: int, is_expert_last: bool) -> None:
         self.master = master
@@ -88,7 +84,7 @@ class _FactorCopy:
         )
 
     def is_current(self) -> bool:
-        """Whether the master is as it was copied, as far as the host can see: version counter and address."""
+        """Whether the master is as it was copied, as far as the host knows: version counter and address."""
         return self._version == self.master._version and self._pointer == self.master.data_ptr()
 
     def master_view(self) -> torch.Tensor:
@@ -116,8 +112,7 @@ class _FactorCopy:
 
 
 class LowPrecisionExpertAdapters:
-    """Hold narrow copies of adapters on experts in the order that grouped products read, and keep them equal to their
-    masters.
+    """Keep low-precision copies of adapters on experts, in the layout of grouped GEMMs, equal to their masters.
 
     A copy is made on the first forward that needs it, seen to be stale by its master's version counter or address, and
     copied again. What changes a master without either needs ``refresh``.
@@ -131,7 +126,7 @@ class LowPrecisionExpertAdapters:
         self._wrappers: list[PeftParamWrapper] = []
 
     def __len__(self) -> int:
-        """Count the copies that exist."""
+        """Return the number of copies."""
         return len(self._copies())
 
     def watch(self, model: nn.Module, patcher: ModelPatcher) -> None:
@@ -145,7 +140,7 @@ class LowPrecisionExpertAdapters:
             patcher.add_undo(self._drop)
 
     def refresh(self) -> None:
-        """Copy every master into its narrow copy.
+        """Copy every master into its low-precision copy.
 
         Cost:
             One foreach copy over all first factors and one launch per second factor: reads masters, writes copies; no
@@ -163,7 +158,7 @@ class LowPrecisionExpertAdapters:
                 copy.mark()
 
     def read(self, wrapper: PeftParamWrapper, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return lora_A and lora_B of an adapter as (E, R, columns), up to date as far as the host can see; None
+        """Return lora_A and lora_B of an adapter as (E, R, columns), up to date as far as the host knows; None
         where they are narrow themselves.
         """
         linears = (wrapper.lora_A[name], wrapper.lora_B[name])
@@ -199,18 +194,17 @@ class LowPrecisionExpertAdapters:
 
 
 def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts: Sequence[nn.Module]) -> int:
-    """Let PEFT's wrappers around the stacks of these experts hand over their factors.
+    """Let PEFT's wrappers around expert stacks provide their factors.
 
-    Adapters are served for exactly one active adapter that is neither merged nor disabled; anything else runs PEFT's
-    own forward.
+    Serves exactly one active adapter that is neither merged nor disabled; anything else runs PEFT's own forward.
 
     Args:
         model: A PEFT model, or a module around one.
-        patcher: Where the swaps are written down.
+        patcher: Records the swaps.
         experts: Modules whose experts function is ours.
 
     Returns:
-        How many wrappers were swapped.
+        The number of swapped wrappers.
 
     Cost:
         Host work once; no copy of a weight.
@@ -222,7 +216,7 @@ def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts:
     num_swapped = 0
     for module in experts:
         wrappers = found[id(module)]
-        # Two wrappers around one stack add up, which PEFT's own forward does.
+        # PEFT's own forward adds two wrappers around one stack.
         if not wrappers or len({wrapper.parameter_name for _, wrapper in wrappers}) < len(wrappers):
             continue
         swapped = {wrapper.parameter_name: share_state(wrapper, ParamWrapper) for _, wrapper in wrappers}
@@ -234,18 +228,16 @@ def install_expert_adapters(model: nn.Module, patcher: ModelPatcher, *, experts:
 
 
 def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: torch.dtype) -> ExpertAdapter | None:
-    """Return the adapter on one stack of an experts module; None where there is none, or PEFT's own forward has to
-    serve it.
+    """Return the adapter on a stack of an experts module; None without one, or if PEFT's own forward must run.
 
     Args:
         experts: The module that holds the stack.
         name: The stack's name in it.
-        is_transposed: The stack is stored as (E, I, O), and not as (E, O, I).
-        dtype: Of the stack, in which its products compute.
+        is_transposed: Whether the stack is stored as (E, I, O) instead of (E, O, I).
+        dtype: Dtype of the stack and its GEMMs.
 
     Cost:
-        Views, and narrow copies of the factors where LowPrecisionExpertAdapters keep them and they are missing or
-        stale.
+        Views, and missing or stale low-precision copies that LowPrecisionExpertAdapters keep.
     """
     wrappers: Mapping[str, ParamWrapper] = vars(experts).get(WRAPPERS_ATTRIBUTE, {})
     wrapper = wrappers.get(name)

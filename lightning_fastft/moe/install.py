@@ -1,4 +1,4 @@
-"""Find the mixture-of-experts layers of transformers models, let them run on our grouped products, and take it back."""
+"""Find mixture-of-experts layers of transformers models and run them on grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EXPERTS_CLASS = re.compile(r"Experts?(?![a-z])")
 
 
 def find_experts(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the mixture layers that BincountRouter can serve, with their dotted names.
+    """Return the MoE layers that BincountRouter can serve, with their dotted names.
 
     These are the experts modules on transformers' ExpertsInterface inside each causal language model, and Llama 4's
     ``Llama4TextMoe``.
@@ -57,22 +57,22 @@ def find_experts(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Status]:
-    """Let every mixture layer inside root run on one stable sort, one count and grouped products.
+    """Run every MoE layer inside root on one stable sort, one count and grouped GEMMs.
 
-    Only these instances change: a model that shares its configuration object with one of them keeps its own experts.
-    Routers stay transformers' own, with their recorded logits and auxiliary loss, and parameters and state-dict keys
-    stay. While this is installed, ``set_experts_implementation`` does not reach the experts.
+    Only these instances change: another model with the same configuration object keeps its experts. Routers, recorded
+    logits, the auxiliary loss, parameters and state-dict keys do not change. While this is installed,
+    ``set_experts_implementation`` does not affect the experts.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
-        patcher: Where every change is written down.
+        patcher: Records every change.
 
     Returns:
         One status "expert router" for each model: active, or inactive where a model has no MoE layers.
 
     Raises:
-        UnsupportedModelError: A model has MoE layers and none is known, or one has a gate, a dtype or a placement that
-            cannot be served exactly. Nothing has been changed then.
+        UnsupportedModelError: A model has MoE layers of which none is known, or one has a gate, dtype or placement
+            that cannot be served exactly. Nothing is changed.
 
     Cost:
         Host work once per run; no device work.
@@ -93,7 +93,7 @@ def install_bincount_router(root: nn.Module, patcher: ModelPatcher) -> list[Stat
                 model, patcher, experts=[_inner_experts(layer.module) for layer in layers]
             ),
         )
-        # With several models in one module the table says whose status it is.
+        # With several models in one module, the status names the model.
         statuses.append(status._replace(name=f"{STATUS_NAME} ({name})") if len(models) > 1 else status)
     return statuses
 
@@ -109,9 +109,7 @@ def check_unsharded(root: nn.Module) -> None:
 
 
 class _Layer(NamedTuple):
-    """One mixture layer: its place in the model, the module that is swapped, the one that holds the stacks, and
-    their gate.
-    """
+    """A MoE layer: its name, the module to swap, the module with the stacks, and their gate."""
 
     name: str
     module: nn.Module
@@ -124,12 +122,12 @@ def _find_in(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _is_llama4(module: nn.Module) -> bool:
-    # By name: the module of the family is imported only where one of its layers stands.
+    # By name, so that the module of a family is imported only if the model has one of its layers.
     return any(cls.__name__ == _LLAMA4 for cls in type(module).__mro__)
 
 
 def _inner_experts(module: nn.Module) -> Any:
-    """The module that holds the stacks: below adapters in Llama 4's layer, the module itself on the interface."""
+    """Return the module with the stacks: below adapters in Llama 4, else the module itself."""
     if not _is_llama4(module):
         return module
     experts: Any = module.experts
@@ -139,7 +137,7 @@ def _inner_experts(module: nn.Module) -> Any:
 
 
 def _check(model: PreTrainedModel) -> list[_Layer]:
-    """Find the mixture layers of one model; refuse what cannot be served, before anything changes."""
+    """Find the MoE layers of a model; refuse unsupported ones before anything changes."""
     found = _find_in(model)
     title = f"{type(model).__name__} ({model.config.model_type})"
     sign = "" if found else _sign_of_experts(model)
@@ -172,7 +170,7 @@ def _check_weights(experts: nn.Module) -> None:
 def _swap(model: PreTrainedModel, layer: _Layer, patcher: ModelPatcher) -> None:
     patcher.set_attribute(layer.experts, FORM_ATTRIBUTE, layer.form)
     if not _is_llama4(layer.module):
-        # The configuration may be another model's too: these experts dispatch on a copy of their own.
+        # Another model may share the configuration, so these experts dispatch on a copy.
         config = copy.copy(layer.experts.config)
         config._experts_implementation_internal = NAME
         patcher.set_attribute(layer.experts, "config", config)
@@ -211,11 +209,11 @@ def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int)
 
 
 def _sign_of_experts(model: PreTrainedModel) -> str:
-    """What speaks for MoE layers: experts in the configuration, or modules that look like them."""
+    """Return the evidence of MoE layers: experts in the configuration, or modules that look like them."""
     config = model.config.get_text_config(decoder=True)
     for name in _NUM_EXPERTS:
         count = getattr(config, name, None)
-        # Some families carry the numbers of their mixture layers while these are turned off.
+        # Some families configure experts while their MoE layers are disabled.
         if isinstance(count, int) and count > 1 and getattr(config, "is_moe", True):
             return f"{name}={count} in its configuration"
     strangers = _find_strangers(model, [])
@@ -223,7 +221,7 @@ def _sign_of_experts(model: PreTrainedModel) -> str:
 
 
 def _find_strangers(model: PreTrainedModel, known: list[nn.Module]) -> list[str]:
-    """The classes of modules that look like routed experts and are no part of the known layers."""
+    """Return the classes of modules that look like routed experts outside of the known layers."""
     inside = {id(part) for module in known for part in module.modules()}
     strangers = {
         type(module).__name__

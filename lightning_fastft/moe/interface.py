@@ -1,5 +1,4 @@
-"""The experts modules of transformers in the terms of our core: their weights, adapters and gate, and the experts
-function that runs them.
+"""Read weights, adapters and gate of transformers' experts modules, and run them as an experts function.
 
 Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width, F expert width, P columns of gate
     and up, I input columns,
@@ -28,7 +27,7 @@ from lightning_fastft.moe.adapters import find_adapter
 from lightning_fastft.moe.routing import ExpertLinear, ExpertPoint, PackedWeight, dense_weight, run_experts
 
 NAME = "fastft"
-# A plain attribute of instances, so no state_dict has it: the gate as it was recognised.
+# An instance attribute, which is in no state_dict: the gate as it was recognised.
 FORM_ATTRIBUTE = "fastft_gate_form"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -43,13 +42,12 @@ _CLAMPED = MappingProxyType(
 )
 # Same formula as the default, written in fp32.
 _WIDE_DEFAULT = ("BeamExperts",)
-# Two formulas that are the same differ by rounding, far below this; the two GELUs, the closest different ones, differ
-# by 1e-4.
+# Equal formulas differ by rounding, far below this; the two GELUs, the closest different formulas, differ by 1e-4.
 _PROBE_TOLERANCE = 1e-5
 
 
 def register_experts() -> None:
-    """Make ``experts_implementation="fastft"`` known to transformers; calling it again changes nothing.
+    """Register ``experts_implementation="fastft"`` with transformers; idempotent.
 
     Example:
         >>> register_experts()
@@ -62,13 +60,13 @@ def register_experts() -> None:
 def fastft_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Run the routed experts of one layer; the function behind ``experts_implementation="fastft"``.
+    """Run the routed experts of a layer; the function behind ``experts_implementation="fastft"``.
 
-    One stable sort and one count bring the slots in the order of their experts. Ids at or above ``num_experts`` are
-    nobody's and contribute nothing.
+    One stable sort and one count order the slots by expert. Slots with ids at or above ``num_experts`` contribute
+    nothing.
 
     Args:
-        self: The experts module, as transformers hands it over.
+        self: The experts module, passed by transformers.
         hidden_states: Token states. Shape (T, D).
         top_k_index: Experts of each token. Shape (T, K); int64 or int32.
         top_k_weights: Their routing weights. Shape (T, K); any floating dtype.
@@ -77,15 +75,14 @@ def fastft_experts_forward(
         Weighted sum of the experts' outputs, shape and dtype of hidden_states.
 
     Raises:
-        UnsupportedModelError: The gate of the experts is a formula that is not known here, or their weights are
-            quantised or sharded.
+        UnsupportedModelError: The gate formula of the experts is unknown, or their weights are quantised or sharded.
 
     Cost:
-        As run_experts; no host synchronisation.
+        As run_experts; no host sync.
     """
     if not getattr(self, "has_post_expert_norm", False):
         return run_module(self, hidden_states, top_k_index, top_k_weights)
-    # A norm stands between the second product and the weights: every slot comes back on its own.
+    # A norm between the second GEMM and the weights needs the output of every slot.
     num_tokens, num_experts_per_token = top_k_index.shape
     x_ND = hidden_states.repeat_interleave(num_experts_per_token, dim=0)
     y_ND = self.post_expert_norm(run_slots(self, x_ND, top_k_index.reshape(-1)))
@@ -101,11 +98,11 @@ def run_slots(module: nn.Module, x_ND: torch.Tensor, expert_N: torch.Tensor) -> 
 
 
 def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
-    """Hand the weights of an experts module to the core."""
+    """Pass the weights of an experts module to run_experts."""
     session = find_session(module)
     with unwatched(session):
         gate_up, down = (read_linear(module, name) for name in weight_names(module))
-        # Grouped products know no autocast: like those of transformers they compute in the dtype of the weights.
+        # Grouped GEMMs ignore autocast: like those of transformers they compute in the dtype of the weights.
         y_TD = run_experts(
             x_TD.to(gate_up.weight_EIO.dtype),
             expert_TK,
@@ -121,14 +118,12 @@ def run_module(module: nn.Module, x_TD: torch.Tensor, expert_TK: torch.Tensor, w
 
 
 def weight_names(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the first and the second stack of weights; experts without a gate have only an up
-    projection in front.
-    """
+    """Return the names of both weight stacks; the first of experts without a gate is the up projection."""
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
 
 
 def grouped_backends(module: nn.Module) -> set[str]:
-    """Return which grouped products serve the stacks of a module where they stand now."""
+    """Return the backend of grouped GEMMs for the stacks of a module on their device."""
     picks = set()
     for name in weight_names(module):
         weight, bias = _read_stack(module, name)
@@ -140,15 +135,13 @@ def grouped_backends(module: nn.Module) -> set[str]:
 
 
 def read_linear(module: nn.Module, name: str) -> ExpertLinear:
-    """Return one product of an experts module: its weight as (E, I, O), its bias, and the adapter that PEFT hangs in
-    front of it.
+    """Return a GEMM of an experts module: its weight as (E, I, O), its bias, and its PEFT adapter.
 
     Raises:
         UnsupportedModelError: The weight is sharded.
 
     Cost:
-        Views; with several active adapters PEFT's own copy of the stack; where narrow copies of an adapter are kept and
-        stale, those.
+        Views; PEFT's copy of the stack with several active adapters; stale low-precision copies of an adapter.
     """
     weight, bias = _read_stack(module, name)
     adapter = find_adapter(module, name, is_transposed=bool(getattr(module, "is_transposed", True)), dtype=weight.dtype)
@@ -157,7 +150,7 @@ def read_linear(module: nn.Module, name: str) -> ExpertLinear:
 
 def _read_stack(module: nn.Module, name: str) -> tuple[torch.Tensor | PackedWeight, torch.Tensor | None]:
     """Return the weight of one product as (E, I, O), and its bias."""
-    # Where PEFT wrote weight and adapter into one stack, that stack is the weight.
+    # If PEFT merged weight and adapter into one stack, use that stack.
     weight: torch.Tensor = getattr(module, name)
     check_weight(module, name, weight)
     is_transposed = bool(getattr(module, "is_transposed", True))
@@ -189,11 +182,10 @@ def check_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
 
 
 def gate_form(module: nn.Module) -> GateForm:
-    """Return what stands between the two products of an experts module; recognised once, compared with the module's own
-    formula on numbers.
+    """Return the gate between both GEMMs of an experts module, recognised once and checked numerically.
 
     Raises:
-        UnsupportedModelError: The formula is not one of those known here; it is never guessed.
+        UnsupportedModelError: The formula is unknown; it is never guessed.
 
     Cost:
         A few CPU operations on the first call of an instance.
@@ -209,7 +201,7 @@ def recognise_gate(module: nn.Module) -> GateForm:
     """Return the gate of an experts module from its class and activation, and check it.
 
     Raises:
-        UnsupportedModelError: Names the class and what is not known about it.
+        UnsupportedModelError: The class or its gate is unknown.
     """
     owner = _gate_owner(module)
     if owner in _CLAMPED:
@@ -227,9 +219,7 @@ def recognise_gate(module: nn.Module) -> GateForm:
 
 
 def _gate_owner(module: nn.Module) -> str:
-    """The class that writes a gate of its own; empty for the default of the interface, for experts without a gate
-    and off the interface.
-    """
+    """Return the name of a class with its own gate; empty for the default gate, no gate, or off the interface."""
     if not getattr(module, "has_gate", True):
         return ""
     for cls in type(module).__mro__:
@@ -240,7 +230,7 @@ def _gate_owner(module: nn.Module) -> str:
 
 
 def _agrees(module: Any, form: GateForm) -> bool:
-    """Whether form and the module's own code give the same numbers, on both sides of every clamp."""
+    """Return whether form and the module's own code agree numerically, on both sides of every clamp."""
     reach = 1.5 * form.limit if form.activation == "clamped" and math.isfinite(form.limit) else 10.0
     generator = torch.Generator(device="cpu").manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):

@@ -1,4 +1,4 @@
-"""Llama 4's mixture layer with routed rows only: transformers runs every expert on every token.
+"""Llama 4's MoE layer on routed rows only; transformers runs every expert on every token.
 
 Axes: T tokens, K experts per token, N = T * K routed slots, E experts, D model width.
 """
@@ -12,15 +12,13 @@ from lightning_fastft.moe.interface import run_slots
 
 
 class RoutedLlama4Experts(Llama4TextExperts):
-    """The experts of a Llama 4 layer, one expert for each row; called as a module, so that adapters around it
-    stay in force.
-    """
+    """Experts of a Llama 4 layer, one expert per row; called as a module, so that adapters around it apply."""
 
     def forward(self, x_ND: torch.Tensor, expert_N: torch.Tensor) -> torch.Tensor:
-        """Return the output of each row's expert.
+        """Return the output of the expert of each row.
 
         Args:
-            x_ND: Rows, scaled with their routing weight. Shape (N, D).
+            x_ND: Rows, multiplied by their routing weight. Shape (N, D).
             expert_N: The expert of each row. Shape (N,); int64.
 
         Returns:
@@ -30,21 +28,21 @@ class RoutedLlama4Experts(Llama4TextExperts):
 
 
 class RoutedLlama4Moe(Llama4TextMoe):
-    """A Llama 4 mixture layer that computes what transformers computes, without the products of zeros.
+    """A Llama 4 MoE layer with the results of transformers, without its products of zeros.
 
-    An expert that was not chosen sees zeros there and answers zeros, with a zero gradient, so leaving it out is exact.
-    Llama 4 multiplies the input of an expert with its routing weight, not the output.
+    In transformers an expert that was not chosen gets zeros and returns zeros, with a zero gradient, so skipping it is
+    exact. Llama 4 multiplies the input of an expert, not its output, by the routing weight.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's output of shape (T, D) and the router's logits of shape (T, E), as transformers does.
 
         Cost:
-            N rows instead of E * T through the experts; no host synchronisation.
+            N rows instead of E * T through the experts; no host sync.
         """
         x_TD = hidden_states.reshape(-1, self.hidden_dim)
         score_TE, logit_TE = self.router(x_TD)
-        # The router's own choice; transformers adds the experts up in the order of their ids.
+        # The router's top-k; transformers adds the experts in the order of their ids.
         expert_TK = torch.topk(logit_TE, self.top_k, dim=1).indices.sort(dim=1).values
         x_TKD = x_TD[:, None, :] * score_TE.gather(1, expert_TK)[..., None]
         y_ND = self.experts(x_TKD.flatten(0, 1), expert_TK.reshape(-1))

@@ -137,7 +137,7 @@ def run_experts(
     Cost:
         Forward 2 N (D P + F D) FLOP and six passes over rows besides; backward as much again for the inputs, and again
         for weights that are trained. Kept for the backward: x_TD, N x P values, the order and the routing weights. No
-        copy of a weight stack. Without narrow factors one pass over the adapters each way. No host synchronisation on
+        copy of a weight stack. Without narrow factors one pass over the adapters each way. No host sync on
         CUDA.
 
     Source:
@@ -343,7 +343,7 @@ def _check_narrow(name: str, adapter: ExpertAdapter | None, *, dtype: torch.dtyp
 def _read_tensors(
     parameters: Sequence[torch.Tensor | None], narrow: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Return what the products compute from: the parameters, or the narrow copies of their factors."""
+    """Return what the products compute from: the parameters, or the low-precision copies of their factors."""
     read = list(parameters)
     for start, factors in ((_PER_LINEAR, narrow[:_NUM_FACTORS]), (2 * _PER_LINEAR, narrow[_NUM_FACTORS:])):
         if factors[0] is not None:

@@ -114,7 +114,7 @@ def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
 
     Args:
         model: A causal language model, before or after adapters.
-        patcher: Takes the change back on ``undo``.
+        patcher: Undoes the change.
 
     Returns:
         Status "packed attention".

@@ -310,7 +310,7 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model.
-        patcher: Where the changes are written down.
+        patcher: Records the changes.
         output_logits: Always return tensor logits; ``context.output_logits`` and the keyword ``output_logits=True`` ask
             for one call's.
 

@@ -169,7 +169,7 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
 
     Args:
         model: A causal language model, before or after adapters.
-        patcher: Takes the change back on ``undo``.
+        patcher: Undoes the change.
 
     Returns:
         Status "rotary scaling" where angles depend on length, nothing where they do not.

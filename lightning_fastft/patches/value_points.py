@@ -32,7 +32,7 @@ def install_value_points(
         root: The module that holds the layers.
         layers: Decoder layers, in the order of segments.
         segments: One per layer.
-        patcher: Takes the swaps back.
+        patcher: Undoes the swaps.
 
     Returns:
         How many points there are; 0 where a model computes with other kinds of layers, which are then recomputed as a

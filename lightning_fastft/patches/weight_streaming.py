@@ -51,7 +51,7 @@ def install_weight_streaming(
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model.
-        patcher: Where the changes are written down; undoing it gives the weights back to the device, also after an
+        patcher: Records the changes; undoing it gives the weights back to the device, also after an
             exception.
         streams: The copy streams of the device.
         allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a
@@ -112,7 +112,7 @@ def install_host_embedding(
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model; it stands where it computes.
-        patcher: Where the change is written down; undoing it gives the weight back to the device.
+        patcher: Records the change; undoing it gives the weight back to the device.
         streams: The copy streams of the device.
         allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
@@ -126,7 +126,7 @@ def install_host_embedding(
 
     Cost:
         One copy of the weight and a probe of one lookup, both waited for; then per forward T x D values over the bus,
-        no host synchronisation.
+        no host sync.
     """
     embedding = model.get_input_embeddings()
     obstacle = _embedding_obstacle(model, embedding)

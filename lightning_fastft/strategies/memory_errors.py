@@ -65,7 +65,7 @@ class StepWitness:
         optimizer: The optimizer, or Lightning's wrapper of it.
 
     Cost:
-        ``note`` reads a host integer per weight and per tensor of its state; no host synchronisation.
+        ``note`` reads a host integer per weight and per tensor of its state; no host sync.
     """
 
     def __init__(self, optimizer: Optimizer | LightningOptimizer) -> None:

@@ -133,7 +133,7 @@ class PackedStep:
             ContextError: Packed documents saw each other in this step.
 
         Cost:
-            Host integers only; no host synchronisation.
+            Host integers only; no host sync.
         """
         for batch, before in zip(self._batches, self._backends):
             self._steps.backends_used.update(Counter(batch.context.backends_used) - before)

@@ -513,7 +513,7 @@ class FineTuner(LightningModule):
         """Return the loss of a batch; log ``train_loss``, the mean over its labelled tokens.
 
         Cost:
-            No host synchronisation of its own.
+            No host sync of its own.
         """
         output = self._call_model(batch)
         if output.loss is None:

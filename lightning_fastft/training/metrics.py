@@ -47,7 +47,7 @@ class TokenLoss(_TokenMean):
         kwargs: Options of torchmetrics.Metric.
 
     Cost:
-        Two additions on the device per update; no host synchronisation.
+        Two additions on the device per update; no host sync.
 
     Example:
         >>> metric = TokenLoss()
@@ -75,7 +75,7 @@ class TokenPerplexity(_TokenMean):
         kwargs: Options of torchmetrics.Metric.
 
     Cost:
-        Two additions on the device per update; no host synchronisation.
+        Two additions on the device per update; no host sync.
 
     Example:
         >>> metric = TokenPerplexity()
@@ -102,7 +102,7 @@ class TokenAccuracy(_TokenMean):
         kwargs: Options of torchmetrics.Metric.
 
     Cost:
-        Two additions on the device per update; no host synchronisation.
+        Two additions on the device per update; no host sync.
 
     Example:
         >>> metric = TokenAccuracy()
@@ -138,7 +138,7 @@ def logits_statistics(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch
         ShapeError: The shapes do not belong together.
 
     Cost:
-        fp32 copies of 2,048 rows at a time; no host synchronisation.
+        fp32 copies of 2,048 rows at a time; no host sync.
 
     Example:
         >>> nll_sum, num_correct, num_tokens = logits_statistics(torch.zeros(1, 3, 4), torch.tensor([[-100, 0, -100]]))

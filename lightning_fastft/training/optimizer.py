@@ -279,7 +279,7 @@ class FusedAdamW(torch.optim.Optimizer):
             OptionError: max_norm is no such number, or a gradient cannot be stepped.
 
         Cost:
-            Reads each gradient once; no host synchronisation.
+            Reads each gradient once; no host sync.
         """
         check_float("max_norm", max_norm, low=0.0)
         self._norm = norm = self.gradient_norm()
@@ -294,7 +294,7 @@ class FusedAdamW(torch.optim.Optimizer):
             OptionError: A gradient cannot be stepped.
 
         Cost:
-            Reads each gradient once; no host synchronisation.
+            Reads each gradient once; no host sync.
         """
         with _naming_the_alternative():
             return self._norm_of(self._find_parts())
