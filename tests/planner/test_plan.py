@@ -67,7 +67,7 @@ def test_nearly_every_plan_of_a_tiny_step_is_the_best_one():
     assert sum(gap_ms > 1e-6 for gap_ms in gaps) <= 0.03 * len(gaps)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_between_the_ends_of_a_real_model_every_plan_lies_below_the_straight_line():
     cost = qwen3_14b()
     recompute, keep = ends(cost, H200)
