@@ -20,8 +20,8 @@ WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 # The tests against transformers and PEFT; what looks at our code only is left out.
 SEAMS := tests/hf tests/patches tests/moe tests/fused --ignore=tests/hf/test_base_digest.py --ignore=tests/patches/test_weight_streaming.py
 
-# Modules are compiled to bytecode when they are imported; few of those installed are.
-QUICK := --no-compile
+# Compile modules to bytecode on import instead of all of them at install.
+PIP_OPTIONS := --no-compile
 
 ifdef PY
 SETUP :=
@@ -74,15 +74,15 @@ $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	@cpu=; command -v nvidia-smi >/dev/null 2>&1 || \
 	  cpu=$$($(VENV)/bin/python -m pip index versions torch 2>/dev/null | tr ', ' '\n\n' | grep -E '^[0-9.]+\+cpu$$' | head -n 1); \
-	set -x; $(VENV)/bin/python -m pip install $(QUICK) "torch>=2.10$${cpu:+,==$$cpu}"
+	set -x; $(VENV)/bin/python -m pip install $(PIP_OPTIONS) "torch>=2.10$${cpu:+,==$$cpu}"
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/python -m pip install $(QUICK) -e .
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/python -m pip install $(QUICK) --upgrade-strategy only-if-needed -e '.[dev]' '$(if $(TRANSFORMERS),transformers==$(TRANSFORMERS),transformers)'
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --upgrade-strategy only-if-needed -e '.[dev]' '$(if $(TRANSFORMERS),transformers==$(TRANSFORMERS),transformers)'
 	@touch $(VENV)/.package
 	@echo '$(WANTED)' > $@
 

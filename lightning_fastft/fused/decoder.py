@@ -505,7 +505,7 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has foreign hooks, or in the place of its forward."""
+    """Return whether a module has foreign hooks or a replaced forward."""
     is_hooked = (
         module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
     )

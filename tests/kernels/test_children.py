@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.children import ROOT, thinned
+from tests.support.covering import keep_covering_cases
 
 # Two launches with Triton's interpreter as it is, two more with the plugin in force.
 SCRIPT = """
@@ -66,3 +68,19 @@ def test_thinned_cases_are_all_there_and_the_rest_is_marked():
 def test_a_value_that_no_kept_case_has_is_refused():
     with pytest.raises(AssertionError, match="every value of axis 1"):
         thinned((3, 5), (7, 9), keep=lambda _, other: other == 0)
+
+
+def test_every_value_keeps_a_case_and_repeats_go_to_the_fault_lane():
+    marked = []
+    items = [
+        SimpleNamespace(
+            nodeid=f"{one}-{other}",
+            function=test_every_value_keeps_a_case_and_repeats_go_to_the_fault_lane,
+            callspec=SimpleNamespace(params={"one": one, "other": other}),
+            add_marker=lambda mark, name=f"{one}-{other}": marked.append(name),
+        )
+        for one in (1, 2)
+        for other in (3, 4)
+    ]
+    keep_covering_cases(reversed(items))
+    assert marked == ["2-4"]

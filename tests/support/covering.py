@@ -10,11 +10,8 @@ def keep_covering_cases(items):
     """
     seen = set()
     for item in sorted(items, key=lambda item: item.nodeid):
-        values = (
-            {(item.function, name, repr(value)) for name, value in item.callspec.params.items()}
-            if hasattr(item, "callspec")
-            else set()
-        )
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        values = {(item.function, name, repr(value)) for name, value in params.items()}
         if values and values <= seen:
             item.add_marker(pytest.mark.fault)
         seen |= values
