@@ -122,8 +122,8 @@ def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
     }
     if stack.engine is not None:
         found["engine"] = describe_use(stack.engine)
-    if stack.streamed is not None:
-        streamed = stack.streamed
+    if stack.weights.streamed is not None:
+        streamed = stack.weights.streamed
         found["streamed"] = {
             "num_host_bytes": streamed.num_host_bytes,
             "num_slot_bytes": streamed.num_slot_bytes,
@@ -154,7 +154,7 @@ def describe_plan(checkpointing: OffloadCheckpointing) -> dict[str, Any]:
 def has_host_tensors(checkpointing: OffloadCheckpointing) -> bool:
     """Whether anything goes to the host now."""
     return any(
-        (stack.engine is not None and stack.engine.slab.num_bytes) or stack.streamed is not None
+        (stack.engine is not None and stack.engine.slab.num_bytes) or stack.weights.streamed is not None
         for stack in checkpointing.stacks
     )
 

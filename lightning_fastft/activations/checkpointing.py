@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from lightning_fastft.activations.frozen_weights import MovableWeights
 from lightning_fastft.activations.segments import Segment
-from lightning_fastft.activations.stack import NOTCH, MovableWeights, SegmentStack, StackOptions
+from lightning_fastft.activations.stack import NOTCH, SegmentStack, StackOptions
 from lightning_fastft.core.checks import check_choice, check_float, check_int
 from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.core.run_environment import RunEnvironment
@@ -202,7 +203,12 @@ class OffloadCheckpointing:
         """Return the current statuses of activations and, if streamed, of frozen weights and the embedding."""
         return [
             self.status(),
-            *(status for stack in self.stacks if stack.streamed is not None for status in stack.streamed.statuses),
+            *(
+                status
+                for stack in self.stacks
+                if stack.weights.streamed is not None
+                for status in stack.weights.streamed.statuses
+            ),
         ]
 
     def place(self, device: torch.device) -> None:
@@ -223,7 +229,7 @@ class OffloadCheckpointing:
             return f"OffloadCheckpointing('auto', vram_budget={NOTCH * max(peaks) / 2**30:.1f})"
         if any(stack.can_stream for stack in self.stacks):
             return "OffloadCheckpointing('auto', weights='stream')"
-        if any(stack.streamed is not None for stack in self.stacks) and self.mlp_tiles == 1:
+        if any(stack.weights.streamed is not None for stack in self.stacks) and self.mlp_tiles == 1:
             return (
                 "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), which is equal to rounding and not "
                 "to "
@@ -276,7 +282,7 @@ class OffloadCheckpointing:
 
     def _detach(self, stack: SegmentStack) -> None:
         self.status()
-        stack.close_engine()
+        stack.executor.close_engine()
         self.stacks.remove(stack)
 
 

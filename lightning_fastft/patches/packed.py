@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from lightning_fastft.activations.checkpointing import STATUS_NAME as ACTIVATIONS_STATUS
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.frozen_weights import MovableWeights, StreamedWeights
 from lightning_fastft.activations.slots import PinnedSlab
-from lightning_fastft.activations.stack import MovableWeights, StreamedWeights
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.tiles import install_tiles
 from lightning_fastft.core.patcher import ModelPatcher

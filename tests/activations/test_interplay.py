@@ -54,7 +54,7 @@ def offloading(model, **options):
     """A model under "offload" with late copies."""
     checkpointing, patcher = OffloadCheckpointing("offload", **options), ModelPatcher()
     install_packed_training(model, patcher, checkpointing=checkpointing)
-    checkpointing.stacks[0].make_copy_streams = late()
+    checkpointing.stacks[0].executor.make_copy_streams = late()
     return checkpointing.stacks[0], patcher
 
 
@@ -224,7 +224,7 @@ def test_layers_of_anybody_take_views_and_give_tuples(view, form):
     expected = gradients()
     checkpointing = OffloadCheckpointing("offload")
     checkpointing.attach(list(layers), ModelPatcher())
-    checkpointing.stacks[0].make_copy_streams = late()
+    checkpointing.stacks[0].executor.make_copy_streams = late()
     for _ in range(2):
         assert_equal(gradients(), expected, what=view)
     assert (checkpointing.stacks[0].engine.num_kept > 0) is (view in ("with gaps", "expanded"))
@@ -343,7 +343,7 @@ def test_a_checkpoint_around_several_layers(policy):
     expected = gradients()
     checkpointing = OffloadCheckpointing(policy)
     checkpointing.attach(list(layers), ModelPatcher())
-    checkpointing.stacks[0].make_copy_streams = late()
+    checkpointing.stacks[0].executor.make_copy_streams = late()
     for _ in range(3):
         assert_equal(gradients(), expected, what=policy)
     if policy == "offload":
@@ -401,7 +401,7 @@ def test_an_evaluation_between_the_steps_of_a_window():
     checkpointing = OffloadCheckpointing("auto", vram_budget=1000, host_budget=1)
     install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     (stack,) = checkpointing.stacks
-    stack.make_copy_streams = late()
+    stack.executor.make_copy_streams = late()
     for window in range(3):
         model.zero_grad(set_to_none=True)
         for batch in batches:

@@ -280,7 +280,7 @@ def test_plain_modules_without_transformers_attributes():
     expected = gradients()
     checkpointing, patcher = OffloadCheckpointing("offload"), ModelPatcher()
     checkpointing.attach(layers, patcher)
-    checkpointing.stacks[0].make_copy_streams = late()
+    checkpointing.stacks[0].executor.make_copy_streams = late()
     assert_equal(gradients(), expected, what="plain modules")
     assert checkpointing.stacks[0].engine.streams.num_copies == 2 * 3
     patcher.undo()
@@ -460,7 +460,7 @@ def test_streamed_weights_under_fused_layers_give_the_same_bits(is_early):
     checkpointing = OffloadCheckpointing("recompute", weights="stream", host_budget=1.0)
     patcher, before = ModelPatcher(), {name: value.clone() for name, value in model.state_dict().items()}
     install_packed_training(model, patcher, checkpointing=checkpointing)
-    checkpointing.stacks[0].make_copy_streams = late(seed=5 if is_early else None)
+    checkpointing.stacks[0].executor.make_copy_streams = late(seed=5 if is_early else None)
     if is_early:
         checkpointing.place(torch.device("cpu"))
     for count in (1, 3, 3):
@@ -470,6 +470,6 @@ def test_streamed_weights_under_fused_layers_give_the_same_bits(is_early):
                 model(**batch).loss.backward()
             assert own.attention == 0
         assert_equal(read_gradients(model), expected[count], what=f"streamed, accumulation {count}")
-    assert checkpointing.stacks[0].streamed is not None
+    assert checkpointing.stacks[0].weights.streamed is not None
     patcher.undo()
     assert_equal(model.state_dict(), before, what="given back")

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fastft.activations import engine as engine_module
+from lightning_fastft.activations import measurement as measurement_module
 from lightning_fastft.activations import stack as stack_module
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.engine import describe_use
@@ -55,7 +56,7 @@ class Attached:
         self.patcher = ModelPatcher()
         install_packed_training(self.model, self.patcher, checkpointing=self.checkpointing, environment=environment)
         self.stack = self.checkpointing.stacks[-1]
-        self.stack.make_copy_streams = lambda device: LateStreams(seed=1)
+        self.stack.executor.make_copy_streams = lambda device: LateStreams(seed=1)
 
     def knows(self, **facts):
         """Change what the run knows."""
@@ -475,7 +476,7 @@ def test_unified_memory_refuses_to_offload(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a small box")
     attached = Attached(policy="offload")
-    hidden = SimpleNamespace(numel=lambda: 1000, element_size=lambda: 2, device=torch.device("cuda"))
+    hidden = SimpleNamespace(shape=(1000,), numel=lambda: 1000, element_size=lambda: 2, device=torch.device("cuda"))
     with pytest.raises(OptionError, match=r"a small box shares its memory with the host.*recompute"):
         attached.stack.begin_forward(hidden)
 
@@ -489,7 +490,7 @@ def test_unified_memory_is_planned_without_the_host(monkeypatch):
     assert "unified memory" in attached.stack.plan.notes[0]
 
 
-class WeightsCount(stack_module.Memory):
+class WeightsCount(measurement_module.Memory):
     """A device on which nothing but the weights of one model counts."""
 
     num_bytes = 0
@@ -506,7 +507,7 @@ def streaming(monkeypatch, **options):
     monkeypatch.setattr(
         WeightsCount, "num_bytes", sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     )
-    monkeypatch.setattr(stack_module, "Memory", WeightsCount)
+    monkeypatch.setattr(measurement_module, "Memory", WeightsCount)
     return Attached(model, **{"host_budget": 1, **options})
 
 
@@ -515,10 +516,10 @@ def test_weights_are_streamed_when_no_resident_plan_fits(monkeypatch):
     least = peak_gib(resident.cost, RECOMPUTE._replace(input_place="host"))
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
     expected = attached.expected()
-    pointer = attached.stack.streamed
+    pointer = attached.stack.weights.streamed
     attached.until_planned()
     assert pointer is None
-    assert attached.stack.streamed.num_host_bytes > 0
+    assert attached.stack.weights.streamed.num_host_bytes > 0
     assert any(
         "frozen weights are streamed: with resident weights the least peak" in report for report in attached.reports
     )
@@ -561,7 +562,7 @@ def test_weights_are_streamed_as_the_agreed_plan_wants_it(monkeypatch, is_stream
     expected = attached.expected()
     attached.until_planned()
     assert attached.asked[0].segments[0].is_streamed is not is_streamed
-    assert (attached.stack.streamed is not None) is is_streamed
+    assert (attached.stack.weights.streamed is not None) is is_streamed
     assert_equal(attached.step(), expected, what="agreed")
 
 
@@ -575,10 +576,10 @@ def refuse(error):
 @pytest.mark.parametrize("error", [HostMemoryError, UnsupportedModelError, OptionError])
 def test_weights_that_cannot_go_stay_where_a_plan_fits_too(monkeypatch, error):
     attached = streaming(monkeypatch, vram_budget=1000, agree=as_streamed)
-    attached.stack.stream_weights = refuse(error)
+    attached.stack.weights.move = refuse(error)
     expected = attached.expected()
     attached.until_planned()
-    assert attached.stack.streamed is None
+    assert attached.stack.weights.streamed is None
     assert not any(segment.is_streamed for segment in attached.stack.plan.segments)
     assert any("stay on the device, where a plan fits too: planted: not here" in report for report in attached.reports)
     assert_equal(attached.step(), expected, what="resident")
@@ -590,7 +591,7 @@ def test_weights_that_cannot_go_and_do_not_fit_are_an_error(monkeypatch, error):
         streaming(monkeypatch, vram_budget=1000).until_planned().stack.cost, RECOMPUTE._replace(input_place="host")
     )
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
-    attached.stack.stream_weights = refuse(error)
+    attached.stack.weights.move = refuse(error)
     with pytest.raises(error, match="planted"):
         attached.until_planned()
 
@@ -603,11 +604,11 @@ def test_weights_go_to_the_host_all_or_none(monkeypatch):
         pytest.raises(HostMemoryError),
     ):
         attached.stack._stream(torch.device("cpu"))
-    assert attached.stack.streamed is None
+    assert attached.stack.weights.streamed is None
     assert all(torch.equal(value, before[name]) for name, value in attached.model.state_dict().items())
     assert all(parameter.untyped_storage().nbytes() > 0 for parameter in attached.model.parameters())
     attached.stack._stream(torch.device("cpu"))
-    assert attached.stack.streamed is not None
+    assert attached.stack.weights.streamed is not None
 
 
 def test_a_host_that_refuses_keeps_the_weights_that_it_has(monkeypatch):
@@ -615,7 +616,7 @@ def test_a_host_that_refuses_keeps_the_weights_that_it_has(monkeypatch):
     real, budgets = attached.stack.follow, []
 
     def follow(segments, *, device, cost=None):
-        budgets.append(attached.stack._held_bytes())
+        budgets.append(attached.stack.weights.host_bytes)
         if len(budgets) < 3:
             raise HostMemoryError("planted: no more pinned memory")
         return real(segments, device=device, cost=cost)
@@ -632,7 +633,7 @@ def test_longer_packs_are_planned_for_with_the_weights_on_the_host(monkeypatch):
     attached = streaming(monkeypatch, vram_budget=1000, host_budget="auto", agree=as_streamed, lengths=SMALL)
     # Half of a host with room for a fifth more than the weights twice, and of what they leave of it.
     monkeypatch.setattr(
-        stack_module, "auto_host_bytes", lambda: (int(2.2 * num_bytes) - attached.stack._held_bytes()) // 2
+        stack_module, "auto_host_bytes", lambda: (int(2.2 * num_bytes) - attached.stack.weights.host_bytes) // 2
     )
     attached.until_planned()
     first = attached.stack.plan
@@ -649,9 +650,9 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
     assert attached.stack._host_budget() == 10 * GIB
     attached.checkpointing.place(torch.device("cpu"))
     embedding = attached.model.get_input_embeddings().weight
-    num_bytes = attached.stack.streamed.num_host_bytes
+    num_bytes = attached.stack.weights.streamed.num_host_bytes
     # Each tensor begins at a border.
-    assert num_bytes >= sum(attached.stack._weight_bytes) > 0
+    assert num_bytes >= sum(attached.stack.weights.layer_bytes) > 0
     assert attached.stack._host_budget() == 10 * GIB + num_bytes + embedding.numel() * embedding.element_size()
     assert Attached(policy="auto", host_budget=24).stack._host_budget() == 24 * GIB
 
@@ -660,7 +661,7 @@ def test_an_embedding_that_stays_is_planned_for(monkeypatch):
     resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
     least = peak_gib(resident.cost, RECOMPUTE._replace(input_place="host"))
     attached = streaming(monkeypatch, vram_budget=0.95 * least)
-    attached.stack.stream_weights = functools.partial(_stays, attached.stack.stream_weights)
+    attached.stack.weights.move = functools.partial(_stays, attached.stack.weights.move)
     attached.until_planned()
     assert resident.cost.embedding_bytes > 0
     assert attached.stack.cost.embedding_bytes == 0
@@ -676,11 +677,11 @@ def test_weights_are_streamed_from_the_start_where_asked_count_as_if_resident(mo
     resident = streaming(monkeypatch, vram_budget=1000).until_planned().stack
     asked = streaming(monkeypatch, vram_budget=1000, weights="stream").until_planned().stack
     assert asked.cost.embedding_bytes == resident.cost.embedding_bytes > 0
-    slots = asked.streamed.num_slot_bytes
+    slots = asked.weights.streamed.num_slot_bytes
     # The device of these tests never sees the bytes go: they are added a second time.
     assert (
         asked.cost.base_bytes - resident.cost.base_bytes
-        == sum(asked._weight_bytes) - slots + asked.cost.embedding_bytes
+        == sum(asked.weights.layer_bytes) - slots + asked.cost.embedding_bytes
     )
 
 
@@ -688,7 +689,7 @@ def test_resident_weights_stay_where_they_are(monkeypatch):
     attached = streaming(monkeypatch, vram_budget=1e-6, weights="resident")
     with pytest.raises(OptionError, match=r'weights="stream"'):
         attached.until_planned()
-    assert attached.stack.streamed is None
+    assert attached.stack.weights.streamed is None
 
 
 def test_pieces_of_weights_cannot_be_streamed(monkeypatch):
@@ -697,14 +698,14 @@ def test_pieces_of_weights_cannot_be_streamed(monkeypatch):
     for parameter in attached.model.parameters():
         parameter.device_mesh = "a mesh"
     again = Attached(attached.model, policy="recompute")
-    assert set(again.stack._weight_bytes) == {0}
+    assert set(again.stack.weights.layer_bytes) == {0}
 
 
 def test_weights_are_streamed_from_the_start_where_asked():
     attached = Attached(adapted(), policy="recompute", weights="stream")
     expected = attached.expected()
     attached.checkpointing.place(torch.device("cpu"))
-    assert attached.stack.streamed is not None
+    assert attached.stack.weights.streamed is not None
     assert_equal(attached.step(), expected, what="streamed")
     with pytest.raises(OptionError, match="policy 'keep'"):
         OffloadCheckpointing("keep", weights="stream")

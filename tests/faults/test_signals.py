@@ -131,5 +131,5 @@ def test_run_that_was_stopped_in_a_validation_goes_on_bit_for_bit(tmp_path, val_
 def test_signal_to_one_rank_ends_all_of_them(tmp_path, strategy):
     launch_two_ranks("tests.faults.signal_worker", strategy, tmp_path, timeout_s=120)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["138", "138"]
-    # Micro-batch 5 is the first of step 3; what is asked for at one step is answered at the next.
-    assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=4.ckpt"]
+    # The signal comes in step 3; the ranks vote at its end and read the vote in the validation that follows.
+    assert [path.name for path in tmp_path.glob("stopped-step=*")] == ["stopped-step=3.ckpt"]

@@ -70,7 +70,7 @@ def offload_inputs(model, batches, make_copy_streams):
     checkpointing = OffloadCheckpointing("offload", buffers=BUFFERS, host_budget=HOST_GIB)
     install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
     (stack,) = checkpointing.stacks
-    stack.make_copy_streams = make_copy_streams
+    stack.executor.make_copy_streams = make_copy_streams
     return stack
 
 
@@ -129,7 +129,7 @@ def test_training_with_offload_is_bit_equal_to_training_without(kind, install, d
     assert 0 < use["pinned_bytes"] <= HOST_GIB * 2**30
     assert use["pinned_used_bytes"] == 0
     assert len(stack.engine.slots) == BUFFERS
-    stack.close_engine()
+    stack.executor.close_engine()
     assert stack.engine is None
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fastft.activations.stack import _frozen_bytes
+from lightning_fastft.activations.frozen_weights import frozen_bytes
 from lightning_fastft.activations.streams import ImmediateStreams
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -212,8 +212,8 @@ def test_families_and_nf4_are_bit_equal(name, recomputes):
 def test_packed_experts_count_as_what_they_take():
     layer = decoder_layers(lora_model("nf4 experts", num_layers=2).get_base_model())[0]
     frozen = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
-    assert _frozen_bytes(layer) < sum(parameter.numel() * parameter.element_size() for parameter in frozen)
-    assert _frozen_bytes(layer) >= sum(num_bytes_of(parameter) for parameter in frozen)
+    assert frozen_bytes(layer) < sum(parameter.numel() * parameter.element_size() for parameter in frozen)
+    assert frozen_bytes(layer) >= sum(num_bytes_of(parameter) for parameter in frozen)
 
 
 def num_bytes_of(parameter):

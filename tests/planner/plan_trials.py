@@ -23,9 +23,9 @@ class PlannedModel:
         self.checkpointing = OffloadCheckpointing("auto", vram_budget=vram_budget, host_budget=1.0, buffers=buffers)
         install_packed_training(model, self.patcher, checkpointing=self.checkpointing)
         (self.stack,) = self.checkpointing.stacks
-        self.stack.options = self.stack.options._replace(is_poisoned=True)
+        self.stack.executor.is_poisoned = True
         if make_copy_streams is not None:
-            self.stack.make_copy_streams = make_copy_streams
+            self.stack.executor.make_copy_streams = make_copy_streams
         while self.stack.plan is None:
             self.gradients(1)
         self.device = next(model.parameters()).device

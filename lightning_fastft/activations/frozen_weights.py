@@ -1,0 +1,114 @@
+"""Frozen weights of a stack of layers: their sizes, and their move to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_fastft.activations.streams import CopyStreams
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.run_environment import no_bytes
+from lightning_fastft.core.status import Status
+
+
+class StreamedWeights(NamedTuple):
+    """Frozen weights that were moved to the host.
+
+    Args:
+        num_host_bytes: Their size on the host.
+        num_slot_bytes: Size of their device slots.
+        num_embedding_bytes: Size of the input embedding, if it moved too.
+        statuses: Statuses for the user.
+        enter_backward: Copies the first layer in for the backward; None if not needed.
+    """
+
+    num_host_bytes: int
+    num_slot_bytes: int
+    num_embedding_bytes: int = 0
+    statuses: tuple[Status, ...] = ()
+    enter_backward: Callable[[], None] | None = None
+
+
+class MovableWeights(NamedTuple):
+    """Functions that move the frozen weights of a model to the host.
+
+    Args:
+        stream: Moves the weights of the decoder layers and of the input embedding.
+        embedding_bytes: Returns the size of the embedding that would move with them.
+    """
+
+    stream: Callable[[CopyStreams], StreamedWeights]
+    embedding_bytes: Callable[[], int]
+
+
+class FrozenWeights:
+    """Know the sizes of the frozen weights of layers, and move them to the host at most once.
+
+    Args:
+        layers: Decoder layers, in order.
+        movable: Functions that move the weights; None if they cannot move.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], movable: MovableWeights | None) -> None:
+        self.layer_bytes = [frozen_bytes(layer) for layer in layers]
+        self.streamed: StreamedWeights | None = None
+        self.move = None if movable is None else movable.stream
+        self._resident_embedding_bytes = no_bytes if movable is None else movable.embedding_bytes
+
+    @property
+    def can_move(self) -> bool:
+        """Whether there are frozen weights on the device that can move to the host."""
+        return self.move is not None and self.streamed is None and sum(self.layer_bytes) > 0
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Size of the input embedding that moves, or has moved, with the layers."""
+        return self._resident_embedding_bytes() if self.streamed is None else self.streamed.num_embedding_bytes
+
+    @property
+    def statuses(self) -> tuple[Status, ...]:
+        """Statuses of the moved weights, for the user."""
+        return () if self.streamed is None else self.streamed.statuses
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned memory that the moved weights use, which every plan needs."""
+        if self.streamed is None:
+            return 0
+        # The plan counts whole layers, but a few small tensors of them stay on the device.
+        return max(self.streamed.num_host_bytes, sum(self.layer_bytes)) + self.streamed.num_embedding_bytes
+
+    @property
+    def absent_bytes(self) -> int:
+        """Device memory that moved weights do not use; a plan counts them as resident and subtracts them itself."""
+        if self.streamed is None:
+            return 0
+        return sum(self.layer_bytes) - self.streamed.num_slot_bytes + self.streamed.num_embedding_bytes
+
+    def stream(self, streams: CopyStreams) -> StreamedWeights:
+        """Move the weights to the host.
+
+        Raises:
+            OptionError: The weights of these layers cannot be streamed, or none is frozen.
+            HostMemoryError: They do not fit in host memory.
+            UnsupportedModelError: A weight of the model cannot be streamed.
+        """
+        if self.move is None:
+            raise OptionError(
+                "weights='stream' is for models of transformers; for other layers use "
+                "lightning_fastft.activations.weights.WeightStreamer."
+            )
+        self.streamed = self.move(streams)
+        return self.streamed
+
+
+def frozen_bytes(layer: nn.Module) -> int:
+    """Return the size of the weights of a layer that can be streamed: frozen and not sharded."""
+    return sum(
+        # NF4 numel() is the logical size; use held_bytes for memory.
+        getattr(parameter, "held_bytes", parameter.numel() * parameter.element_size())
+        for parameter in layer.parameters()
+        if not parameter.requires_grad and not hasattr(parameter, "device_mesh")
+    )

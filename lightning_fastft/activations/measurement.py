@@ -1,0 +1,141 @@
+"""Measure the segments of a model in its first forwards, for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fastft.activations.probe import Memory, SavedBytesProbe, StepProbe, make_clock, scale_cost
+from lightning_fastft.activations.segments import KEEP, RECOMPUTE, Segment, SegmentObserver
+from lightning_fastft.activations.slots import align
+from lightning_fastft.planner.step import StepCost
+
+_NOT_BEGUN, _COUNT_SAVED, _WARM_UP, _TIME_STEP, _DONE = range(5)
+
+
+class Measurement:
+    """Measure one step in three forwards: count saved bytes, warm up, and time.
+
+    The first forward keeps the last segment of each kind and counts what it saves. The second one compiles kernels and
+    fills the allocator, and it finds the last value point of each segment. The third one, with its backward, is timed.
+    An interrupted forward or backward is measured again. A longer pack does not restart the measurement, so that all
+    ranks end it at the same forward; ``read`` scales the costs instead.
+
+    Args:
+        layers: Decoder layers, in order.
+        segments: Their segments.
+
+    Cost:
+        Three steps in which every other segment is recomputed; ``read`` has one device sync.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        self._kinds = _kinds(layers)
+        self._phase = _NOT_BEGUN
+        # Sizes of the hidden states of the packs in which bytes and times were measured.
+        self._counted_bytes = self._timed_bytes = 0
+        self._saved: SavedBytesProbe | None = None
+        self._step: StepProbe | None = None
+        self._previous: Any = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the first forward has begun and the timed step has not ended."""
+        return _NOT_BEGUN < self._phase < _DONE
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the costs can be read, or were read."""
+        return self._phase == _DONE
+
+    def restart(self) -> None:
+        """Measure again from the next forward on."""
+        self._observe(None)
+        self._phase = _NOT_BEGUN
+
+    def begin_forward(self, device: torch.device, *, num_bytes: int) -> bool:
+        """Prepare the segments for the forward that begins now; return whether the timed step has just ended.
+
+        Args:
+            device: Device of the segments.
+            num_bytes: Size of the hidden states of this forward.
+        """
+        if self._phase == _NOT_BEGUN or (self._phase == _COUNT_SAVED and not self._is_counted()):
+            self._phase = _COUNT_SAVED
+            self._begin_count(device, num_bytes=num_bytes)
+        elif self._phase == _COUNT_SAVED:
+            self._phase = _WARM_UP
+            self._observe(None)
+            for segment in self._segments:
+                segment.plan = RECOMPUTE
+            self._previous = make_clock(device).now()
+        elif self._phase == _WARM_UP:
+            self._phase = _TIME_STEP
+            self._begin_timing(device, num_bytes=num_bytes)
+        elif self._phase == _TIME_STEP:
+            assert self._step is not None
+            self._step.step_ends()
+            if self._step.has_backward:
+                self._observe(None)
+                self._phase = _DONE
+                return True
+            self._begin_timing(device, num_bytes=num_bytes)
+        return False
+
+    def read(self, *, longest_bytes: int, extra_bytes: int, weight_bytes: Sequence[int]) -> StepCost:
+        """Return the costs of a step with the longest pack.
+
+        Args:
+            longest_bytes: Size of the hidden states of the longest pack.
+            extra_bytes: Memory that will be in use later and is not yet.
+            weight_bytes: Size of the frozen weights of each segment.
+        """
+        assert self._step is not None
+        assert self._saved is not None
+        counted = {self._kinds[index]: num_bytes for index, num_bytes in self._saved.saved_bytes.items()}
+        cost = self._step.read(
+            self._segments,
+            input_bytes=align(self._timed_bytes),
+            saved_bytes=lambda index: counted[self._kinds[index]] * self._timed_bytes // self._counted_bytes,
+            extra_bytes=extra_bytes,
+            weight_bytes=weight_bytes,
+        )
+        self._step = None
+        return scale_cost(cost, longest_bytes / self._timed_bytes, input_bytes=align(longest_bytes))
+
+    def _begin_count(self, device: torch.device, *, num_bytes: int) -> None:
+        """Keep the last segment of each kind, whose backward comes first, for one forward."""
+        self._counted_bytes = num_bytes
+        self._saved = SavedBytesProbe(Memory(device))
+        last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}
+        for index in last_of_kind.values():
+            self._segments[index].plan = KEEP
+            self._segments[index].observer = self._saved
+
+    def _begin_timing(self, device: torch.device, *, num_bytes: int) -> None:
+        self._timed_bytes = num_bytes
+        self._step = StepProbe(make_clock(device), Memory(device), previous=self._previous)
+        self._observe(self._step)
+
+    def _is_counted(self) -> bool:
+        assert self._saved is not None
+        return len(self._saved.saved_bytes) == len(set(self._kinds))
+
+    def _observe(self, observer: SegmentObserver | None) -> None:
+        for segment in self._segments:
+            segment.observer = observer
+
+
+def _kinds(layers: Sequence[nn.Module]) -> list[int]:
+    """Number the layers by kind; layers with equal modules and parameters are one kind."""
+    seen: dict[tuple[Any, ...], int] = {}
+    found = []
+    for layer in layers:
+        structure = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        found.append(seen.setdefault((structure, shapes), len(seen)))
+    return found
