@@ -15,7 +15,8 @@ export TOKENIZERS_PARALLELISM := false
 
 # A process per core; what a file sets up once stays in one process.
 # Files in the order of conftest.py: those with slow tests first, so that no core ends long before the others.
-WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run at once: xdist would wait for ever for the tests that it had left.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # The tests against transformers and PEFT; what looks at our code only is left out.
 SEAMS := tests/hf tests/patches tests/moe tests/fused --ignore=tests/hf/test_base_digest.py --ignore=tests/patches/test_weight_streaming.py

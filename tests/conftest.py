@@ -4,6 +4,7 @@ of a device.
 
 import multiprocessing
 import os
+import threading
 from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,6 +32,13 @@ def no_process_group_is_left():
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_watch_for_signals_is_left():
+    """A thread that still waits for a signal would end the process in a later test."""
+    yield
+    assert "fastft-stop" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.hookimpl(trylast=True)

@@ -16,6 +16,7 @@ from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
+from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.optimizer import FusedAdamW
 
@@ -111,6 +112,7 @@ class FiniteGuard(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find out how the optimizer takes the flag, and start to guard it."""
         self._stop()
+        patcher_of(trainer).add_undo(self._stop)
         self.num_steps = self.num_skipped = 0
         self._recent.clear()
         self._base = self._judge_run(trainer, pl_module)

@@ -15,6 +15,7 @@ from lightning_fastft.core.checks import check_int, check_string
 from lightning_fastft.core.errors import NotTrainingError, OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -69,6 +70,7 @@ class GradientHealth(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """List the trainable tensors and start to watch the optimizers."""
         self._stop_watching()
+        patcher_of(trainer).add_undo(self._stop_watching)
         if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
             reason = (
                 f"{type(trainer.strategy).__name__} may hold its parameters in pieces, which this check does not read"

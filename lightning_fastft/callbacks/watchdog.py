@@ -26,6 +26,7 @@ from lightning_fastft.monitor import watch_process
 from lightning_fastft.monitor.watch_process import Beat, Job, Phase
 from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -123,6 +124,9 @@ class Watchdog(Callback):
             Path.cwd(),
         )
         self._first_step, self._num_batches, self._is_alone = trainer.global_step, 0, trainer.world_size == 1
+        if self._is_alone:
+            # Before any callback's on_exception: an error there would leave a watch that ends the process later.
+            patcher_of(trainer).add_undo(self._stop)
         self._start(trainer, folder, run=trainer.strategy.broadcast(uuid.uuid4().hex))
         self._statuses = [
             Status(

@@ -106,7 +106,7 @@ class ExactResume(Callback):
         self._stops = StopSignals()
         self._vote = RankVote()
         self._num_val_votes = 0
-        self._has_signals = False
+        self._has_signals = self._has_stopped = False
         self._patcher = ModelPatcher()
         self._at_window_start: RandomState | None = None
         self._step_before = 0
@@ -123,6 +123,7 @@ class ExactResume(Callback):
         """Reset the state of an earlier run."""
         self._stops.unwatch()
         self._stops = StopSignals()
+        self._has_stopped = False
         self._at_window_start = self._to_restore = None
         self._seed = torch.initial_seed()
 
@@ -237,6 +238,7 @@ class ExactResume(Callback):
             f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends. "
             f"Resume with ckpt_path={path}"
         )
+        self._has_stopped = True
         raise RunStopped(number, step=trainer.global_step, path=path)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -247,13 +249,23 @@ class ExactResume(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Drop the process group without waiting for other ranks."""
-        self._stops.unwatch()
+        self.release_signals(trainer)
         self._patcher.undo()
         self._vote.drop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the watch of a fit that trained nothing: Lightning calls no on_train_end then."""
+        """Stop watching after a fit that trained nothing, for which Lightning calls no on_train_end."""
+        self.release_signals(trainer)
+
+    def release_signals(self, trainer: pl.Trainer) -> None:
+        """Stop watching for signals; after an error also restore the handlers, which Lightning may not do.
+
+        The strategy calls this before any callback's ``on_exception`` or ``teardown``. If one of these raises,
+        Lightning does not call the others, and the handlers of a finished run would answer the next signal.
+        """
         self._stops.unwatch()
+        if trainer.interrupted and not self._has_stopped:
+            self._stops.uninstall()
 
     def _settings(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         return {**collect_settings(trainer, pl_module), "seed_everything": self._seed}

@@ -52,6 +52,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = 0
         self._others: dict[int, list[Callable[..., Any]]] = {}
+        # What handled each signal before.
+        self._before: dict[int, Any] = {}
         # Time of the first Ctrl-C, on the monotonic clock.
         self._interrupted_s: float | None = None
         self._answer = ""
@@ -63,7 +65,7 @@ class StopSignals:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop handlers and the watchdog thread, which belong to the process of the original object."""
-        return vars(self) | {"_wakeup": None, "_watching": None, "_others": {}}
+        return vars(self) | {"_wakeup": None, "_watching": None, "_others": {}, "_before": {}}
 
     def install(
         self, signals: tuple[int, ...] = STOP_SIGNALS, *, is_ignored: Callable[[Any], bool] = lambda handler: False
@@ -78,6 +80,7 @@ class StopSignals:
             # Lightning composes handlers, and its own one would act in the middle of a step.
             handlers = getattr(present, "signal_handlers", [present])
             self._others[number] = [handler for handler in handlers if callable(handler) and not is_ignored(handler)]
+            self._before[number] = present
             signal.signal(number, self._note)
         return True
 
@@ -98,8 +101,18 @@ class StopSignals:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return False
         self._answer, self._process = answer, os.getpid()
+        self._before[signal.SIGINT] = signal.default_int_handler
         signal.signal(signal.SIGINT, self._note_interrupt)
         return True
+
+    def uninstall(self) -> None:
+        """Stop the watchdog thread, and restore the handlers that no one has replaced since; may be called twice."""
+        self.unwatch()
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                if signal.getsignal(number) in (self._note, self._note_interrupt):
+                    signal.signal(number, handler)
+        self._before = {}
 
     def watch(self, limit_s: float) -> None:
         """Start a thread that ends the process if it makes no progress for limit_s after a signal.

@@ -13,6 +13,7 @@ from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRecorder, order_waits
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,6 +92,7 @@ class HostWaitDetector(Callback):
         self._last_global_step = trainer.global_step
         # A new recorder for each fit and device, so that runs do not affect each other.
         on_wait = _refuse if self.on_wait == "raise" else None
+        patcher_of(trainer).add_undo(self.close)
         self._recorder = WaitRecorder(trainer.strategy.root_device, on_wait=on_wait, host_only=HOST_READERS)
 
     def on_train_batch_start(

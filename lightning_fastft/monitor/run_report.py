@@ -44,6 +44,7 @@ from lightning_fastft.monitor.report.timing import EPOCH_START, Batch, BatchTime
 from lightning_fastft.monitor.report.verdict import judge, summarize
 from lightning_fastft.monitor.token_throughput import GIB, mark_time
 from lightning_fastft.strategies.packed_steps import collect_statuses, find_packed_batches
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -335,6 +336,7 @@ class RunReport(Callback):
             self._no_profile = "Another profiler was running, and there can be only one."
             return False
         self._profile = StepProfile(is_cuda=self._device.type == "cuda")
+        patcher_of(trainer).add_undo(self._profile.cancel)
         self._profile.start()
         return True
 

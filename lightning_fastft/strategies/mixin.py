@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,9 @@ class FastFTStrategyMixin(_Base):
         if trainer.state.fn == TrainerFn.FITTING:
             prepare_places(trainer, self._inner_checkpoint_io())
         self._patcher = patcher_of(trainer)
+        for callback in _callbacks_of(trainer):
+            if isinstance(callback, ExactResume):
+                self._patcher.add_undo(functools.partial(callback.release_signals, trainer))
         self.packed_steps.install(self.lightning_module, self._patcher, environment_of(trainer))
         super().setup(trainer)
         self.packed_steps.place(self.root_device)

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def patcher_of(trainer: pl.Trainer) -> ModelPatcher:
     """Return the patcher of a Trainer's present run; the first call makes it.
 
-    Strategies, FineTuner and callbacks record what they change in this one patcher. It is undone in reverse order when
-    the run ends: before the ``teardown`` of every callback, or, after an exception or an interrupt, before any
-    callback's ``on_exception``, so that an error in one of these cannot leave changes behind.
+    Strategies, FineTuner and callbacks record in this one patcher what they change: in the model, and in the process
+    (signal handlers, a watchdog process, patched methods of torch). It is undone in reverse order when the run ends:
+    before the ``teardown`` of every callback, or, after an exception or an interrupt, before any callback's
+    ``on_exception``, so that an error in one of these cannot leave changes behind.
     """
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     for callback in callbacks:

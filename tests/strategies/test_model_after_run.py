@@ -1,11 +1,28 @@
 """After a run the model is what it was before: however the run ends, at whichever hook, whoever installed what."""
 
+import os
+import signal
+import threading
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from lightning_fastft import BincountRouter, FineTuner, FusedKernels, OffloadCheckpointing, PackedTraining
+from lightning_fastft import (
+    BincountRouter,
+    FineTuner,
+    FiniteGuard,
+    FusedKernels,
+    HostWaitDetector,
+    OffloadCheckpointing,
+    PackedTraining,
+    RunReport,
+    Watchdog,
+)
+from lightning_fastft.checkpoint.stops import STOP_SIGNALS, StopSignals
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.support.processes import children_of
 from tests.support.token_weighting_worker import CONFIG
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
@@ -26,6 +43,15 @@ HOOKS = (
     "teardown",
 )
 MODULE_HOOKS = ("configure_optimizers", "training_step", "validation_step", "on_train_epoch_end", "teardown")
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_lightning():
+    """Lightning restores its signal handlers unless a callback fails twice."""
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class PlantedError(Exception):
@@ -206,6 +232,30 @@ def test_error_in_a_callback_that_is_told_of_an_error(tmp_path, way, setup):
     with pytest.raises(ValueError):  # noqa: PT011 - planted above
         run(tmp_path, module, setup, end=[FailsTwice("on_train_batch_end")])
     assert describe(module.model) == before
+
+
+def describe_process():
+    """What a run may change outside of its model; handlers of Lightning do not count."""
+    handlers = [signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGINT)]
+    return {
+        "handlers": [handler for handler in handlers if isinstance(getattr(handler, "__self__", None), StopSignals)],
+        "threads": {thread.name for thread in threading.enumerate()},
+        "processes": children_of(os.getpid()),
+        "methods": (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu),
+        "modes": _len_torch_dispatch_stack(),
+        "is profiled": torch.autograd._profiler_enabled(),
+    }
+
+
+@pytest.mark.parametrize("end", [FailsTwice, RaiseAt])
+def test_nothing_stays_in_the_process_after_an_error(tmp_path, end):
+    before = describe_process()
+    report = RunReport(path=tmp_path / "a.html", profile_step=0)
+    callbacks = [end("on_train_batch_end"), Watchdog(), HostWaitDetector(steps=[0, 1]), report, FiniteGuard()]
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=callbacks)
+    with pytest.raises((ValueError, PlantedError)):
+        trainer.fit(PlainModule(tiny_llama()), packed_loader(4))
+    assert describe_process() == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
