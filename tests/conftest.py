@@ -2,6 +2,7 @@
 of a device.
 """
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -14,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+from tests.support.covering import keep_covering_cases
 
 # What ranks and workers are forked from has loaded these once; it is started by the first test that needs it.
 multiprocessing.set_forkserver_preload(
@@ -41,8 +44,11 @@ def no_watch_for_signals_is_left():
     assert "fastft-stop" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
+    # Before -m selects.
+    keep_covering_cases([item for item in items if item.get_closest_marker("covering")])
+    yield
     # Files with the most slow tests begin first; all else stays in its random order.
     num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -num_slow[item.path])
@@ -52,3 +58,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multi_gpu") and num_devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_modules():
+    """Leave what has been imported so far out of garbage collections, which take half a second otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()

@@ -28,6 +28,8 @@ from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
 
+pytestmark = pytest.mark.covering
+
 LENGTHS = (40, 1, 25, 30)
 IDS = torch.randint(3, 90, (1, 96), generator=torch.Generator().manual_seed(0))
 # Without a context: attention with dropout exists only there.

@@ -37,6 +37,8 @@ from tests.support.layer_pairs import (
 from tests.support.packs import assert_close, make_batch, relative_error
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
+pytestmark = pytest.mark.covering
+
 IDS = torch.arange(3, 12)[None]
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
 

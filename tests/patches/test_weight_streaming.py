@@ -27,6 +27,8 @@ from tests.support.host_waits import count_host_waits
 from tests.support.late_streams import LateStreams
 from tests.support.tiny_models import build_tiny
 
+pytestmark = pytest.mark.covering
+
 CPU = torch.device("cpu")
 NF4_CONFIG = {
     "model_type": "qwen3",

@@ -11,7 +11,8 @@ def keep_covering_cases(items):
     seen = set()
     for item in sorted(items, key=lambda item: item.nodeid):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        values = {(item.function, name, repr(value)) for name, value in params.items()}
+        # The cases of one test share the objects that were given to parametrize.
+        values = {(item.function, name, id(value)) for name, value in params.items()}
         if values and values <= seen:
             item.add_marker(pytest.mark.fault)
         seen |= values

@@ -17,6 +17,8 @@ from tests.support.token_weighting_worker import (
 )
 from tests.support.two_ranks import run_two_ranks
 
+pytestmark = pytest.mark.covering
+
 KINDS = ("ours", "ours_lora", "stock")
 BOUND = 1e-6
 
