@@ -49,9 +49,12 @@ def pytest_collection_modifyitems(items):
     # Before -m selects.
     keep_covering_cases([item for item in items if item.get_closest_marker("covering")])
     yield
-    # Files with the most slow tests begin first; all else stays in its random order.
-    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -num_slow[item.path])
+    # Files with the longest slow tests begin first; all else stays in its random order.
+    seconds = Counter()
+    for item in items:
+        for marker in item.iter_markers("slow"):
+            seconds[item.path] += marker.args[0] if marker.args else 1
+    items.sort(key=lambda item: -seconds[item.path])
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("gpu") and num_devices < 1:

@@ -23,7 +23,7 @@ from tests.kernels.test_adamw_step import (
     padded_state,
     rounded,
 )
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.truth import Watch, load_with_fault
 
 COMBINATIONS = ((FP32, FP32, None), (FP32, BF16, BF16), (BF16, BF16, None), (FP32, FP16, FP16))
@@ -437,12 +437,6 @@ def test_impossible_tensors_are_refused(change, message):
     TensorTable([torch.ones(300)], **code, **absmaxs)
     with pytest.raises(ShapeError, match=message):
         TensorTable([torch.ones(300)], **{**code, **absmaxs, **change})
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_adamw_8bit.py", lane=lane)
 
 
 @pytest.mark.slow

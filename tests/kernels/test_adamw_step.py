@@ -13,7 +13,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.truth import Watch, assert_within_bound, load_with_fault
 
 ROOT = Path(__file__).parents[2]
@@ -733,12 +733,6 @@ def test_impossible_arguments_are_refused(change, error, message):
     if set(change) & {"table", "backend"}:
         with pytest.raises(error, match=message):
             grad_norm(change.get("table", make_table(rows)), backend=change.get("backend", "auto"))
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_adamw_step.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.truth import Watch
 
 COMPILE_SCRIPT = """
@@ -63,11 +63,6 @@ def test_never_waits():
 def test_what_the_kernel_would_read_or_write_wrongly_is_refused(out_OC, blocks, message):
     with pytest.raises(ShapeError, match=message):
         write_block_diagonal(out_OC, blocks)
-
-
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_block_diagonal.py", lane=lane)
 
 
 def test_the_triton_kernel_compiles():

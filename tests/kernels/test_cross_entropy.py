@@ -6,7 +6,6 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from tests.support.children import in_both_lanes, run_in_interpreter
 from tests.support.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -371,9 +370,3 @@ def test_states_and_weight_of_different_dtype_or_width_are_refused():
         labelled_cross_entropy(hidden_TD.bfloat16(), weight_VD, **arguments)
     with pytest.raises(ShapeError, match="width"):
         labelled_cross_entropy(hidden_TD, weight_VD[:, 1:], **arguments)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_cross_entropy.py", lane=lane)

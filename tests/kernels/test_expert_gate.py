@@ -12,7 +12,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, LowRankRows
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -505,12 +505,6 @@ def test_memory_that_is_partly_an_input_is_refused():
     expanded_NP = torch.ones(8).expand(3, 8)
     with pytest.raises(ShapeError, match="overlap"):
         gate_backward(d_act_NF, expanded_NP, form=GateForm(), out=expanded_NP)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_expert_gate.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_pack import op, reference
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.host_waits import HostWaits
 from tests.support.truth import load_with_fault
 
@@ -182,9 +182,3 @@ def test_the_triton_kernel_compiles_with_wide_reads_and_writes():
         assert 0 < shared_bytes <= 24 * 1024
         assert has_wide_reads
         assert has_wide_writes
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_expert_pack.py", lane=lane)

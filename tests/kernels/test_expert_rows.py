@@ -11,7 +11,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_rows import reference
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.truth import Watch, assert_within_bound, load_with_fault, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -298,12 +298,6 @@ def test_combine_refuses_what_the_kernel_would_read_wrongly(change, error, messa
 def test_a_slot_outside_the_tokens_is_an_error_on_a_cpu():
     with pytest.raises(IndexError):
         gather_rows(ROWS, SLOTS + 6, num_experts_per_token=2)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_expert_rows.py", lane=lane)
 
 
 @pytest.mark.slow

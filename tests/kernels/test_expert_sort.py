@@ -10,7 +10,7 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.op import ExpertOrder, sort_by_expert
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.truth import Watch, load_with_fault
 
 ROOT = Path(__file__).parents[2]
@@ -152,12 +152,6 @@ def check_every_part(sort):
 def test_impossible_arguments_are_refused(expert_TK, change, error, message):
     with pytest.raises(error, match=message):
         sort_by_expert(expert_TK, **{"num_experts": 5, **change})
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_expert_sort.py", lane=lane)
 
 
 @pytest.mark.slow

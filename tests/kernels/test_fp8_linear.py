@@ -16,7 +16,7 @@ from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import dequantise, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from tests.kernels.test_nf4_linear import make_truth
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.nf4_stacks import guarded
 from tests.support.truth import Watch, load_with_fault, poisoned
 
@@ -444,12 +444,6 @@ def test_products_that_do_not_fit_are_refused():
 
 
 # The kernels.
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_fp8_linear.py", lane=lane)
 
 
 @pytest.mark.slow

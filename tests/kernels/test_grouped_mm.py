@@ -14,7 +14,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.grouped_mm import op, reference
 from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_backend, grouped_mm, grouped_weight_grad
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.host_waits import HostWaits
 from tests.support.truth import assert_within_bound, load_with_fault
 
@@ -680,9 +680,3 @@ def test_the_triton_kernels_compile_and_fit_consumer_cards(lane):
         assert is_compensated == (dtype == "fp32" and name != "_add_to_rows_kernel"), (
             f"{name} in {dtype} on {capability}"
         )
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_grouped_mm.py", lane=lane)

@@ -9,7 +9,7 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.host_gather.op import host_gather
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.truth import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -71,12 +71,6 @@ def test_never_waits():
 def test_what_the_kernel_would_read_wrongly_is_refused(weight_VD, token_T, message):
     with pytest.raises(ShapeError, match=message):
         host_gather(weight_VD, token_T)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_host_gather.py", lane=lane)
 
 
 @pytest.mark.slow

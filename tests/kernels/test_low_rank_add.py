@@ -10,7 +10,7 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.low_rank_add import reference
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
 
 NAMES = ("base", "low", "factor", "residual")
@@ -279,11 +279,6 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
 
 def test_without_a_fault_the_same_check_passes():
     check_every_part(reference)
-
-
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_low_rank_add.py", lane=lane)
 
 
 @in_both_lanes

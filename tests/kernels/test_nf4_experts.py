@@ -10,7 +10,7 @@ import torch
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.nf4_stacks import check, make_truth
 from tests.support.truth import Watch, load_with_fault
 
@@ -98,12 +98,6 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_an_output_that_does_not_fit_is_refused(out_EX, message):
     with pytest.raises(ShapeError, match=message):
         dequantise_stack(make_truth(2, 3, torch.float32)[0], out_EX)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_nf4_experts.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.nf4_stacks import guarded
 from tests.support.truth import Watch, load_with_fault
 
@@ -298,12 +298,6 @@ def test_options_that_do_not_fit_are_refused():
     ):
         with pytest.raises(OptionError, match="read_params4bit"):
             run()
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_nf4_linear.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.truth import (
     Watch,
     assert_within_bound,
@@ -688,12 +688,6 @@ def test_memory_that_is_still_read_is_refused():
             ).d_raw_TC
             is out
         )
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_qk_rope.py", lane=lane)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels
 from tests.support.truth import Watch
 
 COMPILE_SCRIPT = """
@@ -58,11 +58,6 @@ def test_no_graph_and_no_wait():
 def test_what_the_kernel_would_read_wrongly_is_refused(x_TGW, num_heads, error, message):
     with pytest.raises(error, match=message):
         repeat_heads(x_TGW, num_heads)
-
-
-@in_both_lanes
-def test_the_triton_kernel_passes_its_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_repeat_heads.py", lane=lane)
 
 
 def test_the_triton_kernel_compiles():

@@ -11,7 +11,7 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
-from tests.support.children import compile_kernels, in_both_lanes, run_in_interpreter
+from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
 
 ROOT = Path(__file__).parents[2]
@@ -562,12 +562,6 @@ def test_output_memory_that_another_program_still_reads_is_refused():
     expanded_TD = torch.ones(4).expand(3, 4)
     with pytest.raises(ShapeError, match="overlap"):
         rms_norm_backward(expanded_TD, sum_TD, weight_D, rstd_T, form=LLAMA, needs_weight=True, out=expanded_TD)
-
-
-@pytest.mark.slow
-@in_both_lanes
-def test_the_triton_kernels_pass_their_tests_in_the_interpreter(lane):
-    run_in_interpreter("triton_rms_norm.py", lane=lane)
 
 
 @pytest.mark.slow

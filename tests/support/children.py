@@ -22,21 +22,18 @@ LANES = {"promises": "not fault", "faults": "fault"}
 in_both_lanes = pytest.mark.parametrize("lane", ["promises", pytest.param("faults", marks=pytest.mark.fault)])
 
 
-def run_in_interpreter(file, *, lane):
-    """Run a file of tests with kernels interpreted on the CPU.
+def run_in_interpreter(*files, lane):
+    """Run files of tests with kernels interpreted on the CPU, in one process.
 
     Args:
-        file: Its name in this folder.
+        files: Their names in tests/kernels.
         lane: "promises", or "faults": the tests whose names end in ``is_seen``, and the cases that ``thinned`` leaves
             out.
     """
     pytest.importorskip("triton")
     _run_tests(
-        file,
-        "-p",
-        "tests.support.interpreter",
-        "-m",
-        LANES[lane],
+        *files,
+        options=("-p", "tests.support.interpreter", "-m", LANES[lane]),
         environment={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
 
@@ -85,10 +82,11 @@ def compile_kernels(script, *arguments):
     return said.getvalue()
 
 
-def _run_tests(file, *options, environment):
+def _run_tests(*files, options=(), environment):
     # Other plugins take longer to load than most files to run.
     environment = {**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, f"tests/kernels/{file}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    command += [f"tests/kernels/{file}" for file in files]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
