@@ -553,7 +553,7 @@ def weight_cases(sizes: Sizes) -> list[Case]:
         ),
         Case(
             "adamw_step",
-            "adamw_step, fp32 with bf16 shadow",
+            "adamw_step, fp32 with bf16 copy",
             f"{rows} x {width}",
             30 * rows * width,
             adamw_step(rows, width, is_norm=False),
@@ -829,16 +829,16 @@ def adamw_step(num_rows: int, width: int, *, is_norm: bool) -> Callable[[str], R
         from lightning_fastft.kernels.adamw_step.reference import StepOptions, TensorTable
 
         param, exp_avg, grad = (torch.randn(num_rows, width, device=device) for _ in range(3))
-        exp_avg_sq, shadow = torch.rand(num_rows, width, device=device), param.to(narrow(device))
+        exp_avg_sq, copy = torch.rand(num_rows, width, device=device), param.to(narrow(device))
         param.grad = grad
-        table = TensorTable([param], exp_avgs=[exp_avg], exp_avg_sqs=[exp_avg_sq], shadows=[shadow])
+        table = TensorTable([param], exp_avgs=[exp_avg], exp_avg_sqs=[exp_avg_sq], copies=[copy])
 
         def run(module: Any) -> Sequence[torch.Tensor | None]:
             if is_norm:
                 return [module.grad_norm(table)]
             with torch.no_grad():
                 module.adamw_step(table, options=StepOptions(learning_rate=1e-3, step=3))
-            return param, exp_avg, exp_avg_sq, shadow
+            return param, exp_avg, exp_avg_sq, copy
 
         return run
 

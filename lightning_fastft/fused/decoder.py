@@ -1,5 +1,6 @@
-"""Fused decoder layers: a swap of transformers' layers for subclasses that run as a few autograd Functions; names,
-parameters and files stay.
+"""Fused decoder layers: subclasses of transformers' layers that run as a few autograd Functions.
+
+Names, parameters and files do not change.
 
 Axes: B rows, S positions, T = B * S tokens, D model width, H query heads, G key/value heads, W head width.
 """
@@ -47,9 +48,9 @@ from lightning_fastft.patches.attention import attend
 
 STATUS_NAME = "fused layers"
 WEIGHT_BUFFERS_NAME = "weights next to adapters"
-# An instance attribute, which is in no state_dict.
+# An instance attribute, so no state_dict has it.
 _FUSION_ATTRIBUTE = "fastft_fusion"
-# The same, with the recordings of the layer (the room graphs puts it there).
+# Also an instance attribute: the recordings of the layer, set by the room graphs.
 GRAPH_ATTRIBUTE = "fastft_layer_graph"
 _RECORDING = "transformers.utils.output_capturing"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -58,23 +59,21 @@ _POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 class LayerForm(NamedTuple):
-    """What tells one family's layer from another's; all of them norm, attend, add, norm, feed forward, add.
+    """How the layers of a family differ; all of them norm, attend, add, norm, feed forward, add.
 
     Args:
-        is_norm_wide: The norms multiply with their weight in fp32 (gpt-oss, Gemma) and not after rounding (Llama).
-        norm_offset: Added to the weights of all norms, those of heads too.
-        has_post_norms: What attention and the feed-forward block give is normed before it is added (Gemma); the norms
-            are named otherwise then.
-        has_config_window: Every layer hands the window of the configuration to attention (Mistral); else its own
-            attribute says it, where it has one.
-        has_softcap: Attention is handed the layer's soft cap; where False it is not, though the layer may have the
-            attribute (Gemma 3).
-        has_half_angles: The model gives one angle for each pair of columns (gpt-oss); else one for each column that is
-            rotated.
-        feed_forward: Classes of dense feed-forward blocks that are ``down(act(gate(x)) * up(x))``.
-        projections: Layers whose columns side by side are those of queries, keys and values.
-        gate_up: Layers of the block whose columns side by side are those of gate and up.
-        dropouts: Modules behind attention and behind the block, which have to draw nothing.
+        is_norm_wide: The norms multiply with their weight in fp32 (gpt-oss, Gemma), not after rounding (Llama).
+        norm_offset: Added to the weights of all norms, also those of heads.
+        has_post_norms: The outputs of attention and of the feed-forward block are normed before they are added (Gemma);
+            these models name their norms differently.
+        has_config_window: Every layer passes the window of the configuration to attention (Mistral); otherwise the
+            layer's own attribute, if any.
+        has_softcap: Attention gets the layer's soft cap. Gemma 3 has the attribute and does not use it: False.
+        has_half_angles: The model has one angle for each pair of columns (gpt-oss), not one for each rotated column.
+        feed_forward: Classes of dense feed-forward blocks that compute ``down(act(gate(x)) * up(x))``.
+        projections: Layers whose outputs side by side are queries, keys and values.
+        gate_up: Layers of the block whose outputs side by side are gate and up.
+        dropouts: Dropout modules after attention and after the block, which must be inactive.
     """
 
     is_norm_wide: bool = False
@@ -92,7 +91,7 @@ class LayerForm(NamedTuple):
 _GEMMA = LayerForm(is_norm_wide=True, norm_offset=1.0, has_post_norms=True)
 
 
-# By class of the decoder layer: only what was read and is compared with transformers in tests.
+# By class of the decoder layer; tests compare each with transformers.
 LAYERS = MappingProxyType(
     {
         "LlamaDecoderLayer": LayerForm(feed_forward=("LlamaMLP",)),
@@ -117,16 +116,14 @@ LAYERS = MappingProxyType(
 
 
 class _Fusion(NamedTuple):
-    """What a fused layer knows beside its modules."""
+    """What a fused layer knows in addition to its modules."""
 
     form: LayerForm
     dense: DenseWeights
 
 
 class _Parts(NamedTuple):
-    """The products of a layer as they can be read now; without gate_up and down its feed-forward block runs as a
-    module.
-    """
+    """The products of a layer at present; without gate_up and down its feed-forward block runs as a module."""
 
     qkv: FusedLinear
     out: FusedLinear
@@ -135,14 +132,10 @@ class _Parts(NamedTuple):
 
 
 class _FusedLayer:
-    """The forward of a decoder layer as a few Functions; mixed in before the layer's own class, whose forward
-    serves whatever they cannot.
-    """
+    """The forward of a decoder layer as a few Functions; the layer's own class serves all other calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, from its graph where one is installed: around checkpointing, which transformers begins
-        in this place.
-        """
+        """Run the layer, or its graph; here, because transformers begins checkpointing in ``__call__``."""
         graph = vars(self).get(GRAPH_ATTRIBUTE)
         run = super().__call__  # type: ignore[misc]
         return run(*args, **kwargs) if graph is None else graph.call(run, *args, **kwargs)
@@ -167,7 +160,7 @@ class _FusedLayer:
                 "position_ids": position_ids,
                 "past_key_values": past_key_values,
             }
-            # Layers that do not know it (Gemma's) are not given it, and would hand it to attention.
+            # Layers without this argument (Gemma's) would pass it to attention.
             options |= {"use_cache": use_cache} if use_cache else {}
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
         fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
@@ -199,19 +192,19 @@ class _FusedLayer:
                 return x_TD.view(hidden_states.shape)
             h_TD, x_TD = norm_rows(x_TD, norm)
         out = layer.mlp(h_TD.view(hidden_states.shape))
-        # Blocks of some families hand their router's scores over beside the states.
+        # Some blocks also return the scores of their router.
         out = out[0] if isinstance(out, tuple) else out
         if post_norm is not None:
             out = norm_rows(out.reshape(x_TD.shape), post_norm)[0].view(hidden_states.shape)
         return x_TD.view(hidden_states.shape) + out
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Classes made at run time have no place to be found in: a copied or pickled layer makes its class again."""
+        """A copied or pickled layer creates its class again, because pickle cannot find classes made at run time."""
         return _new_instance, (_fused_class, type(self).__mro__[2]), vars(self)
 
 
 class _FusedNorm:
-    """The forward of an RMSNorm as one kernel; mixed in before the norm's own class."""
+    """The forward of an RMSNorm as one kernel, mixed in before the norm's own class."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         norm: Any = self
@@ -225,27 +218,26 @@ class _FusedNorm:
         return norm_rows(x_TD, _norm(norm, vars(norm)[_FUSION_ATTRIBUTE].form))[0].view(hidden_states.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As that of a fused layer."""
+        """As for a fused layer."""
         return _new_instance, (_fused_norm_class, type(self).__mro__[2]), vars(self)
 
 
 def install_fused_layers(root: nn.Module, patcher: ModelPatcher, *, awaits_copies: bool = False) -> list[Status]:
-    """Let the decoder layers of every model inside root run as a few fused Functions, where their family is known and
-    nothing of theirs is changed.
+    """Let the decoder layers of every model inside root run as a few fused Functions, if their family is known.
 
-    A layer is swapped for a subclass that shares its state. In each call it reads its modules anew, and runs its own
-    class's forward where a Function would not be exact: with a cache, under autocast or torch.compile, with adapters
-    that are no plain LoRA, with hooks on a module that would be passed over, or where attention is not ours.
+    A layer is swapped for a subclass that shares its state. Each call reads its modules again, and runs the forward of
+    its own class if a Function would not be exact: with a cache, under autocast or torch.compile, with adapters other
+    than plain LoRA, with hooks on a module that would be skipped, or with another attention implementation.
 
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
         patcher: Records every change.
-        awaits_copies: Accept adapters in fp32, because they get low-precision copies
+        awaits_copies: Accept fp32 adapters, because they get low-precision copies
             (``install_low_precision_adapters``) before the first call.
 
     Returns:
-        One status "fused layers" for each model: active, inactive where the family is not served, refused where a layer
-        stands in its way.
+        One status "fused layers" for each model: active; inactive if the family is not served; refused if a layer
+        prevents it.
 
     Cost:
         Host work once; no device work.
@@ -287,20 +279,20 @@ def fuse_weight_buffers(
     """Move the frozen dense weights of the fused layers of every model inside root next to their adapters, so that one
     product reads both.
 
-    For models that stand where they compute, behind any sharding; without it, weights are copied next to their adapters
-    in each product.
+    Call it when models are on their device, and after any sharding. Without it, each product copies weights next to
+    their adapters.
 
     Args:
         root: The module given to install_fused_layers.
-        patcher: Records the moves; undoing them gives every weight memory of its own again.
-        device_types: Where weights are moved; elsewhere they stay.
+        patcher: Records the moves; undo returns every weight to separate memory.
+        device_types: Types of devices on which weights are moved.
 
     Returns:
         One for each model in which weights were moved.
 
     Cost:
-        One copy of these weights; memory for those of one product while they are moved. Reserved memory may grow:
-        blocks of old sizes stay in pieces.
+        One copy of these weights, and memory for those of one product during the move. Reserved memory may grow,
+        because the allocator keeps blocks of the old sizes.
     """
     found = []
     for _, model in find_causal_models(root):
@@ -333,7 +325,7 @@ class FusedWeightBuffers:
         self._is_given_back = False
 
     def status(self) -> Status:
-        """Return how many products read weights and adapters from one place; after the run, how many did."""
+        """Return how many products read weights and adapters from one buffer; after the run, how many did."""
         num_there = (
             len(self._products) if self._is_given_back else sum(product.is_there() for product in self._products)
         )
@@ -346,32 +338,32 @@ class FusedWeightBuffers:
         )
 
     def give_back(self) -> None:
-        """Give every weight memory of its own again."""
+        """Return every weight to separate memory."""
         for product in self._products:
             product.give_back()
         self._is_given_back = True
 
     def make_whole(self, state: MutableMapping[str, Any]) -> None:
-        """Replace what lies in shared memory by copies on the host, for a state dict that is about to be written."""
+        """Replace weights in fused buffers by copies on the host, in a state dict that will be written."""
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and any(product.holds(value) for product in self._products):
                 state[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
 def _read_as_it_stands(layer: nn.Module) -> _Parts | str:
-    """Return the products of a layer for rows in the dtype of its norms, or what stands in their way."""
+    """Return the products of a layer for rows in the dtype of its norms, or what prevents them."""
     norm: Any = layer.input_layernorm
     return _read_parts(layer, dtype=norm.weight.dtype, awaits_copies=True)
 
 
 def fused_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers of a model where all of them are fused, else none."""
+    """Return the decoder layers of a model if all of them are fused, else none."""
     layers = decoder_layers(model)
     return layers if all(isinstance(layer, _FusedLayer) for layer in layers) else []
 
 
 def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
-    """Return the memory of a fused layer that other layers use too, or that its products were given."""
+    """Return the buffers of a fused layer that it shares with other layers or that belong to its products."""
     fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
     weights = vars(layer).get(FP8_ATTRIBUTE, ())
     held = [tensor for weight in weights for tensor in weight.memory()]
@@ -405,7 +397,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         num_fused += _is_known_block(layer.mlp, form)  # type: ignore[arg-type]
     last_norm = getattr(model.get_decoder(), "norm", None)
     if type(last_norm) is type(layers[0].input_layernorm):
-        # The norm in front of the head is one of the same family.
+        # The norm before the head belongs to the same family.
         new = share_state(last_norm, _fused_norm_class(type(last_norm)))  # type: ignore[arg-type]
         patcher.replace_module(model, names[id(last_norm)], new)
         patcher.set_attribute(new, _FUSION_ATTRIBUTE, _Fusion(LAYERS[type(layers[0]).__name__], dense))
@@ -439,7 +431,7 @@ def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[
 
 
 def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> _Parts | None:
-    """Return the products of a layer for one call, or None where the layer's own forward has to serve it."""
+    """Return the products of a layer for one call, or None if the layer's own forward must serve it."""
     if cache is not None or angles is None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
     if options.get("output_attentions") or getattr(layer.self_attn.config, "output_attentions", False):
@@ -451,7 +443,7 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
 
 
 def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
-    """Return why no call of a layer could be served as it stands; empty where one can."""
+    """Return why no call of a layer can be served at present; empty if one can."""
     try:
         if _is_known_block(layer.mlp, LAYERS[type(layer).__name__]):
             activation_name(layer.mlp)
@@ -462,7 +454,7 @@ def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
 
 
 def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) -> _Parts | str:
-    """Return the products of a layer for rows of this dtype, or what stands in their way."""
+    """Return the products of a layer for rows of this dtype, or what prevents them."""
     fusion: _Fusion | None = vars(layer).get(_FUSION_ATTRIBUTE)
     form = fusion.form if fusion is not None else LAYERS[type(layer).__name__]
     dense = fusion.dense if fusion is not None else DenseWeights()
@@ -509,8 +501,8 @@ def _has_hooks(module: nn.Module) -> bool:
     is_hooked = (
         module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
     )
-    # Whoever asked for some output once leaves transformers' hooks on every attention layer; they do nothing unless
-    # attention weights are asked for.
+    # transformers leaves hooks on every attention layer after a call that recorded outputs; they have no effect unless
+    # attention weights are requested.
     return bool(is_hooked) or any(
         getattr(hook, "__module__", "") != _RECORDING for hook in module._forward_hooks.values()
     )
@@ -521,7 +513,7 @@ def _draws_nothing(module: nn.Module | None) -> bool:
 
 
 def _is_known_block(block: nn.Module, form: LayerForm) -> bool:
-    """Whether a feed-forward block is fused; one that runs in tiles has a forward of its own and stays."""
+    """Whether a feed-forward block can be fused; a block that runs in tiles has a replaced forward and cannot."""
     return type(block).__name__ in form.feed_forward and "forward" not in vars(block)
 
 
@@ -532,7 +524,7 @@ def _norm(module: Any, form: LayerForm) -> Norm:
 
 
 def _eps(module: Any) -> float:
-    """Return what a norm adds to the mean square; Gemma's norms name it otherwise."""
+    """Return the epsilon of a norm; Gemma's norms name it differently."""
     return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
 
 
@@ -547,10 +539,10 @@ def _attend(
     mask: Any,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Return the residual stream behind attention, shape (T, D)."""
+    """Return the residual stream after attention, shape (T, D)."""
     attention, session = layer.self_attn, find_session(layer.self_attn)
     qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), parts.qkv, session=session)
-    # What the output projection reads is as wide as the query heads.
+    # The input of the output projection is as wide as the query heads.
     shares = HeadShares()
     heads = split_heads(
         qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=parts.out.num_inputs), shares
@@ -589,7 +581,7 @@ def _rope(
     rows_TC: torch.Tensor,
     num_query_columns: int,
 ) -> Rope:
-    """Return what turns projections into heads."""
+    """Return how projections become heads."""
     width, (num_tokens, num_columns) = int(attention.head_dim), rows_TC.shape
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     cos, sin = (
@@ -610,7 +602,7 @@ def _rope(
 
 
 def _angle_rows(angle_BSW: torch.Tensor, *, num_tokens: int, is_half: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Return cos or sin with a row per token and both halves of what is rotated."""
+    """Return cos or sin with a row per token, for both halves of the rotated columns."""
     if is_half:
         angle_BSW = torch.cat([angle_BSW, angle_BSW], dim=-1)
     rows = angle_BSW.expand(num_tokens // angle_BSW.shape[1], -1, -1).reshape(num_tokens, -1)

@@ -1,4 +1,4 @@
-"""Where products find weights together with their adapters, and rows together with their narrow ones.
+"""Memory with weights next to their adapters, and rows next to their low-rank rows, so that one GEMM reads both.
 
 Axes: T rows, I input columns, O output columns of all layers together, R adapter ranks of all layers together.
 """
@@ -17,14 +17,14 @@ from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.kernels.block_diagonal.op import MAX_COLUMNS, write_block_diagonal
 from lightning_fastft.kernels.nf4_linear.op import dequantise_many, read_params4bit
 
-# Rows of a product's operands begin at multiples of as many elements.
+# Rows of GEMM operands begin at multiples of this many elements.
 _ALIGNED_COLUMNS = 8
 
 
 class PaddedBuffer:
-    """Rows with room behind each for the narrow rows of their adapters, so that one product reads both where they lie.
+    """Rows with room after each for the low-rank rows of adapters, so that one GEMM reads both without a copy.
 
-    What was given out last is known again by its memory, also behind autograd; other rows are copied.
+    Rows in the memory returned last are recognised by its address; other rows are copied.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class PaddedBuffer:
         self._num_columns = 0
 
     def give(self, like_TI: torch.Tensor, *, num_ranks: int) -> torch.Tensor:
-        """Return memory for rows like these with room for so many ranks behind each; nothing is written."""
+        """Return uninitialised memory for rows like these, with room for the ranks after each."""
         num_rows, self._num_columns = like_TI.shape
         memory = like_TI.new_empty(num_rows, self._num_columns + aligned(num_ranks))
         self._memory = StorageWeakRef(memory.untyped_storage())
         return memory[:, : self._num_columns]
 
     def has_room(self, rows_TI: torch.Tensor, *, num_ranks: int) -> bool:
-        """Whether these are the rows that were given out last, with room for as many ranks."""
+        """Whether these rows are in the memory returned last, with room for this many ranks."""
         num_columns = rows_TI.shape[1]
         if self._memory is None or num_columns != self._num_columns or rows_TI.storage_offset():
             return False
@@ -48,9 +48,7 @@ class PaddedBuffer:
         )
 
     def with_low(self, rows_TI: torch.Tensor, low_TR: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows | low]`` and zeros up to an aligned column: rows given out with this room where they
-        lie, others copied.
-        """
+        """Return ``[rows | low]`` with zeros up to an aligned column; rows without room are copied."""
         (num_rows, num_columns), num_ranks = rows_TI.shape, low_TR.shape[1]
         num_whole = num_columns + aligned(num_ranks)
         if self.has_room(rows_TI, num_ranks=num_ranks):
@@ -64,9 +62,7 @@ class PaddedBuffer:
 
 
 class _Room(NamedTuple):
-    """Memory that weights share with their adapters: its shape, its bytes, and the addresses at which the weights
-    begin in it.
-    """
+    """A fused buffer of weights and adapters: its shape, its bytes, and the addresses of the weights in it."""
 
     num_rows: int
     num_columns: int
@@ -75,29 +71,23 @@ class _Room(NamedTuple):
 
 
 class FusedWeightBuffer:
-    """The weights of one product in memory that they share with their adapters, until they are given memory of
-    their own again.
-    """
+    """The weights of one GEMM in a fused buffer, until they are moved back."""
 
     def __init__(self, weights: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-        # Neither the weights nor their memory are kept alive.
+        # Weak references: neither the weights nor their memory are kept alive.
         self._weights = [weakref.ref(weight) for weight in weights]
         self._memory = StorageWeakRef(memory.untyped_storage())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
+        """Whether a tensor is in this buffer."""
         return bool(self._memory == StorageWeakRef(tensor.untyped_storage()))
 
     def is_there(self) -> bool:
-        """Whether one of the weights still lies there: loading, merging or streaming may have given all of them
-        other memory.
-        """
+        """Whether a weight is still in the buffer; loading, merging and streaming give weights other memory."""
         return any(weight is not None and self.holds(weight) for weight in (reference() for reference in self._weights))
 
     def give_back(self) -> None:
-        """Move what still lies there into memory of its own; without memory for it, it stays where it is, which
-        is as good, and a warning says so.
-        """
+        """Move the weights that are still in the buffer to separate memory; warn and leave them if memory is short."""
         for reference in self._weights:
             weight = reference()
             if weight is None or not self.holds(weight):
@@ -109,36 +99,35 @@ class FusedWeightBuffer:
                 warnings.warn(
                     f"A weight of shape {tuple(weight.shape)} stays next to its adapter, its rows {weight.stride(0)} "
                     "values apart: the device has no "
-                    "memory for a copy. It computes and loads as ever; call .contiguous() on it before you write it "
+                    "memory for a copy. It computes and loads correctly; call .contiguous() on it before you write it "
                     "with safetensors.",
                     stacklevel=2,
                 )
 
 
 class DenseWeights:
-    """Dense weights as products read them, together with their adapters.
+    """Dense weights next to their adapters, as GEMMs read them.
 
-    One buffer per device and dtype in which packed weights become dense, and into which dense ones are copied, while a
-    product reads them; dense ones that were put into a fused buffer are read where they lie.
+    One scratch buffer per device and dtype holds dequantised weights, or copies of dense weights, while a GEMM reads
+    them. Weights in a fused buffer are read without a copy.
 
     Attributes:
-        rows: Rows that products read.
-        gradients: Gradients of outputs that products read.
+        rows: Rows that GEMMs read.
+        gradients: Gradients of outputs that GEMMs read.
     """
 
     def __init__(self) -> None:
         self.rows, self.gradients = PaddedBuffer(), PaddedBuffer()
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # By the address of the first weight of a product. The memory is the parameters' own: whoever gives them other
-        # memory frees this.
+        # By the address of the first weight. The parameters own the memory; giving them other memory frees it.
         self._rooms: dict[int, _Room] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled model makes its own."""
+        """A copied or pickled model allocates its own buffers."""
         return DenseWeights, ()
 
     def memory(self) -> list[torch.Tensor]:
-        """Return the buffers as they are now; one that turns out too small is exchanged for a larger one."""
+        """Return the present buffers; a buffer that is too small is replaced by a larger one."""
         return list(self._buffers.values())
 
     def gather(
@@ -152,15 +141,14 @@ class DenseWeights:
     ) -> torch.Tensor:
         """Return the weights of these layers below each other, valid until the next call.
 
-        The shape is (O + num_extra_rows, I + num_extra); what is extra is not written.
+        The shape is (O + num_extra_rows, I + num_extra); the extra rows and columns are uninitialised.
         """
         device = parts[0].weight.device
         num_outputs = sum(part.num_outputs for part in parts)
         num_rows, num_columns = num_outputs + num_extra_rows, num_inputs + num_extra
         buffer = self._buffers.get((device, dtype))
         if buffer is None or buffer.numel() < num_rows * num_columns:
-            # A tensor of inference mode could not be written outside of it, and a validation may come before the first
-            # step.
+            # A validation may come first, and an inference tensor could not be written in a training step.
             with torch.inference_mode(mode=False):
                 buffer = torch.empty(num_rows * num_columns, dtype=dtype, device=device)
             self._buffers[device, dtype] = buffer
@@ -176,27 +164,24 @@ class DenseWeights:
         return dense
 
     def with_adapters(self, parts: Sequence[LinearPart], *, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``[W | B]``: the weights, and behind their columns the B of each layer in its rows and in the columns
-        of its ranks, zeros elsewhere.
+        """Return ``[W | B]``: the weights, then a block-diagonal matrix of the B of each layer.
 
-        One product with it adds the adapters to the base, and one gives the gradient of rows and narrow rows.
+        One GEMM with it adds the adapters to the base, and one gives the gradients of rows and low-rank rows.
         """
         num_inputs, num_extra = parts[0].num_inputs, aligned(_num_ranks(parts))
         if self.has_room_beside(parts):
             dense = self._memory_of(parts)[:, : num_inputs + num_extra]
         else:
             dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
-        blocks = [
-            dense.new_empty(part.num_outputs, 0) if part.narrow_b_OR is None else part.narrow_b_OR for part in parts
-        ]
+        blocks = [dense.new_empty(part.num_outputs, 0) if part.copy_b_OR is None else part.copy_b_OR for part in parts]
         write_block_diagonal(dense[:, num_inputs:], blocks)
         return dense
 
     def above_adapter(self, part: LinearPart, a_RI: torch.Tensor) -> torch.Tensor:
-        """Return the weight of a layer, and A below it, zeros below that up to an aligned number of rows.
+        """Return the weight of a layer, A below it, and zeros up to an aligned number of rows.
 
-        One product with it gives the whole gradient of the rows that the layer reads, from that of its output and that
-        of the narrow rows behind it.
+        One GEMM with it gives the whole gradient of the rows that the layer reads, from those of its output and of the
+        low-rank rows.
         """
         num_outputs, num_ranks = part.num_outputs, a_RI.shape[0]
         if self.has_room_below(part):
@@ -210,18 +195,18 @@ class DenseWeights:
         return dense
 
     def fuse_buffer(self, parts: Sequence[LinearPart]) -> FusedWeightBuffer | None:
-        """Move frozen dense weights into memory that has room for their adapters: beside B, or those of one layer no
-        wider than its rows above A.
+        """Move frozen dense weights into a fused buffer with room for their adapters.
 
-        Parameters stay the same objects with the same values; what changes is where they lie and, beside B, how far
-        apart their rows are. Another tensor that shared a weight's memory (``weight.data``) no longer does.
+        The room is for B after the columns, or, for one layer with no more outputs than inputs, for A below the rows.
+        Parameters stay the same objects with the same values; their addresses change and, with room for B, their
+        strides. A tensor that shared a weight's memory (``weight.data``) no longer does.
 
         Returns:
-            What moves them back; None where nothing was moved: weights are packed, trained, sharded or views of larger
-            memory, there are no adapters, or the device has no memory for it.
+            An object that moves them back; None if nothing was moved because weights are packed, trained, sharded or
+            views of larger memory, there are no adapters, or the device lacks memory.
 
         Cost:
-            One copy of the weights; memory for the adapters for good, and for these weights twice while they are moved.
+            One copy of the weights; memory for the adapters from then on, and for these weights twice during the move.
         """
         weights, num_ranks = [part.weight for part in parts], _num_ranks(parts)
         num_outputs, num_inputs = sum(part.num_outputs for part in parts), parts[0].num_inputs
@@ -232,7 +217,7 @@ class DenseWeights:
         num_rows, num_columns = (num_outputs, num_inputs + extra) if is_beside else (num_outputs + extra, num_inputs)
         with torch.inference_mode(mode=False), torch.no_grad():
             try:
-                # Zeros: a checkpoint may hold the room too.
+                # Zeros, because a checkpoint may contain the room.
                 memory = torch.zeros(num_rows, num_columns, dtype=weights[0].dtype, device=weights[0].device)
             except torch.OutOfMemoryError:
                 return None
@@ -247,52 +232,46 @@ class DenseWeights:
         return FusedWeightBuffer(weights, memory)
 
     def settled(self, parts: Sequence[LinearPart]) -> torch.Tensor | None:
-        """Return the memory in which these weights and no others lie with room for their adapters; None where
-        they lie elsewhere, or do so by now.
-        """
+        """Return the fused buffer of exactly these weights; None if they are not, or no longer, in one."""
         return None if self._room_of(parts) is None else self._memory_of(parts)
 
     def has_room_beside(self, parts: Sequence[LinearPart]) -> bool:
-        """Whether these weights are in a fused buffer with room for as many ranks as their adapters have; some
-        microseconds of the host.
-        """
+        """Whether these weights are in a fused buffer with room for B of their ranks; some microseconds of the host."""
         room = self._room_of(parts)
         return room is not None and room.num_columns >= parts[0].num_inputs + aligned(_num_ranks(parts))
 
     def has_room_below(self, part: LinearPart) -> bool:
-        """Whether this weight is in a fused buffer with room for as many ranks as its adapter has; some
-        microseconds of the host.
-        """
+        """Whether this weight is in a fused buffer with room for A of its rank; some microseconds of the host."""
         room = self._room_of((part,))
         return room is not None and room.num_rows >= part.num_outputs + aligned(part.rank)
 
     def _room_of(self, parts: Sequence[LinearPart]) -> _Room | None:
-        """Return the room of weights that lie where they were put into a fused buffer."""
+        """Return the room of weights in a fused buffer."""
         room = self._rooms.get(parts[0].weight.data_ptr())
         if room is None or len(parts) != len(room.addresses):
             return None
         for part, address in zip(parts, room.addresses):
             if part.weight.data_ptr() != address or part.weight.stride(0) != room.num_columns:
                 return None
-        # Memory that was freed may be another weight's by now, at the same address, but not of this size.
+        # Freed memory may belong to another weight with the same address, but not with this size.
         return room if parts[0].weight.untyped_storage().nbytes() == room.num_bytes else None
 
     def _memory_of(self, parts: Sequence[LinearPart]) -> torch.Tensor:
         """Return the memory of weights in a fused buffer.
 
-        As data: what is written into the room changes no weight, and no version of one that a backward looks at.
+        As ``.data``, because a write into the room changes no weight and must not change its version counter.
         """
         room = self._rooms[parts[0].weight.data_ptr()]
         return parts[0].weight.data.as_strided((room.num_rows, room.num_columns), (room.num_columns, 1), 0)
 
 
 def aligned(num_columns: int) -> int:
-    """Return how many columns a number of ranks takes in an operand."""
+    """Return how many columns these ranks take in a GEMM operand."""
     return -(-num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
 
 
 def rides_along(parts: Sequence[LinearPart]) -> bool:
-    """Whether there are adapters of a wide output, and no more ranks than one matrix of them takes."""
+    """Whether adapters have a wide output and few enough ranks for one block-diagonal matrix."""
     is_wide = len(parts) > 1 or parts[0].num_outputs > parts[0].num_inputs
     return is_wide and 0 < _num_ranks(parts) <= MAX_COLUMNS - _ALIGNED_COLUMNS
 
@@ -309,7 +288,7 @@ def _has_own_memory(weight: torch.Tensor) -> bool:
 
 
 def _copy_rows(out_OI: torch.Tensor, rows_OI: torch.Tensor) -> None:
-    """Copy rows, as words of 8 bytes where both lie so: between different strides a copy moves element by element."""
+    """Copy rows, in words of 8 bytes if both are aligned; a copy between other strides moves single elements."""
     per_word = 8 // rows_OI.itemsize
     fits = all(
         rows.stride(1) == 1

@@ -1,5 +1,4 @@
-"""The frozen base products of fused decoder layers in fp8: weights as handles with a forward and a backward product,
-adapters and everything else unchanged.
+"""The GEMMs of frozen base weights of fused decoder layers in fp8; adapters and everything else are unchanged.
 
 Axes: T rows, I input columns, O output columns of all layers that read the same rows, together.
 """
@@ -32,16 +31,14 @@ from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 
 STATUS_NAME = "fp8 base"
-# An instance attribute, which is in no state_dict.
+# An instance attribute, so no state_dict has it.
 FP8_ATTRIBUTE = "fastft_fp8_base"
 # q, k and v; output; gate and up; down.
 NUM_JOINTS = 4
 
 
 class _Scales(NamedTuple):
-    """The scale of each output column, a power of 2: in fp32, and in bf16, which holds it exactly and is read for
-    every number of a gradient.
-    """
+    """The scale of each output column, a power of 2, in fp32, and exactly in bf16 for the gradients."""
 
     scale_O: torch.Tensor
     factor_O: torch.Tensor
@@ -50,15 +47,14 @@ class _Scales(NamedTuple):
 def in_fp8(
     fused_linear: FusedLinear, modules: Sequence[nn.Module], *, layer: nn.Module, place: int, dtype: torch.dtype
 ) -> FusedLinear:
-    """Return a product with fp8 weights where the layer was given them and they can serve it, else the product as it
-    is.
+    """Return the FusedLinear with fp8 weights if the layer has them and they can serve it, else unchanged.
 
     Args:
-        fused_linear: The product.
-        modules: Its layers as they stand in the model, PEFT's around them.
+        fused_linear: Linear layers that read the same rows.
+        modules: The modules of these layers in the model, with PEFT's wrappers.
         layer: The decoder layer that they belong to.
-        place: Which of the layer's products it is.
-        dtype: Of the rows.
+        place: Index of the product in the decoder layer.
+        dtype: Dtype of the rows.
 
     Cost:
         A few microseconds of the host.
@@ -76,14 +72,14 @@ class Fp8Base:
 
     Args:
         layers: Fused decoder layers.
-        read: Reads the products of a layer as a call would.
+        read: Returns the products of a layer, as a call would read them.
         is_emulated: Compute with the reference, in plain PyTorch on any device.
 
     Cost:
-        Packed weights share one buffer, a byte for each weight of the largest product. Dense weights are quantised
-        once, at their first product: a byte for each weight forward and a byte more when the first backward needs them
-        transposed, beside the weights themselves, which files, merging and generation read. Scales are found once too,
-        six bytes for each output column. Nothing is held where a product does not compute in fp8.
+        Packed weights share one buffer with a byte for each weight of the largest product. Dense weights are quantised
+        once, at their first product: one byte for each weight, and another one for the transpose at the first backward.
+        The weights themselves stay, for files, merging and generation. Scales take six bytes per output column.
+        Products that do not compute in fp8 use no memory.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, read: Callable[[nn.Module], object], is_emulated: bool) -> None:
@@ -96,17 +92,17 @@ class Fp8Base:
 
     @property
     def backend(self) -> str:
-        """Of the kernels."""
+        """Backend of the kernels."""
         return "reference" if self.is_emulated else "auto"
 
     def install(self, patcher: ModelPatcher) -> None:
-        """Have the layers compute in fp8, until the patcher is undone."""
+        """Let the layers compute in fp8 until the patcher is undone."""
         for layer in self._layers:
             patcher.set_attribute(layer, FP8_ATTRIBUTE, tuple(Fp8Weight(self) for _ in range(NUM_JOINTS)))
         patcher.add_undo(self.close)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._seen = self.status()
         self._buffers.clear()
         for layer in self._layers:
@@ -114,13 +110,13 @@ class Fp8Base:
                 weight.release()
 
     def begin(self) -> None:
-        """Note, at the first product, what computes in fp8: when a run has ended the model may be elsewhere."""
+        """Record at the first product which products compute in fp8; after the run the model may have moved."""
         if self._seen is None:
             self._seen = self.status()
 
     def status(self) -> Status:
-        """Return how many products compute in fp8, and why others do not: as the layers stand until the first
-        product, then what was found there.
+        """Return how many products compute in fp8 and why others do not, as found at the first product or, before it,
+        now.
         """
         if self._seen is not None:
             return self._seen
@@ -144,7 +140,7 @@ class Fp8Base:
         )
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why products for rows of this dtype cannot compute in fp8 on a device; empty where they can."""
+        """Return why products for rows of this dtype cannot compute in fp8 on a device; empty if they can."""
         if self.is_emulated:
             return "" if dtype in TRITON_DTYPES else f"rows are in {dtype}"
         if device not in self._obstacles:
@@ -154,22 +150,20 @@ class Fp8Base:
         )
 
     def buffer(self, num_values: int, device: torch.device) -> torch.Tensor:
-        """Return the memory in which packed weights stand in e4m3 while a product reads them; valid until the
-        next call.
-        """
+        """Return memory for packed weights in e4m3, valid until the next call."""
         found = self._buffers.get(device)
         if found is None or found.numel() < num_values:
-            # A tensor of inference mode could not be written outside of it.
+            # An inference tensor could not be written in a training step.
             with torch.inference_mode(mode=False):
                 found = self._buffers[device] = torch.empty(num_values, dtype=FP8, device=device)
         return found[:num_values]
 
     def memory(self) -> list[torch.Tensor]:
-        """Return the buffers as they are now; one that turns out too small is exchanged for a larger one."""
+        """Return the present buffers; a buffer that is too small is replaced by a larger one."""
         return list(self._buffers.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled model makes its own buffers."""
+        """A copied or pickled model allocates its own buffers."""
         return {**vars(self), "_buffers": {}}
 
 
@@ -182,9 +176,9 @@ class Fp8Weight:
 
     def __init__(self, owner: Fp8Base) -> None:
         self.owner = owner
-        # Why the weights do not compute in fp8, empty where they do; None until they were read.
+        # Why the weights do not compute in fp8, empty if they do; None before the first read.
         self.reason: str | None = None
-        # What the weights were when they were last read, and when each copy was made.
+        # Identities of the weights at the last read and at each copy.
         self._key: tuple[Any, ...] = ()
         self._forward_key: tuple[Any, ...] | None = None
         self._backward_key: tuple[Any, ...] | None = None
@@ -195,19 +189,19 @@ class Fp8Weight:
     def obstacle(
         self, modules: Sequence[nn.Module], parts: Sequence[LinearPart], *, layer: nn.Module, dtype: torch.dtype
     ) -> str:
-        """Return why these layers compute in the dtype of the rows; empty where they compute in fp8.
+        """Return why these layers compute in the dtype of the rows; empty if they compute in fp8.
 
         Args:
-            modules: The layers as they stand in the model, PEFT's around them.
-            parts: What was read of them.
+            modules: The modules of the layers in the model, with PEFT's wrappers.
+            parts: The layers as read.
             layer: The decoder layer that they belong to.
-            dtype: Of the rows.
+            dtype: Dtype of the rows.
 
         Cost:
             A few microseconds of the host.
         """
         if isinstance(layer, FSDPModule):
-            # They are gathered for a moment, and copies of all of them would be held on every device.
+            # Sharded weights are gathered briefly; fp8 copies of all of them would stay on every device.
             return "the weights are sharded (FSDP2)"
         reason = self.owner.obstacle(parts[0].weight.device, dtype)
         if reason:
@@ -220,7 +214,7 @@ class Fp8Weight:
         odd = next((size for size in sizes if size[0] % ALIGNED_COLUMNS or size[1] % ALIGNED_COLUMNS), None)
         if odd is not None:
             return f"fp8 products take multiples of {ALIGNED_COLUMNS} columns, and a weight is {odd[0]} x {odd[1]}"
-        # What PEFT merges goes past version counters; it takes its layers away when it merges for good.
+        # A merge by PEFT does not change version counters; a permanent merge removes PEFT's layers.
         wraps = tuple(isinstance(module, BaseTunerLayer) for module in modules)
         self._key = (*((part.weight.data_ptr(), part.weight._version, part.weight.device) for part in parts), wraps)
         return ""
@@ -229,7 +223,7 @@ class Fp8Weight:
         """Return ``x @ W^T``.
 
         Cost:
-            Reads the rows and writes them in e4m3; for packed weights as quantise_nf4. No host sync.
+            Reads the rows and writes them in e4m3; packed weights cost quantise_nf4. No host sync.
         """
         self.owner.begin()
         weight_OI, scales = self._read(parts, is_transposed=False)
@@ -247,22 +241,20 @@ class Fp8Weight:
         return multiply(rows, weight_IO, None, dtype=d_TO.dtype, backend=self.owner.backend)
 
     def memory(self) -> list[torch.Tensor]:
-        """Return what is held, which stays where it is until release."""
+        """Return the held tensors, whose addresses stay the same until release."""
         return [*(self._scales or ()), *(each for each in (self._forward, self._backward) if each is not None)]
 
     def release(self) -> None:
-        """Give the memory back; it is made anew when it is needed."""
+        """Free the memory; it is allocated again when needed."""
         self._scales = self._forward = self._backward = self._forward_key = self._backward_key = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled model makes its own copies of weights."""
+        """A copied or pickled model quantises its own weights."""
         return vars(Fp8Weight(self.owner))
 
     def _read(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
-        """Return the weights as a product reads them, shape (O, I) or (I, O), valid until the next call, and
-        their scales.
-        """
-        # Memory made in inference mode could not be written to by a training step.
+        """Return the weights, shape (O, I) or (I, O) and valid until the next call, and their scales."""
+        # An inference tensor could not be written in a training step.
         with torch.inference_mode(mode=False), torch.no_grad():
             if parts[0].is_packed:
                 return self._read_packed(parts, is_transposed=is_transposed)
@@ -283,7 +275,7 @@ class Fp8Weight:
             return backward_IO, scales
 
     def _read_packed(self, parts: Sequence[LinearPart], *, is_transposed: bool) -> tuple[torch.Tensor, _Scales]:
-        """Convert NF4 into the buffer that all layers share."""
+        """Convert NF4 weights into the buffer that all layers share."""
         num_inputs = int(parts[0].base.in_features)  # type: ignore[arg-type]
         sizes = [part.num_outputs for part in parts]
         device, num_outputs = parts[0].weight.device, sum(sizes)
@@ -305,7 +297,7 @@ class Fp8Weight:
         return values, scales
 
     def _set_scales(self, scale_O: torch.Tensor) -> _Scales:
-        """Note the scales of the weights as they are now."""
+        """Compute the scales of the present weights."""
         held = self._scales or (None, None)
         self._scales = _Scales(_put(held[0], scale_O), _put(held[1], scale_O.to(torch.bfloat16)))
         self._forward_key = self._key
@@ -313,10 +305,10 @@ class Fp8Weight:
 
 
 def _put(held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """Return new in the memory of what is held, which recorded graphs may read; new itself where nothing fits."""
+    """Return new, copied into the held memory if it fits, because recorded graphs may read that memory."""
     return new if held is None or held.shape != new.shape or held.device != new.device else held.copy_(new)
 
 
 def _in_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that are contiguous in themselves."""
+    """Return rows whose elements are contiguous."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,9 +1,7 @@
-"""The autograd Functions of a fused decoder layer: between them stand only attention and, in mixture models, the block
-of experts.
+"""The autograd Functions of a fused decoder layer. Attention and, in mixture models, the experts run between them.
 
-What is elementwise (norms, the activation) is built again in the backward. Large products are values that a plan can
-hold (``Session.value``). Residuals pass through the Function that norms them, so that both gradients meet in one
-kernel.
+The backward recomputes norms and activations. A plan can hold the output of a large GEMM (``Session.value``). The
+residual stream passes through the Function that norms it, so that one kernel adds both of its gradients.
 
 Axes: T tokens, D model width, C columns of q, k and v side by side, P columns of gate and up, F width of the
     feed-forward block, W head width.
@@ -23,7 +21,7 @@ from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
 from lightning_fastft.fused.linears import (
     FusedLinear,
     gradients_for,
-    narrow_rows,
+    low_rank_rows,
     parameter_gradients,
     product,
     rows_for,
@@ -39,7 +37,7 @@ from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight
 
 QKV_VALUE, OUT_VALUE = "self_attn.qkv", "self_attn.o_proj"
 GATE_UP_VALUE, DOWN_VALUE = "mlp.gate_up", "mlp.down"
-# Where a norm behind the block is the last that saves: what it reads is a value itself.
+# Where a norm after the block is the last to save a tensor: its input is a value too.
 POST_NORM_POINT = "mlp.post_norm"
 
 _Grads = tuple[torch.Tensor | None, ...]
@@ -53,9 +51,7 @@ class Norm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """What turns raw projections into queries and keys: angles of shape (T, W), the norms' weights where there
-    are norms, and the form.
-    """
+    """How raw projections become queries and keys: angles of shape (T, W), weights of the norms, and the form."""
 
     cos_TW: torch.Tensor
     sin_TW: torch.Tensor
@@ -65,19 +61,17 @@ class Rope(NamedTuple):
 
 
 class HeadShares:
-    """Brings gradients of keys and values from the backward of attention to that of ``split_heads`` before they
-    are summed over query heads.
-    """
+    """Pass gradients of keys and values, not yet summed over query heads, from attention to ``split_heads``."""
 
     def __init__(self) -> None:
         self._shares: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def put(self, d_k_THW: torch.Tensor, d_v_THW: torch.Tensor) -> None:
-        """Hand over; what ``packed_attention`` calls as ``collect``."""
+        """Store the gradients; ``packed_attention`` calls this as ``collect``."""
         self._shares = d_k_THW, d_v_THW
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what was handed over, once; None where attention gave its gradients to autograd."""
+        """Return the stored gradients once; None if attention returned its gradients to autograd."""
         shares, self._shares = self._shares, None
         return shares
 
@@ -99,12 +93,13 @@ def norm_project(
 
     Args:
         x_TD: Residual stream.
-        norm: In front of the projections.
+        norm: Norm before the projections.
         fused_linear: The projections.
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As rms_norm_forward and product; saves x_TD, the adapters' narrow rows and factors, and trained weights.
+        As rms_norm_forward and product; saves x_TD, the adapters' low-rank rows and low-precision factors, and trained
+        weights.
     """
     out = _NormProject.apply(fused_linear, norm.form, session, x_TD, norm.weight_D, *fused_linear.tensors())
     return out if isinstance(out, tuple) else (out, x_TD)
@@ -113,15 +108,15 @@ def norm_project(
 def split_heads(
     qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries (T, H, W), keys and values (T, G, W): normed where the family does so, and rotated.
+    """Return queries (T, H, W), keys and values (T, G, W), rotated, and normed if the family does so.
 
     Args:
         qkv_TC: Raw projection.
-        rope: What turns it into heads.
-        shares: Asked in the backward for the gradients of keys and values, before those that autograd brings.
+        rope: Turns it into heads.
+        shares: Source of the gradients of keys and values in the backward; autograd's own if it has none.
 
     Cost:
-        As qk_rope_heads; saves the raw projection where it is normed.
+        As qk_rope_heads; saves the raw projection if it is normed.
     """
     return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares)
 
@@ -134,11 +129,12 @@ def project_add(
     Args:
         x_TI: Output of attention.
         residual_TD: Residual stream.
-        fused_linear: The one projection.
+        fused_linear: The projection.
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As product; saves x_TI where something is trained, the adapter's narrow rows and factors, and a trained weight.
+        As product; saves x_TI if a parameter is trained, the adapter's low-rank rows and low-precision factors, and a
+        trained weight.
     """
     return _ProjectAdd.apply(fused_linear, session, x_TI, residual_TD, *fused_linear.tensors())
 
@@ -150,14 +146,15 @@ def norm_feed_forward(
 
     Args:
         x_TD: Residual stream.
-        norm: In front of the block.
-        gate_up: The two first projections.
-        down: The last one.
-        form: What joins gate and up.
+        norm: Norm before the block.
+        gate_up: The first two projections.
+        down: The last projection.
+        form: How gate and up are combined.
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As the products; saves x_TD, gate and up, the adapters' narrow rows and factors, and trained weights.
+        As the products; saves x_TD, gate and up, the adapters' low-rank rows and low-precision factors, and trained
+        weights.
     """
     call = _FeedForwardCall(gate_up, down, norm.form, form, session)
 
@@ -170,18 +167,18 @@ def norm_feed_forward(
 def project_norm_add(
     x_TI: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, fused_linear: FusedLinear, *, session: Session | None
 ) -> torch.Tensor:
-    """Return ``residual + norm(projection of x)``: families that norm what a block gives, not only what it is given.
+    """Return ``residual + norm(projection of x)``, for families that also norm the output of a block.
 
     Args:
         x_TI: Output of attention.
         residual_TD: Residual stream.
-        norm: Behind the projection.
-        fused_linear: The one projection.
+        norm: Norm after the projection.
+        fused_linear: The projection.
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As product and rms_norm_forward, and one addition; saves the projection, x_TI where something of it is trained,
-        the adapter's narrow rows and factors, and a trained weight.
+        As product and rms_norm_forward, and one addition; saves the projection, x_TI if a parameter is trained, the
+        adapter's low-rank rows and low-precision factors, and a trained weight.
     """
     return _ProjectNormAdd.apply(
         fused_linear, norm.form, session, x_TI, residual_TD, norm.weight_D, *fused_linear.tensors()
@@ -202,16 +199,16 @@ def feed_forward_between_norms(
 
     Args:
         x_TD: Residual stream.
-        norm: In front of the block.
+        norm: Norm before the block.
         gate_up: The first projections.
-        down: The last one.
-        post_norm: Behind the block.
-        form: What joins gate and up.
+        down: The last projection.
+        post_norm: Norm after the block.
+        form: How gate and up are combined.
         session: Of the open segment; None outside a plan.
 
     Cost:
-        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' narrow
-        rows and factors, and trained weights.
+        As the products, two norms and one addition; saves x_TD, gate and up, the output of down, the adapters' low-rank
+        rows and low-precision factors, and trained weights.
     """
     call = _FeedForwardCall(gate_up, down, norm.form, form, session)
 
@@ -242,8 +239,8 @@ class _NormRows(torch.autograd.Function):
 
 
 class _NormProject(torch.autograd.Function):
-    """Saves x, the narrow rows, the adapters' narrow factors and trained weights; the normed rows are built again
-    where their weights are trained.
+    """Saves x, low-rank rows, low-precision factors and trained weights; recomputes the normed rows if weights are
+    trained.
     """
 
     @staticmethod
@@ -277,7 +274,7 @@ class _NormProject(torch.autograd.Function):
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Saves angles, and the raw projection where it is normed."""
+    """Saves angles, and the raw projection if it is normed."""
 
     @staticmethod
     def forward(
@@ -291,7 +288,7 @@ class _SplitHeads(torch.autograd.Function):
         shares: HeadShares,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.form, ctx.shares = form, shares
-        # Keys and values have none where attention hands over shares.
+        # Keys and values have no gradient here if attention passes shares.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
         heads = qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
@@ -327,7 +324,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:
-    """Return the gradients of queries, keys and values as the kernel reads them, zeros where there is none."""
+    """Return the gradients of queries, keys and values as the kernel reads them, zeros for missing ones."""
     like = next(d for d in found if d is not None)
     counts = form.head_counts
     return HeadGradients(
@@ -339,7 +336,7 @@ def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm
 
 
 class _ProjectAdd(torch.autograd.Function):
-    """Saves x where something is trained, the narrow rows, the adapter's narrow factors and a trained weight."""
+    """Saves x if a parameter is trained, the low-rank rows, the low-precision factors and a trained weight."""
 
     @staticmethod
     def forward(
@@ -372,7 +369,7 @@ class _ProjectAdd(torch.autograd.Function):
 
 
 class _FeedForwardCall(NamedTuple):
-    """What is not differentiated."""
+    """The arguments of a block that are not differentiated."""
 
     gate_up: FusedLinear
     down: FusedLinear
@@ -382,8 +379,8 @@ class _FeedForwardCall(NamedTuple):
 
 
 class _NormFeedForward(torch.autograd.Function):
-    """Saves x, gate and up, narrow rows and factors and trained weights; the activation is built again, the norm
-    for trained weights.
+    """Saves x, gate and up, low-rank rows, low-precision factors and trained weights; recomputes the activation, and
+    the norm if weights are trained.
     """
 
     @staticmethod
@@ -396,11 +393,11 @@ class _NormFeedForward(torch.autograd.Function):
     ) -> torch.Tensor:
         session = call.session
         gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
-        # Without the session: a backward belongs to no run.
+        # Without the session, which belongs to a forward.
         ctx.call, ctx.num_low = call._replace(session=None), len(low)
         saved = (x_TD, weight_D, gate_up_TP, *low, *call.gate_up.watched_tensors(), *call.down.watched_tensors())
         if session is not None:
-            # Every run of a layer saves as many, also one that ends here.
+            # Every run of a layer saves equally many tensors, also one that ends here.
             ctx.save_for_backward(*saved)
             if session.is_last(DOWN_VALUE):
                 return unneeded(x_TD, x_TD.shape[-1])
@@ -420,9 +417,7 @@ class _NormFeedForward(torch.autograd.Function):
 
 
 class _ProjectNormAdd(torch.autograd.Function):
-    """Saves the projection, x where something is trained, the narrow rows, the adapter's narrow factors and a
-    trained weight.
-    """
+    """Saves the projection, x if a parameter is trained, low-rank rows, low-precision factors and a trained weight."""
 
     @staticmethod
     def forward(
@@ -439,7 +434,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         ctx.fused_linear, ctx.form, ctx.num_low = fused_linear, form, len(low)
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
         ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
-        # Rounded before it is added, as a model does that norms and then adds.
+        # Round before the addition, as the model does.
         return rms_norm_forward(out_TD, weight_D, form=form).y_TD.add_(residual_TD)
 
     @staticmethod
@@ -470,8 +465,8 @@ class _ProjectNormAdd(torch.autograd.Function):
 
 
 class _FeedForwardBetweenNorms(torch.autograd.Function):
-    """Saves x, gate and up, what the norm behind the block reads, narrow rows and factors and trained weights;
-    the rest is built again.
+    """Saves x, gate and up, the input of the norm after the block, low-rank rows, low-precision factors and trained
+    weights; recomputes the rest.
     """
 
     @staticmethod
@@ -489,7 +484,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         (out_TD,) = _value(
             session, DOWN_VALUE, lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form)).y_TO,)
         )
-        # Without the session: a backward belongs to no run.
+        # Without the session, which belongs to a forward.
         ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
         watched = (*call.gate_up.watched_tensors(), *call.down.watched_tensors())
         ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
@@ -548,9 +543,7 @@ def _project_normed(
     *,
     form: NormForm,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the projection of normed rows, and the adapters' narrow rows where there are any, as a value that a
-    plan can hold.
-    """
+    """Return the projection of normed rows, and the low-rank rows of adapters, as a value that a plan can hold."""
     return _value(
         session,
         name,
@@ -561,7 +554,7 @@ def _project_normed(
 
 
 def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwardCall, *, point: str) -> torch.Tensor:
-    """Run the last Function of a layer, whose output a second run may not need."""
+    """Run the last Function of a layer, whose output a recompute may not need."""
     if call.session is None:
         return run(call)
     return call.session.run_last(point, lambda: run(call), anew=lambda: run(call._replace(session=None)))
@@ -578,8 +571,8 @@ def _normed_gradients(
     form: NormForm,
     needs: Sequence[bool],
 ) -> _Grads:
-    """Return the gradients of _project_normed: of the rows, with what came along the residual stream, of the
-    norm's weight, and of FusedLinear.tensors.
+    """Return the gradients of _project_normed: of the rows, with that of the residual stream added, of the norm's
+    weight, and of FusedLinear.tensors.
     """
     needs_x, needs_weight, *needs_tensors = needs
     d_h_TD, d_low_TR = rows_gradients(fused_linear, d_y_TC, needs_x=needs_x or needs_weight)
@@ -594,8 +587,7 @@ def _normed_gradients(
     gradients: list[torch.Tensor | None] = [None] * len(needs_tensors)
     low_TR = low[0] if low else None
     if rstd_T is not None and d_low_TR is not None:
-        # A row of the norm is the raw row times a number of its own, and its columns times the weight: neither need be
-        # written to memory again.
+        # A normed row is the raw row times one number, its columns times the weight, so it need not be written again.
         d_low_TR = torch.mul(d_low_TR, rstd_T[:, None], out=torch.empty_like(d_low_TR))
         factor_D = shifted_weight(weight_D, rstd_T.dtype, form)
         gradients = parameter_gradients(
@@ -608,9 +600,7 @@ def _normed_gradients(
 
 
 def _adapters_read_raw_rows(x_TD: torch.Tensor, needs: Sequence[bool]) -> bool:
-    """Whether only adapters are trained, in a dtype in which the root of a row times a gradient has no narrower
-    range than either.
-    """
+    """Whether only adapters are trained, in a dtype whose range holds 1/rms of a row times a gradient."""
     return any(needs[2::TENSORS_PER_LAYER]) and not any(needs[0::TENSORS_PER_LAYER]) and x_TD.dtype is not torch.float16
 
 
@@ -629,8 +619,8 @@ def _block_gradients(
     """Return the gradients of a feed-forward block from that of down's output: of x, the norm's weight, and the tensors
     of gate_up and down.
 
-    ``others`` are the narrow rows of gate_up, num_low of them, the watched tensors of both as autograd gave them back,
-    and where they were held the narrow rows of down; d_x_TD is what came along the residual stream.
+    ``others`` holds num_low low-rank rows of gate_up, the watched tensors of both projections, and, if they were saved,
+    the low-rank rows of down. d_x_TD is the gradient of the residual stream.
     """
     num_first = num_low + len(call.gate_up.watched_tensors())
     num_watched = num_first + len(call.down.watched_tensors())
@@ -640,15 +630,15 @@ def _block_gradients(
     )
     num_needs = 2 + len(gate_up.tensors())
     d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
-    # The gate's backward is the one that reads these rows: it adds what the adapter gives them.
+    # The gate's backward reads these rows next, so it adds the gradient from the adapter.
     addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, _read_rows(a_RF))
     gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]))
     del d_act_TF, addend
     d_gate_up_TP = gate.d_gate_up_NP
     d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
     if gate.act_NF is not None:
-        # Where the layer ran without a session they are there; else they cost one thin product.
-        low_TR = others[num_watched] if len(others) > num_watched else narrow_rows(down, gate.act_NF)
+        # Saved if the layer ran without a session; else they cost one thin GEMM.
+        low_TR = others[num_watched] if len(others) > num_watched else low_rank_rows(down, gate.act_NF)
         d_down = parameter_gradients(down, gate.act_NF, d_out_TD, low_TR, d_low_TR, needs=needs[num_needs:])
     del gate, d_out_TD
     return (
@@ -667,7 +657,7 @@ def _block_gradients(
 
 
 def _read_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that are contiguous in themselves."""
+    """Return rows whose elements are contiguous."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
@@ -682,9 +672,9 @@ def _norm_gradients(
     reader: FusedLinear | None = None,
     rstd_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of a norm's rows, what came along the residual stream added, and of its weight.
+    """Return the gradients of a norm's rows, with that of the residual stream added, and of its weight.
 
-    The first is laid where layers like ``reader`` read it; rstd_out as in rms_norm_backward.
+    The first is in memory that layers like ``reader`` read without a copy; rstd_out as in rms_norm_backward.
     """
     needs_x, needs_weight = needs
     if d_y_TD is None or not (needs_x or needs_weight):

@@ -28,8 +28,8 @@ class LinearPart(NamedTuple):
         bias: (O,), or None.
         a_RI: Master of A; None without an adapter.
         b_OR: Master of B.
-        narrow_a_RI: A in the dtype of the rows.
-        narrow_b_OR: B in the dtype of the rows.
+        copy_a_RI: A in the dtype of the rows.
+        copy_b_OR: B in the dtype of the rows.
         scale: Factor on the low-rank product.
         num_outputs: O.
         is_packed: The weight is NF4, and frozen.
@@ -40,8 +40,8 @@ class LinearPart(NamedTuple):
     bias: torch.Tensor | None
     a_RI: torch.Tensor | None
     b_OR: torch.Tensor | None
-    narrow_a_RI: torch.Tensor | None
-    narrow_b_OR: torch.Tensor | None
+    copy_a_RI: torch.Tensor | None
+    copy_b_OR: torch.Tensor | None
     scale: float
     num_outputs: int
     is_packed: bool
@@ -54,7 +54,7 @@ class LinearPart(NamedTuple):
     @property
     def rank(self) -> int:
         """Rank of the adapter; 0 without one."""
-        return 0 if self.narrow_a_RI is None else self.narrow_a_RI.shape[0]
+        return 0 if self.copy_a_RI is None else self.copy_a_RI.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors for autograd; a packed weight is never trained."""

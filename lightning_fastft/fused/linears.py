@@ -1,5 +1,4 @@
-"""Linear layers that read the same rows, computed side by side: base weights, dense or in NF4, and their LoRA; forward
-and gradients without a graph.
+"""Compute linear layers that read the same rows in one GEMM: base weights, dense or NF4, and LoRA; without autograd.
 
 Axes: T rows, I input columns, O output columns of all layers together, R adapter ranks of all layers together.
 """
@@ -16,28 +15,26 @@ from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
 from lightning_fastft.kernels.lora_linear.op import wide_product
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 
-# Dense weights are copied next to their adapters from so many rows per input column on. What is saved, writing and
-# reading the output once more in the forward and reading its gradient once more in the backward, is 6 bytes per row and
-# output; the copies, one each way, are 8 per input and output.
+# From this many rows per input column on, dense weights are copied next to their adapters. That saves 6 bytes per row
+# and output (one more write and read of the output, and one more read of its gradient); the two copies cost 8 bytes per
+# input and output.
 _COPIED_FROM_ROWS_PER_INPUT = 2
 
 
 class BaseWeight(Protocol):
-    """The frozen weights of layers that read the same rows, in a format that computes by itself; what stays
-    outside are biases and adapters.
+    """Frozen weights of layers that read the same rows, in a format with products of its own; without biases and
+    adapters.
     """
 
     def forward_product(self, parts: Sequence[LinearPart], x_TI: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ W^T`` of all layers side by side, in the dtype of the rows and in memory of its own."""
+        """Return ``x @ W^T`` of all layers side by side, in the dtype of the rows and in new memory."""
 
     def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
-        """Return ``d @ W``, in the dtype of the rows and in memory of its own."""
+        """Return ``d @ W``, in the dtype of the rows and in new memory."""
 
 
 class Product(NamedTuple):
-    """Output of a product, and the narrow rows of its adapters with their scales, ``scale * x @ A^T``; None
-    without adapters.
-    """
+    """Output of a product, and the low-rank rows of its adapters, ``scale * x @ A^T``; None without adapters."""
 
     y_TO: torch.Tensor
     low_TR: torch.Tensor | None
@@ -48,8 +45,8 @@ class FusedLinear(NamedTuple):
 
     Args:
         parts: The layers, in the order of their columns.
-        dense: Where packed weights become dense, and dense ones lie or are copied next to their adapters.
-        base: What computes the products with the weights; None to compute them in the dtype of the rows.
+        dense: Dense weights next to their adapters: dequantised, copied, or in a fused buffer.
+        base: Computes the products with the weights; None to compute them in the dtype of the rows.
     """
 
     parts: tuple[LinearPart, ...]
@@ -62,19 +59,19 @@ class FusedLinear(NamedTuple):
         return self.parts[0].num_inputs
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return what autograd watches, TENSORS_PER_LAYER for each layer."""
+        """Return the tensors that autograd tracks, TENSORS_PER_LAYER for each layer."""
         return [tensor for part in self.parts for tensor in part.tensors()]
 
     def watched_tensors(self) -> list[torch.Tensor]:
-        """Return what the gradients read and a step or a refresh writes; saved through autograd, so that writing before
-        the backward is an error.
+        """Return tensors that the gradients read and an optimizer step writes.
 
-        Frozen weights are not among them: they may be streamed through slots that are written anew.
+        Autograd saves them, so that a write before the backward is an error. Frozen weights are not included, because
+        streaming overwrites their slots.
         """
         return [getattr(part, name) for part in self.parts for name in _watched_names(part)]
 
     def with_watched(self, tensors: Sequence[torch.Tensor]) -> FusedLinear:
-        """Return the same layers with the tensors of watched_tensors as autograd gave them back."""
+        """Return the same layers with the saved tensors of watched_tensors."""
         rest = iter(tensors)
         parts = []
         for part in self.parts:
@@ -84,21 +81,17 @@ class FusedLinear(NamedTuple):
 
 
 def rows_for(fused_linear: FusedLinear, like_TI: torch.Tensor) -> torch.Tensor:
-    """Return memory for rows, shape (T, I), that product reads where it lies: with room for the narrow rows
-    behind each, where it wants that.
-    """
+    """Return memory for rows, shape (T, I), that product reads without a copy; it may have room for low-rank rows."""
     if not _has_augmented(fused_linear, like_TI.shape[0]):
         return torch.empty_like(like_TI, memory_format=torch.contiguous_format)
     return fused_linear.dense.rows.give(like_TI, num_ranks=sum(part.rank for part in fused_linear.parts))
 
 
 def gradients_for(fused_linear: FusedLinear, like_TO: torch.Tensor) -> torch.Tensor:
-    """Return memory for gradients of an output, shape (T, O), that rows_gradients reads where it lies, with room for
-    narrow rows behind each.
+    """Return memory for gradients of an output, shape (T, O), that rows_gradients reads without a copy.
 
-    The room is for one layer with as many ranks as the largest of these; weights that compute in a format of their own
-    read none. Only what was asked for last has it: other gradients, and those of a layer with other ranks, are copied
-    where they need it.
+    Each row has room for the low-rank rows of one layer with the largest rank of these. Weights with products of their
+    own do not use it. Only the memory returned last has this room; other gradients are copied if they need it.
     """
     num_ranks = 0 if fused_linear.base is not None else max(part.rank for part in fused_linear.parts)
     return fused_linear.dense.gradients.give(like_TO, num_ranks=num_ranks)
@@ -109,31 +102,30 @@ def product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.T
 
     Args:
         fused_linear: The layers.
-        x_TI: Rows, 2-D; in memory of rows_for they are not copied, and what lies behind them is written.
-        addend_TO: Added to the product of a single layer, with its adapter where there is one; None for nothing.
+        x_TI: Rows, 2-D. Rows in memory of rows_for are not copied, and the room after them is written.
+        addend_TO: Added to the product of a single layer; None for nothing.
 
     Cost:
-        2 T I O FLOP and those of the adapters; one product for packed layers together, for dense ones that are in a
-        fused buffer, for dense ones where there are many rows, which are copied next to their adapters, and where
-        fused_linear.base computes; else one per layer; no host sync. A product of all layers without
-        addend_TO adds their biases itself; elsewhere they cost a pass over the output, and so does an adapter outside
-        of the product, addend_TO included.
+        2 T I O FLOP and those of the adapters; no host sync. All layers share one GEMM if they are packed, in a fused
+        buffer, computed by fused_linear.base, or dense with many rows (then copied next to their adapters); else each
+        layer has its own. One GEMM without addend_TO also adds the biases; otherwise they cost a pass over the output,
+        and so do an adapter outside of the GEMM and addend_TO.
     """
     if addend_TO is None and _has_augmented(fused_linear, x_TI.shape[0]):
         return _augmented_product(fused_linear, x_TI)
-    low_TR = narrow_rows(fused_linear, x_TI)
+    low_TR = low_rank_rows(fused_linear, x_TI)
     if low_TR is None:
         return Product(_base_product(fused_linear, x_TI, addend_TO=addend_TO), None)
     y_TO = _base_product(fused_linear, x_TI, addend_TO=None)
     for part, columns, ranks in zip(fused_linear.parts, _columns(fused_linear.parts), _ranks(fused_linear.parts)):
-        if part.narrow_b_OR is not None:
+        if part.copy_b_OR is not None:
             piece_TO = y_TO[:, columns]
-            add_low_rank(piece_TO, low_TR[:, ranks], part.narrow_b_OR.T, residual_TN=addend_TO, out=piece_TO)
+            add_low_rank(piece_TO, low_TR[:, ranks], part.copy_b_OR.T, residual_TN=addend_TO, out=piece_TO)
     return Product(y_TO, low_TR)
 
 
-def narrow_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor | None:
-    """Return the narrow rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
+def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor | None:
+    """Return the low-rank rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
     a_RI = _joint_a(fused_linear.parts)
     if a_RI is None:
         return None
@@ -151,11 +143,12 @@ def narrow_rows(fused_linear: FusedLinear, x_TI: torch.Tensor) -> torch.Tensor |
 def rows_gradients(
     fused_linear: FusedLinear, d_TO: torch.Tensor, *, needs_x: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the rows, None where not needed, and low_rows_gradient's; rows of the first may be any
-    distance apart.
+    """Return the gradient of the rows, None if not needed, and that of low_rows_gradient.
+
+    The rows of the first may have any stride.
 
     Cost:
-        2 T I O FLOP and those of the adapters; where adapters ride in the base's product, one product gives both.
+        2 T I O FLOP and those of the adapters; one GEMM gives both if the adapters are part of the base's GEMM.
     """
     if not needs_x:
         return None, low_rows_gradient(fused_linear, d_TO)
@@ -168,15 +161,14 @@ def rows_gradients(
 def rows_gradients_apart(
     fused_linear: FusedLinear, d_TO: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the rows, perhaps without that of their adapters, low_rows_gradient's, and A of all
-    layers.
+    """Return the gradient of the rows without the part of the adapters, that of low_rows_gradient, and A of all layers.
 
-    ``first + second @ third`` is whole: for a caller that adds the product where it reads the rows next, because in
-    memory it costs another pass over them. The third is None where the first is whole.
+    The whole gradient is ``first + second @ third``. A caller that reads the rows next adds the product there and saves
+    a pass over them. If the third is None, the first is whole.
 
     Cost:
-        As rows_gradients without that product. For a single layer that narrows its rows by far, a copy of d_TO, where
-        there is no room behind its rows, and of a dense weight that is not in a fused buffer: less than that pass.
+        As rows_gradients without that product. For a single layer with far fewer outputs than inputs, a copy of d_TO if
+        its rows have no room, and of a dense weight outside of a fused buffer: less than that pass.
     """
     num_rows, num_inputs = d_TO.shape[0], fused_linear.num_inputs
     if _has_appended(fused_linear, d_TO):
@@ -200,16 +192,16 @@ def rows_gradients_apart(
 
 
 def low_rows_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of the adapters' narrow rows, with their scales; None without adapters."""
+    """Return the gradient of the adapters' low-rank rows, with their scales; None without adapters."""
     parts = fused_linear.parts
     num_ranks = sum(part.rank for part in parts)
     if not num_ranks:
         return None
     d_low_TR = d_TO.new_empty(d_TO.shape[0], num_ranks)
     for part, columns, ranks in zip(parts, _columns(parts), _ranks(parts)):
-        if part.narrow_b_OR is not None:
+        if part.copy_b_OR is not None:
             out = d_low_TR[:, ranks]
-            torch.addmm(out, d_TO[:, columns], part.narrow_b_OR, beta=0.0, alpha=part.scale, out=out)
+            torch.addmm(out, d_TO[:, columns], part.copy_b_OR, beta=0.0, alpha=part.scale, out=out)
     return d_low_TR
 
 
@@ -229,11 +221,11 @@ def parameter_gradients(
         fused_linear: The layers.
         x_TI: Rows that the product read.
         d_TO: Gradient of its output.
-        low_TR: Narrow rows that the product returned.
-        d_low_TR: Of low_rows_gradient.
+        low_TR: Low-rank rows that the product returned.
+        d_low_TR: Result of low_rows_gradient.
         needs: Which are needed, in the order of FusedLinear.tensors.
-        factor_I: What the columns of x_TI are multiplied with in the rows that the product read; None for 1. Not where
-            a weight is needed.
+        factor_I: Factor of the columns of x_TI in the rows that the product read; None for 1. Not allowed if the
+            gradient of a weight is needed.
 
     Cost:
         2 T I FLOP per rank and trained column; no host sync.
@@ -242,7 +234,7 @@ def parameter_gradients(
     d_a = None
     if any(needs[2::TENSORS_PER_LAYER]):
         assert d_low_TR is not None
-        # One product for all layers: each gradient is a piece of rows of it.
+        # One GEMM for all layers; each gradient is some of its rows.
         d_a = wide_product(d_low_TR.T, x_TI, dtype=_master_dtype(parts))
         if factor_I is not None:
             d_a.mul_(factor_I)
@@ -260,11 +252,11 @@ def parameter_gradients(
 
 
 def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
-    """Whether adapters ride in the base's product: where outputs are wider than the rows, and weights are made dense
-    anyway, in a fused buffer, or rows many.
+    """Whether adapters are part of the base's GEMM.
 
-    A second product for B alone would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an
-    H200. Weights that compute in a format of their own leave adapters in theirs.
+    They are if outputs are wider than the rows and weights are dequantised anyway, in a fused buffer, or rows are many.
+    A second GEMM for B would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200.
+    Weights with products of their own exclude adapters.
     """
     parts = fused_linear.parts
     if fused_linear.base is not None or not rides_along(parts):
@@ -277,12 +269,11 @@ def _has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
 
 
 def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
-    """Whether the gradient of the rows is one product with the adapter below the weight.
+    """Whether the gradient of the rows is one GEMM with A below the weight.
 
-    What is saved is the addition where those rows are read next: 0.6 ms for 32,768 x 14,336 on an H200 (python -m
-    benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336). The copies, where they are
-    needed, move 4 bytes per row and output, and per input and output where weights are neither packed nor in a fused
-    buffer.
+    It saves the addition at the next read of those rows: 0.6 ms for 32,768 x 14,336 on an H200 (python -m
+    benchmarks.row_kernels --only "expert_gate backward" --rows 32768 --expert-width 14336). Copies move 4 bytes per row
+    and output, and per input and output if weights are neither packed nor in a fused buffer.
     """
     part = fused_linear.parts[0]
     if fused_linear.base is not None or len(fused_linear.parts) > 1 or not part.rank:
@@ -298,14 +289,14 @@ def _has_appended(fused_linear: FusedLinear, d_TO: torch.Tensor) -> bool:
 def _appended_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor, d_low_TR: torch.Tensor) -> torch.Tensor:
     """Return ``[d | d_low] @ [W; A]``."""
     (part,) = fused_linear.parts
-    assert part.narrow_a_RI is not None
+    assert part.copy_a_RI is not None
     return fused_linear.dense.gradients.with_low(d_TO, d_low_TR) @ fused_linear.dense.above_adapter(
-        part, part.narrow_a_RI
+        part, part.copy_a_RI
     )
 
 
 def _base_product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x @ W^T + bias`` of every layer side by side, and what is added to that of a single layer."""
+    """Return ``x @ W^T + bias`` of every layer side by side, plus the addend of a single layer."""
     pieces = [] if fused_linear.base is not None else _dense_pieces(fused_linear, x_TI)
     if len(pieces) == 1 and addend_TO is None:
         return _biased_product(x_TI, pieces[0][1], fused_linear.parts)
@@ -338,7 +329,7 @@ def _base_gradient(fused_linear: FusedLinear, d_TO: torch.Tensor) -> torch.Tenso
 
 def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> Product:
     """Return ``[x | low] @ [W | B]^T``."""
-    low_TR = narrow_rows(fused_linear, x_TI)
+    low_TR = low_rank_rows(fused_linear, x_TI)
     assert low_TR is not None
     rows = fused_linear.dense.rows.with_low(x_TI, low_TR)
     return Product(
@@ -350,9 +341,7 @@ def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> Product
 
 
 def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:
-    """Return ``x @ W^T + bias`` of all layers in one product; on CUDA it adds the bias to its fp32 sums, in place
-    of another pass over the output.
-    """
+    """Return ``x @ W^T + bias`` of all layers in one GEMM, which adds the bias to its fp32 sums on CUDA."""
     if all(part.bias is None for part in parts):
         return x_TI @ weight_OI.T
     # As bitsandbytes does, a bias takes the dtype of the rows.
@@ -367,7 +356,7 @@ def _add_bias(y_TO: torch.Tensor, parts: Sequence[LinearPart]) -> None:
 
 
 def _dense_pieces(fused_linear: FusedLinear, x: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
-    """Return weights as they lie: their columns of the output, and the weight as (O, I)."""
+    """Return for each weight its columns of the output, and the weight as (O, I)."""
     parts = fused_linear.parts
     if parts[0].is_packed:
         return [(slice(None), fused_linear.dense.gather(parts, num_inputs=fused_linear.num_inputs, dtype=x.dtype))]
@@ -375,7 +364,7 @@ def _dense_pieces(fused_linear: FusedLinear, x: torch.Tensor) -> list[tuple[slic
 
 
 def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> FusedLinear | str:
-    """Return layers that read the same rows as one product, or why they cannot be one."""
+    """Return layers that read the same rows as one FusedLinear, or why that is impossible."""
     found = []
     for part in parts:
         if isinstance(part, str):
@@ -390,7 +379,7 @@ def fuse_linears(parts: Sequence[LinearPart | str], dense: DenseWeights) -> Fuse
 
 def _watched_names(part: LinearPart) -> list[str]:
     trained = ["weight"] if part.weight.requires_grad else []
-    return trained if part.narrow_a_RI is None else [*trained, "narrow_a_RI", "narrow_b_OR"]
+    return trained if part.copy_a_RI is None else [*trained, "copy_a_RI", "copy_b_OR"]
 
 
 def _columns(parts: Sequence[LinearPart]) -> list[slice]:
@@ -411,7 +400,7 @@ def _slices(sizes: Sequence[int]) -> list[slice]:
 
 def _joint_a(parts: Sequence[LinearPart]) -> torch.Tensor | None:
     """Return A of all layers below each other."""
-    factors = [part.narrow_a_RI for part in parts if part.narrow_a_RI is not None]
+    factors = [part.copy_a_RI for part in parts if part.copy_a_RI is not None]
     if not factors:
         return None
     return factors[0] if len(factors) == 1 else torch.cat(factors)

@@ -20,10 +20,10 @@ from lightning_fastft.moe.adapters import LowPrecisionExpertAdapters
 from lightning_fastft.moe.adapters import ParamWrapper as RoutedWrapper
 from lightning_fastft.patches.value_points import is_frozen_point
 
-STATUS_NAME = "adapter shadows"
+STATUS_NAME = "low-precision adapters"
 # Instance attributes, neither parameters nor buffers, so no state_dict has them.
 _LAYER_ATTRIBUTE = "fastft_low_precision_adapters"
-_WEIGHT_ATTRIBUTE = "fastft_shadow"
+_WEIGHT_ATTRIBUTE = "fastft_copy"
 
 
 class _LowPrecisionCopy:
@@ -85,25 +85,23 @@ class LowPrecisionAdapters:
 
     def __len__(self) -> int:
         """Return the number of copies."""
-        return len(self._shadows()) + len(self._experts)
+        return len(self._copies()) + len(self._experts)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return masters with their low-precision copies, for an optimizer that writes both in one pass
         (``FusedAdamW.attach_copies``).
         """
         return [
-            (shadow.master, shadow.tensor)
-            for shadow in self._shadows()
-            if shadow.is_copy_of(shadow.master, self.compute_dtype)
+            (copy.master, copy.tensor) for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)
         ]
 
     def mark_written(self, copies: Sequence[torch.Tensor]) -> None:
         """Mark copies that an optimizer has written with their masters."""
         written = {id(copy) for copy in copies}
-        for shadow in self._shadows():
-            if id(shadow.tensor) in written:
-                shadow.is_written = True
-                shadow._mark()
+        for copy in self._copies():
+            if id(copy.tensor) in written:
+                copy.is_written = True
+                copy._mark()
 
     def refresh(self, *, is_after_step: bool = False) -> None:
         """Copy every master into its low-precision copy.
@@ -116,17 +114,17 @@ class LowPrecisionAdapters:
             Reads masters, writes copies; no host sync.
         """
         self._experts.refresh()
-        shadows = [shadow for shadow in self._shadows() if shadow.is_copy_of(shadow.master, self.compute_dtype)]
+        copies = [copy for copy in self._copies() if copy.is_copy_of(copy.master, self.compute_dtype)]
         if is_after_step:
-            shadows = [shadow for shadow in shadows if not (shadow.is_written and shadow.is_current())]
-        for shadow in self._shadows():
-            shadow.is_written = False
-        if not shadows:
+            copies = [copy for copy in copies if not (copy.is_written and copy.is_current())]
+        for copy in self._copies():
+            copy.is_written = False
+        if not copies:
             return
         with torch.no_grad():
-            torch._foreach_copy_([shadow.tensor for shadow in shadows], [shadow.master.detach() for shadow in shadows])
-        for shadow in shadows:
-            shadow._mark()
+            torch._foreach_copy_([copy.tensor for copy in copies], [copy.master.detach() for copy in copies])
+        for copy in copies:
+            copy._mark()
 
     def read(self, linear: nn.Linear) -> torch.Tensor:
         """Return the weight of lora_A or lora_B in the compute dtype, up to date as far as the host knows."""
@@ -136,18 +134,18 @@ class LowPrecisionAdapters:
         if self.is_sharded:
             # Gathered for this pass: no version counter shows a stale copy.
             return master.detach().to(self.compute_dtype)
-        shadow = vars(linear).get(_WEIGHT_ATTRIBUTE)
-        if shadow is None or not shadow.is_copy_of(master, self.compute_dtype):
-            shadow = _LowPrecisionCopy(master, self.compute_dtype)
-            setattr(linear, _WEIGHT_ATTRIBUTE, shadow)
-        elif not shadow.is_current():
-            shadow.copy_master()
-        return shadow.tensor
+        copy = vars(linear).get(_WEIGHT_ATTRIBUTE)
+        if copy is None or not copy.is_copy_of(master, self.compute_dtype):
+            copy = _LowPrecisionCopy(master, self.compute_dtype)
+            setattr(linear, _WEIGHT_ATTRIBUTE, copy)
+        elif not copy.is_current():
+            copy.copy_master()
+        return copy.tensor
 
     def _linears(self) -> list[nn.Linear]:
         return [linear for layer in self._layers for linear in (*layer.lora_A.values(), *layer.lora_B.values())]
 
-    def _shadows(self) -> list[_LowPrecisionCopy]:
+    def _copies(self) -> list[_LowPrecisionCopy]:
         return [vars(linear)[_WEIGHT_ATTRIBUTE] for linear in self._linears() if _WEIGHT_ATTRIBUTE in vars(linear)]
 
     def _drop(self) -> None:
@@ -156,19 +154,17 @@ class LowPrecisionAdapters:
 
 
 class _CopyForward:
-    """The forward of a LoRA layer with shadows; mixed in before PEFT's class, whose own forward serves whatever
-    is not plain LoRA.
-    """
+    """The forward of a LoRA layer with low-precision copies; the forward of PEFT's class serves all other calls."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        shadows: LowPrecisionAdapters = vars(self)[_LAYER_ATTRIBUTE]
-        name = None if args or kwargs else _plain_adapter(self, x, shadows=shadows)  # type: ignore[arg-type]
+        adapters: LowPrecisionAdapters = vars(self)[_LAYER_ATTRIBUTE]
+        name = None if args or kwargs else _plain_adapter(self, x, adapters=adapters)  # type: ignore[arg-type]
         if name is None:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         lora_A, lora_B = self.lora_A[name], self.lora_B[name]  # type: ignore[attr-defined]
         add_low_rank = functools.partial(
             lora_addmm, a_RD=lora_A.weight, b_NR=lora_B.weight, scale=self.scaling[name],  # type: ignore[attr-defined]
-            shadow_a_RD=shadows.read(lora_A), shadow_b_NR=shadows.read(lora_B),
+            copy_a_RD=adapters.read(lora_A), copy_b_NR=adapters.read(lora_B),
         )  # fmt: skip
         session = find_session(self)  # type: ignore[arg-type]
         if session is None or not session.is_replay:
@@ -218,27 +214,27 @@ def install_low_precision_adapters(
     """
     if not compute_dtype.is_floating_point:
         raise OptionError(f"compute_dtype must be a floating dtype, got {compute_dtype}.")
-    shadows = LowPrecisionAdapters(
+    adapters = LowPrecisionAdapters(
         compute_dtype=compute_dtype, status=Status(STATUS_NAME, "inactive", "no LoRA layers")
     )
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     found = {old: _class_for(old) for old in {type(layer) for layer in layers.values()}}
     classes = {old: new for old, new in found.items() if new is not None}
     served = {name: layer for name, layer in layers.items() if type(layer) in classes}
-    shadows.status = _judge(layers, served=served, compute_dtype=compute_dtype)
+    adapters.status = _judge(layers, served=served, compute_dtype=compute_dtype)
     # Independent of the status, because the router may be installed later.
     if compute_dtype.itemsize < torch.float32.itemsize:
-        shadows._experts.watch(model, patcher)
-    if shadows.status.state != "active":
-        return shadows
-    shadows.is_sharded = _has_pieces(served)
+        adapters._experts.watch(model, patcher)
+    if adapters.status.state != "active":
+        return adapters
+    adapters.is_sharded = _has_pieces(served)
     for name, layer in served.items():
         new = share_state(layer, classes[type(layer)])
         patcher.replace_module(model, name, new)
-        patcher.set_attribute(new, _LAYER_ATTRIBUTE, shadows)
-        shadows._layers.append(new)
-    patcher.add_undo(shadows._drop)
-    return shadows
+        patcher.set_attribute(new, _LAYER_ATTRIBUTE, adapters)
+        adapters._layers.append(new)
+    patcher.add_undo(adapters._drop)
+    return adapters
 
 
 def _judge(layers: dict[str, LoraLayer], *, served: dict[str, LoraLayer], compute_dtype: torch.dtype) -> Status:
@@ -281,15 +277,15 @@ def _count_types(layers: list[LoraLayer]) -> str:
     return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
 
 
-def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, shadows: LowPrecisionAdapters) -> str | None:
-    """Return the one adapter that this call can serve from shadows, or None where PEFT's own forward must run."""
+def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecisionAdapters) -> str | None:
+    """Return the one adapter whose low-precision copies can serve this call; None if PEFT's own forward must run."""
     if layer.disable_adapters or layer.merged or not layer.cast_input_dtype_enabled:
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1:
         return None
     name = names[0]
-    linears, dtype = (layer.lora_A[name], layer.lora_B[name]), shadows.compute_dtype
+    linears, dtype = (layer.lora_A[name], layer.lora_B[name]), adapters.compute_dtype
     is_plain = name not in layer.lora_variant and not layer.lora_bias.get(name, False)
     is_plain = is_plain and x.dtype is dtype and not torch.is_autocast_enabled(x.device.type)
     # A hook or another class on lora_A or lora_B is an extension that must run.
@@ -307,20 +303,20 @@ def _class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
         return type(
             f"Lora{old.__name__}",
             (_CopyForward, old),
-            {"__doc__": f"PEFT's LoRA on bitsandbytes {old.__name__}, computing from shadows."},
+            {"__doc__": f"PEFT's LoRA on bitsandbytes {old.__name__}, computing from low-precision copies."},
         )
     return None
 
 
 class ActiveAdapter(NamedTuple):
-    """The one plain LoRA that is active around a linear layer: masters of A (R, D) and B (N, R), what computes of
-    both, and the scale.
+    """The one plain LoRA that is active around a linear layer: masters of A (R, D) and B (N, R), the copies of both
+    that compute, and the scale.
     """
 
     a_RD: torch.Tensor
     b_NR: torch.Tensor
-    narrow_a_RD: torch.Tensor
-    narrow_b_NR: torch.Tensor
+    copy_a_RD: torch.Tensor
+    copy_b_NR: torch.Tensor
     scale: float
 
 
@@ -336,12 +332,12 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
         forward must run.
 
     Cost:
-        A few microseconds of the host; where a low-precision copy is stale, that copy.
+        A few microseconds of the host, and a copy if the low-precision copy is stale.
     """
     if layer.merged or layer.disable_adapters:
         return "is asked for its base while adapters are merged" if layer.merged and layer.disable_adapters else None
-    shadows: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
-    if _class_for(type(layer)) is None and shadows is None:
+    adapters: LowPrecisionAdapters | None = vars(layer).get(_LAYER_ATTRIBUTE)
+    if _class_for(type(layer)) is None and adapters is None:
         return f"{type(layer).__name__} is no plain LoRA layer"
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1:
@@ -352,17 +348,17 @@ def read_adapter(layer: LoraLayer, *, dtype: torch.dtype) -> ActiveAdapter | str
         return "the adapter is no plain LoRA (a variant such as DoRA, or a bias)"
     dropout = layer.lora_dropout[name]
     if layer.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0) > 0.0:
-        return "the adapter has dropout, which draws for each layer anew"
+        return "the adapter has dropout"
     if any(type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
-        return "lora_A or lora_B is somebody's own class or has hooks"
+        return "lora_A or lora_B has another class than nn.Linear, or hooks"
     masters = [linear.weight for linear in linears]
-    if shadows is not None and dtype is shadows.compute_dtype:
-        narrow = [shadows.read(linear) for linear in linears]
+    if adapters is not None and dtype is adapters.compute_dtype:
+        copies = [adapters.read(linear) for linear in linears]
     elif all(weight.dtype is dtype for weight in masters):
-        narrow = [weight.detach() for weight in masters]
+        copies = [weight.detach() for weight in masters]
     else:
         return (
-            f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without the narrow copies that "
+            f"the adapter is held in {masters[0].dtype} and rows are in {dtype}, without the low-precision copies that "
             "FineTuner keeps"
         )
-    return ActiveAdapter(masters[0], masters[1], narrow[0], narrow[1], float(layer.scaling[name]))
+    return ActiveAdapter(masters[0], masters[1], copies[0], copies[1], float(layer.scaling[name]))

@@ -22,7 +22,7 @@ from lightning_fastft.moe.routing import ExpertAdapter
 # An attribute of experts modules, which is in no state_dict: parameter name -> the wrapper around it.
 WRAPPERS_ATTRIBUTE = "fastft_expert_wrappers"
 # The same of PEFT's wrappers: who keeps low-precision copies of their factors; and of lora_A and lora_B: the copy.
-_SHADOWS_ATTRIBUTE = "fastft_expert_shadows"
+_COPIES_ATTRIBUTE = "fastft_expert_copies"
 _FACTOR_ATTRIBUTE = "fastft_expert_factor"
 
 
@@ -135,7 +135,7 @@ class LowPrecisionExpertAdapters:
         """
         self._wrappers = [module for module in model.modules() if isinstance(module, PeftParamWrapper)]
         for wrapper in self._wrappers:
-            patcher.set_attribute(wrapper, _SHADOWS_ATTRIBUTE, self)
+            patcher.set_attribute(wrapper, _COPIES_ATTRIBUTE, self)
         if self._wrappers:
             patcher.add_undo(self._drop)
 
@@ -159,7 +159,7 @@ class LowPrecisionExpertAdapters:
 
     def read(self, wrapper: PeftParamWrapper, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return lora_A and lora_B of an adapter as (E, R, columns), up to date as far as the host knows; None
-        where they are narrow themselves.
+        where they have that dtype themselves.
         """
         linears = (wrapper.lora_A[name], wrapper.lora_B[name])
         if all(linear.weight.dtype is self.compute_dtype for linear in linears):
@@ -171,15 +171,15 @@ class LowPrecisionExpertAdapters:
         return a, b
 
     def _read(self, linear: nn.Linear, num_experts: int, *, is_expert_last: bool) -> torch.Tensor:
-        shadow: _FactorCopy | None = vars(linear).get(_FACTOR_ATTRIBUTE)
-        if shadow is None or not shadow.is_copy_of(linear.weight, self.compute_dtype):
-            shadow = _FactorCopy(
+        copy: _FactorCopy | None = vars(linear).get(_FACTOR_ATTRIBUTE)
+        if copy is None or not copy.is_copy_of(linear.weight, self.compute_dtype):
+            copy = _FactorCopy(
                 linear.weight, self.compute_dtype, num_experts=num_experts, is_expert_last=is_expert_last
             )
-            setattr(linear, _FACTOR_ATTRIBUTE, shadow)
-        elif not shadow.is_current():
-            shadow.copy_master()
-        return shadow.tensor
+            setattr(linear, _FACTOR_ATTRIBUTE, copy)
+        elif not copy.is_current():
+            copy.copy_master()
+        return copy.tensor
 
     def _linears(self) -> list[nn.Linear]:
         return [linear for wrapper in self._wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())]
@@ -245,13 +245,13 @@ def find_adapter(experts: nn.Module, name: str, *, is_transposed: bool, dtype: t
     if wrapper is None or active is None:
         return None
     lhs, rhs, scale = wrapper.factors(active)
-    shadows: LowPrecisionExpertAdapters | None = vars(wrapper).get(_SHADOWS_ATTRIBUTE)
-    found = None if shadows is None or shadows.compute_dtype is not dtype else shadows.read(wrapper, active)
+    adapters: LowPrecisionExpertAdapters | None = vars(wrapper).get(_COPIES_ATTRIBUTE)
+    found = None if adapters is None or adapters.compute_dtype is not dtype else adapters.read(wrapper, active)
     # The stack is lhs @ rhs as it is stored: of the two the one that reads its rows is our A.
     is_a_in_front = is_transposed != wrapper._did_swap_in_out_features
-    narrow: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    copies: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if found is not None:
-        narrow = found if is_a_in_front else (found[1], found[0])
+        copies = found if is_a_in_front else (found[1], found[0])
     if is_transposed:
-        return ExpertAdapter(lhs, rhs, scale, *narrow)
-    return ExpertAdapter(rhs.transpose(1, 2), lhs.transpose(1, 2), scale, *narrow)
+        return ExpertAdapter(lhs, rhs, scale, *copies)
+    return ExpertAdapter(rhs.transpose(1, 2), lhs.transpose(1, 2), scale, *copies)

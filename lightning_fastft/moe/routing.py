@@ -34,24 +34,24 @@ _NUM_FACTORS = 2
 class ExpertAdapter(NamedTuple):
     """LoRA on a stack of expert weights: ``x @ weight[e] + scale * (x @ a[e]) @ b[e]``.
 
-    Without narrow factors each pass casts the factors and lays them out anew. With them the factors are never read and
-    only get the gradients, in their own dtype; narrow factors that change between forward and backward are an error of
-    autograd, not a wrong gradient.
+    Without low-precision factors each pass casts and transposes the factors. With them the factors are not read and
+    only receive gradients, in their own dtype. A low-precision factor that changes between forward and backward is an
+    error of autograd.
 
     Args:
         a_EIR: Shape (E, I, R); any floating dtype (it computes in that of the tokens); any view.
         b_ERO: Shape (E, R, O); as a_EIR.
         scale: Factor on the low-rank product.
-        narrow_a_ERI: a with its last two axes exchanged. Shape (E, R, I), contiguous; dtype of the tokens. Given with
-            narrow_b_ERO or not at all.
-        narrow_b_ERO: b. Shape (E, R, O), contiguous; dtype of the tokens.
+        copy_a_ERI: a with its last two axes exchanged. Shape (E, R, I), contiguous; dtype of the tokens. Given with
+            copy_b_ERO or not at all.
+        copy_b_ERO: b. Shape (E, R, O), contiguous; dtype of the tokens.
     """
 
     a_EIR: torch.Tensor
     b_ERO: torch.Tensor
     scale: float
-    narrow_a_ERI: torch.Tensor | None = None
-    narrow_b_ERO: torch.Tensor | None = None
+    copy_a_ERI: torch.Tensor | None = None
+    copy_b_ERO: torch.Tensor | None = None
 
 
 class PackedWeight(Protocol):
@@ -137,7 +137,7 @@ def run_experts(
     Cost:
         Forward 2 N (D P + F D) FLOP and six passes over rows besides; backward as much again for the inputs, and again
         for weights that are trained. Kept for the backward: x_TD, N x P values, the order and the routing weights. No
-        copy of a weight stack. Without narrow factors one pass over the adapters each way. No host sync on
+        copy of a weight stack. Without low-precision factors one pass over the adapters each way. No host sync on
         CUDA.
 
     Source:
@@ -160,9 +160,9 @@ def run_experts(
             "equal, with a row per token."
         )
     for name, linear in (("gate_up", gate_up), ("down", down)):
-        _check_narrow(name, linear.adapter, dtype=x_TD.dtype)
+        _check_copies(name, linear.adapter, dtype=x_TD.dtype)
     call = _Call(expert_TK, num_experts, form, has_gate, (_scale_of(gate_up), _scale_of(down)), point)
-    tensors = (*_tensors_of(gate_up), *_tensors_of(down), *_narrow_of(gate_up), *_narrow_of(down))
+    tensors = (*_tensors_of(gate_up), *_tensors_of(down), *_copies_of(gate_up), *_copies_of(down))
     if point is None:
         return _RoutedExperts.apply(call, x_TD, weight_TK, *tensors)
     return point.session.run_last(
@@ -205,9 +205,9 @@ class _Wanted(NamedTuple):
 class _RoutedExperts(torch.autograd.Function):
     """The experts of one layer.
 
-    Saves x_TD, the first product, the order and the routing weights, and trained parameters as they are, narrow factors
-    in the place of theirs: the activation is rebuilt from the first product, the experts' outputs are needed by no
-    gradient, and a product that finds its rows by their slots needs no copy of x_TD in the order of the experts.
+    Saves x_TD, the first product, the order, the routing weights, and trained parameters or their low-precision
+    factors. The activation is recomputed from the first product, no gradient needs the experts' outputs, and a product
+    that finds its rows by their slots needs no copy of x_TD in the order of the experts.
     """
 
     @staticmethod
@@ -218,8 +218,8 @@ class _RoutedExperts(torch.autograd.Function):
         weight_TK: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
-        parameters, narrow = tensors[: 2 * _PER_LINEAR], tensors[2 * _PER_LINEAR :]
-        read = _read_tensors(parameters, narrow)
+        parameters, copies = tensors[: 2 * _PER_LINEAR], tensors[2 * _PER_LINEAR :]
+        read = _read_tensors(parameters, copies)
         first, second = _linears(read, call, dtype=x_TD.dtype)
         order = sort_by_expert(call.expert_TK, num_experts=call.num_experts)
 
@@ -231,7 +231,7 @@ class _RoutedExperts(torch.autograd.Function):
         needs = ctx.needs_input_grad[-len(tensors) :]
         ctx.call, ctx.num_held = call, len(held)
         ctx.wanted = _wanted_gradients(parameters[:_PER_LINEAR]) + _wanted_gradients(parameters[_PER_LINEAR:])
-        # Narrow factors change with each optimizer step, so autograd watches them as it watches what is trained.
+        # Low-precision factors change with each optimizer step, so autograd watches them as it watches what is trained.
         ctx.is_watched = [
             needs_it or tensor is not parameter for needs_it, tensor, parameter in zip(needs, read, parameters)
         ]
@@ -308,51 +308,42 @@ def _scale_of(linear: ExpertLinear) -> float:
     return 0.0 if linear.adapter is None else linear.adapter.scale
 
 
-def _narrow_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
-    """The narrow factors as views of the shapes that the factors have; as many entries as _NUM_FACTORS."""
+def _copies_of(linear: ExpertLinear) -> tuple[torch.Tensor | None, ...]:
+    """The low-precision factors as views of the shapes that the factors have; as many entries as _NUM_FACTORS."""
     adapter = linear.adapter
-    if adapter is None or adapter.narrow_a_ERI is None:
+    if adapter is None or adapter.copy_a_ERI is None:
         return (None,) * _NUM_FACTORS
-    return adapter.narrow_a_ERI.transpose(1, 2), adapter.narrow_b_ERO
+    return adapter.copy_a_ERI.transpose(1, 2), adapter.copy_b_ERO
 
 
-def _check_narrow(name: str, adapter: ExpertAdapter | None, *, dtype: torch.dtype) -> None:
-    """Refuse narrow factors that would be cast or copied in each pass, or belong to another adapter."""
-    if adapter is None or (adapter.narrow_a_ERI is None and adapter.narrow_b_ERO is None):
+def _check_copies(name: str, adapter: ExpertAdapter | None, *, dtype: torch.dtype) -> None:
+    """Refuse low-precision factors that would be cast or copied in each pass, or belong to another adapter."""
+    if adapter is None or (adapter.copy_a_ERI is None and adapter.copy_b_ERO is None):
         return
     num_experts, num_inputs, rank = adapter.a_EIR.shape
-    expected = {"narrow_a_ERI": (num_experts, rank, num_inputs), "narrow_b_ERO": tuple(adapter.b_ERO.shape)}
-    for factor, narrow in zip(expected, (adapter.narrow_a_ERI, adapter.narrow_b_ERO)):
-        if (
-            narrow is None
-            or tuple(narrow.shape) != expected[factor]
-            or narrow.dtype is not dtype
-            or not narrow.is_contiguous()
-        ):
-            given = (
-                "missing"
-                if narrow is None
-                else f"{tuple(narrow.shape)} in {narrow.dtype} with strides {narrow.stride()}"
-            )
+    expected = {"copy_a_ERI": (num_experts, rank, num_inputs), "copy_b_ERO": tuple(adapter.b_ERO.shape)}
+    for factor, copy in zip(expected, (adapter.copy_a_ERI, adapter.copy_b_ERO)):
+        if copy is None or tuple(copy.shape) != expected[factor] or copy.dtype is not dtype or not copy.is_contiguous():
+            given = "missing" if copy is None else f"{tuple(copy.shape)} in {copy.dtype} with strides {copy.stride()}"
             raise ShapeError(
                 f"{factor} of {name} is {given}; it must be {expected[factor]} in {dtype}, contiguous. Give both "
-                "narrow factors or none."
+                "low-precision factors or none."
             )
 
 
 def _read_tensors(
-    parameters: Sequence[torch.Tensor | None], narrow: Sequence[torch.Tensor | None]
+    parameters: Sequence[torch.Tensor | None], copies: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Return what the products compute from: the parameters, or the low-precision copies of their factors."""
     read = list(parameters)
-    for start, factors in ((_PER_LINEAR, narrow[:_NUM_FACTORS]), (2 * _PER_LINEAR, narrow[_NUM_FACTORS:])):
+    for start, factors in ((_PER_LINEAR, copies[:_NUM_FACTORS]), (2 * _PER_LINEAR, copies[_NUM_FACTORS:])):
         if factors[0] is not None:
             read[start - _NUM_FACTORS : start] = factors
     return read
 
 
 def _linears(read: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.dtype) -> tuple[_Linear, _Linear]:
-    """Return both products with their factors in dtype; narrow factors are so already, others are cast in each
+    """Return both products with their factors in dtype; low-precision factors are so already, others are cast in each
     pass and not held.
     """
     first, second = (
@@ -404,7 +395,7 @@ def dense_weight(weight_EIO: torch.Tensor | PackedWeight) -> torch.Tensor:
 
 
 def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the output of one product, and the adapter's narrow rows where there is one."""
+    """Return the output of one product, and the adapter's low-rank rows where there is one."""
     weight_EIO = dense_weight(linear.weight_EIO)
     if linear.a_ERI is None:
         return (grouped_mm(x_NI, weight_EIO, end_E, bias_EO=linear.bias_EO),)
@@ -416,7 +407,7 @@ def _product(x_NI: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Te
 
 
 def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradient of a product's input, and of the adapter's narrow rows without its scale."""
+    """Return the gradient of a product's input, and of the adapter's low-rank rows without its scale."""
     weight_EOI = dense_weight(linear.weight_EIO).transpose(1, 2)
     if linear.a_ERI is None or linear.b_ERO is None:
         return grouped_mm(d_NO, weight_EOI, end_E), None

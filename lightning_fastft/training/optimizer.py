@@ -328,9 +328,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for part in parts:
                 self._step_part(part, scale=scale)
                 # Of a row with a master, the copy is the parameter itself.
-                written += [
-                    row.shadow for row in part.table.rows if row.shadow is not None and row.shadow is not row.owner
-                ]
+                written += [row.copy for row in part.table.rows if row.copy is not None and row.copy is not row.owner]
                 if self.master_weights:
                     self._versions.update((row.owner, row.owner._version) for row in part.table.rows)
         # A skipped step leaves masters and copies as they were: still each the other's rounded value.
@@ -553,12 +551,12 @@ def _find_table(tables: dict[int, TensorTable], rows: list[TableRow]) -> TensorT
         and all(one is other for pair in zip(kept, rows) for one, other in zip(*pair))
     ):
         return table
-    params, exp_avgs, exp_avg_sqs, shadows, owners, *absmaxs = zip(*rows)
+    params, exp_avgs, exp_avg_sqs, copies, owners, *absmaxs = zip(*rows)
     return TensorTable(
         params,
         exp_avgs=exp_avgs,
         exp_avg_sqs=exp_avg_sqs,
-        shadows=shadows,
+        copies=copies,
         owners=owners,
         exp_avg_absmaxs=absmaxs[0],
         exp_avg_sq_absmaxs=absmaxs[1],

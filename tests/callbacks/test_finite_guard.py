@@ -444,12 +444,12 @@ def test_a_tuner_with_its_narrow_copies_is_left_as_it_was(tmp_path, mode):
                 parameter.register_hook(lambda grad: grad / torch.zeros_like(grad))
 
         def on_train_batch_end(self, trainer, pl_module, *args):
-            shadows = (
+            copies = (
                 []
                 if pl_module.low_precision_adapters is None
-                else [shadow.tensor.clone() for shadow in pl_module.low_precision_adapters._shadows()]
+                else [copy.tensor.clone() for copy in pl_module.low_precision_adapters._copies()]
             )
-            found.append(({name: value.detach().clone() for name, value in trainable(pl_module).items()}, shadows))
+            found.append(({name: value.detach().clone() for name, value in trainable(pl_module).items()}, copies))
 
     module = tuner(mode)
     data = DataLoader(packed_batches(1) * 2, batch_size=None)
@@ -461,11 +461,11 @@ def test_a_tuner_with_its_narrow_copies_is_left_as_it_was(tmp_path, mode):
         UserWarning, match=r"step 2 was skipped: gradients not finite.*batch 1 of its epoch \(3 documents\)"
     ):
         trainer.fit(module, data)
-    (weights, shadows), (weights_after, shadows_after) = found
+    (weights, copies), (weights_after, copies_after) = found
     assert guard.num_skipped == 1
     assert differing(weights, weights_after) == []
-    assert (len(shadows) > 0) == (mode == "lora_bf16")
-    assert all(torch.equal(one, other) for one, other in zip(shadows, shadows_after))
+    assert (len(copies) > 0) == (mode == "lora_bf16")
+    assert all(torch.equal(one, other) for one, other in zip(copies, copies_after))
 
 
 def test_the_pack_is_named_by_its_examples(tmp_path):

@@ -346,7 +346,7 @@ def test_an_obstacle_is_in_the_table_and_the_run_goes_on(tmp_path):
         _, _, table = fit(module, tmp_path, FusedKernels())
     found = {status.name: status for status in table}["fused layers"]
     assert found.state == "refused"
-    assert found.reason == "2 of 2 layers: the adapter has dropout, which draws for each layer anew"
+    assert found.reason == "2 of 2 layers: the adapter has dropout"
     assert found.remedy
     assert own
 

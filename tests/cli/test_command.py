@@ -322,7 +322,7 @@ def test_doctor_shows_what_is_active_without_the_data(folder, demo_files, capsys
     text = capsys.readouterr().out
     assert "packed attention" in text
     assert "ran: " in text
-    assert re.search(r"adapter shadows +active", text)
+    assert re.search(r"low-precision adapters +active", text)
     assert list(folder.iterdir()) == []
 
 

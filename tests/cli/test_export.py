@@ -53,7 +53,7 @@ class Trained:
         trainer = quiet_trainer(folder, strategy="fastft", max_steps=4)
         trainer.fit(module, packed_loader(4))
         trainer.save_checkpoint(self.checkpoint)
-        # PEFT's own arithmetic, without our narrow copies.
+        # PEFT's own arithmetic, without our low-precision copies.
         module.teardown("fit")
         with torch.no_grad():
             self.logits = module.model.eval()(IDS).logits.float()

@@ -226,7 +226,7 @@ def test_adapters_in_bfloat16_are_as_near_to_the_truth_as_the_layers_own(family)
 )
 def test_nf4_is_as_near_to_the_truth_as_the_layers_own(family, adapter_dtype):
     model = quantised(adapter_dtype=adapter_dtype, family=family)
-    assert_model_as_near(model, truth=with_dense_weights(model).double(), has_shadows=adapter_dtype is torch.float32)
+    assert_model_as_near(model, truth=with_dense_weights(model).double(), has_copies=adapter_dtype is torch.float32)
 
 
 def quantised(*, adapter_dtype, family="qwen2"):
@@ -264,7 +264,7 @@ def with_dense_weights(model):
     return model
 
 
-def assert_model_as_near(model, *, truth, has_shadows=False):
+def assert_model_as_near(model, *, truth, has_copies=False):
     """Fuse a model and compare its steps with those of the layers' own forward in the same dtype.
 
     Over several batches at once: the errors of a single one scatter, up and down, by more than the bound.
@@ -276,7 +276,7 @@ def assert_model_as_near(model, *, truth, has_shadows=False):
     plain = copy.deepcopy(model)
     for each in (model, plain):
         install_packed_training(each, ModelPatcher())
-        if has_shadows:
+        if has_copies:
             install_low_precision_adapters(each, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(model)
     is_fused, found = is_served(model, lambda: steps(model, batches))
@@ -298,7 +298,7 @@ def test_fp32_adapters_get_fp32_gradients_and_a_step_before_the_backward_is_an_e
         else add_lora(build("llama", "full").bfloat16(), adapter_dtype=torch.float32).train()
     )
     install_packed_training(model, ModelPatcher())
-    shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
+    copies = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert {parameter.dtype for parameter in trained} == {torch.float32}
@@ -308,7 +308,7 @@ def test_fp32_adapters_get_fp32_gradients_and_a_step_before_the_backward_is_an_e
     loss.backward(retain_graph=True)
     assert {parameter.grad.dtype for parameter in trained} == {torch.float32}
     optimizer.step()
-    shadows.refresh(is_after_step=True)
+    copies.refresh(is_after_step=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

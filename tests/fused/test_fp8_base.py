@@ -38,10 +38,10 @@ def make(family="qwen3", trained="lora", **options):
     return model
 
 
-def in_fp8(model, *, is_emulated=True, has_shadows=False):
+def in_fp8(model, *, is_emulated=True, has_copies=False):
     """Install packed training, fused layers and fp8; return the patcher and what says what is active."""
     install_packed_training(model, ModelPatcher())
-    if has_shadows:
+    if has_copies:
         install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     patcher = fuse(model)
     (base,) = install_fp8_base(model, patcher, is_emulated=is_emulated)
@@ -147,11 +147,11 @@ def test_nf4_goes_to_fp8_without_a_copy(adapter_dtype):
     model = quantised(adapter_dtype=adapter_dtype)
     plain = copy.deepcopy(model)
     dense = with_dense_weights(model).float()
-    has_shadows = adapter_dtype is torch.float32
-    _, base = in_fp8(model, has_shadows=has_shadows)
+    has_copies = adapter_dtype is torch.float32
+    _, base = in_fp8(model, has_copies=has_copies)
     for each in (plain, dense):
         install_packed_training(each, ModelPatcher())
-    if has_shadows:
+    if has_copies:
         install_low_precision_adapters(plain, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(plain)
     with torch.inference_mode():
@@ -404,7 +404,7 @@ def test_saved_adapters_are_pefts(tmp_path):
 
 def test_adapters_in_fp32_get_fp32_gradients():
     model = add_lora(build("llama", "full", **WIDE).bfloat16(), adapter_dtype=torch.float32).train()
-    in_fp8(model, has_shadows=True)
+    in_fp8(model, has_copies=True)
     found = step(model, make_batch(BATCH))
     assert {value.dtype for name, value in found.items() if name != "loss"} == {torch.float32}
 

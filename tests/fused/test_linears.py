@@ -40,7 +40,7 @@ def make_joint(*, dtype=torch.float32, is_trained=False, num_inputs=NUM_INPUTS, 
 
 @torch.no_grad()
 def run(fused_linear, num_rows, *, has_room=True):
-    """Output, narrow rows, and the gradients of rows and narrow rows."""
+    """Output, low-rank rows, and the gradients of rows and low-rank rows."""
     generator = torch.Generator().manual_seed(1)
     like_TI = torch.randn(num_rows, fused_linear.num_inputs, generator=generator).to(fused_linear.parts[0].weight.dtype)
     x_TI = linears.rows_for(fused_linear, like_TI).copy_(like_TI) if has_room else like_TI.clone()
@@ -173,7 +173,7 @@ APPENDED_FAULTS = {
         "above_adapter",
         lambda self, part, a_RI: torch.cat([part.weight, torch.zeros(8, 48)]),
     ),
-    "narrow rows not behind the rows": (
+    "low-rank rows not behind the rows": (
         linears,
         "_appended_gradient",
         lambda fused_linear, d_TO, d_low_TR: APPENDED(fused_linear, d_TO, d_low_TR * 0.0),
@@ -307,7 +307,7 @@ def test_weights_that_compute_in_a_format_of_their_own_ask_for_no_room():
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_narrow_rows_are_laid_behind_rows_that_keep_their_values(is_given):
+def test_low_rank_rows_are_laid_behind_rows_that_keep_their_values(is_given):
     roomy, rows_TD, low_TR = PaddedBuffer(), torch.randn(4, 16), torch.randn(4, 3)
     with fresh_memory_is_nan():
         given_TD = roomy.give(rows_TD, num_ranks=3).copy_(rows_TD) if is_given else rows_TD
@@ -324,7 +324,7 @@ def test_room_keeps_no_memory():
 
 def with_rank(part, rank):
     a_RI, b_OR = torch.randn(rank, part.weight.shape[1]), torch.randn(part.num_outputs, rank)
-    return part._replace(a_RI=a_RI, b_OR=b_OR, narrow_a_RI=a_RI, narrow_b_OR=b_OR)
+    return part._replace(a_RI=a_RI, b_OR=b_OR, copy_a_RI=a_RI, copy_b_OR=b_OR)
 
 
 def test_an_adapter_that_the_room_is_too_small_for_is_served_by_a_copy():
@@ -522,7 +522,7 @@ def count_passes(monkeypatch):
 
 
 def without_adapters(part):
-    return part._replace(a_RI=None, b_OR=None, narrow_a_RI=None, narrow_b_OR=None)
+    return part._replace(a_RI=None, b_OR=None, copy_a_RI=None, copy_b_OR=None)
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,13 @@ def test_peft_and_ours_differ_by_the_rounding_of_bf16_only():
         assert (ours[name].double() - expected[name].double()).norm() <= 2e-2 * expected[name].double().norm(), name
 
 
-def test_a_wrong_shadow_is_seen(monkeypatch):
+def test_a_wrong_copy_is_seen(monkeypatch):
     # The teeth of the comparison above.
     model = build_net()
     expected = run(model, make_x())
-    shadows, _ = install(model)
-    read = shadows.read
-    monkeypatch.setattr(shadows, "read", lambda linear: read(linear) * 1.1)
+    copies, _ = install(model)
+    read = copies.read
+    monkeypatch.setattr(copies, "read", lambda linear: read(linear) * 1.1)
     ours = run(model, make_x())
     assert any(
         (ours[name].double() - expected[name].double()).norm() > 2e-2 * expected[name].double().norm()
@@ -128,17 +128,17 @@ def test_dropout_drops_the_same_tokens_as_peft(calls):
 def test_parameters_names_and_optimizer_see_the_masters():
     model = build_net()
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
-    shadows, _ = install(model)
+    copies, _ = install(model)
     run(model, make_x())
-    assert len(shadows) == 4
+    assert len(copies) == 4
     assert dict(model.named_parameters()).keys() == parameters.keys()
     assert all(one is other for one, other in zip(model.parameters(), parameters.values()))
     assert list(model.state_dict()) == keys
-    assert not any("shadow" in name for name, _ in model.named_buffers())
+    assert not any("copy" in name for name, _ in model.named_buffers())
     assert type(model.base_model.model.first) is LoraLinear
     assert isinstance(model.base_model.model.first, PeftLinear)
-    assert shadows.status.state == "active"
-    assert "2 LoRA layers" in shadows.status.reason
+    assert copies.status.state == "active"
+    assert "2 LoRA layers" in copies.status.reason
 
 
 @pytest.mark.parametrize(
@@ -153,27 +153,27 @@ def test_parameters_names_and_optimizer_see_the_masters():
 )
 def test_a_step_reaches_the_next_forward(optimizer, is_refreshed):
     model, x = build_net(), make_x()
-    shadows, _ = install(model)
+    copies, _ = install(model)
     stepper = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     for _ in range(3):
         stepper.zero_grad()
         model(x).float().square().mean().backward()
         stepper.step()
         if is_refreshed:
-            shadows.refresh()
+            copies.refresh()
     fresh = copy.deepcopy(model)
     for linear in fresh.modules():
-        vars(linear).pop("fastft_shadow", None)
+        vars(linear).pop("fastft_copy", None)
     assert torch.equal(model(x), fresh(x))
 
 
 def test_a_change_that_no_counter_sees_needs_the_refresh():
     model, x = build_net(), make_x()
-    shadows, _ = install(model)
+    copies, _ = install(model)
     before = model(x)
     model.base_model.model.first.lora_B["default"].weight.data.add_(1.0)
     assert torch.equal(model(x), before)
-    shadows.refresh()
+    copies.refresh()
     assert not torch.equal(model(x), before)
 
 
@@ -278,7 +278,7 @@ def test_mixed_batches_and_autocast_run_pefts_own_forward(calls):
 
 def test_switching_adding_and_deleting_adapters_works_as_in_peft(calls):
     model, x = build_net(), make_x()
-    shadows, _ = install(model)
+    copies, _ = install(model)
     first = model(x)
     torch.manual_seed(7)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False))
@@ -288,15 +288,15 @@ def test_switching_adding_and_deleting_adapters_works_as_in_peft(calls):
     model.set_adapter("default")
     assert torch.equal(model(x), first)
     assert len(calls) == 6
-    assert len(shadows) == 8
+    assert len(copies) == 8
     with model.disable_adapter():
         plain = model(x)
     assert torch.equal(
         plain, model.get_base_model().second.base_layer(torch.tanh(model.get_base_model().first.base_layer(x)))
     )
     model.delete_adapter("other")
-    assert len(shadows) == 4
-    shadows.refresh()
+    assert len(copies) == 4
+    copies.refresh()
     assert torch.equal(model(x), first)
 
 
@@ -337,7 +337,7 @@ def test_undo_restores_everything():
     assert_equal_results(expected, run(model, x))
 
 
-def test_a_copy_of_the_model_has_shadows_of_its_own():
+def test_a_copy_of_the_model_has_copies_of_its_own():
     model, x = build_net(), make_x()
     install(model)
     expected = model(x)
@@ -361,15 +361,15 @@ def test_a_copy_of_the_model_has_shadows_of_its_own():
         ),
     ],
 )
-def test_where_no_shadow_is_needed_nothing_is_changed(build, compute_dtype, word):
+def test_where_no_copy_is_needed_nothing_is_changed(build, compute_dtype, word):
     model = build()
     types = [type(module) for module in model.modules()]
-    shadows, patcher = install(model, compute_dtype)
-    assert shadows.status.state == "inactive"
-    assert word in shadows.status.reason
+    copies, patcher = install(model, compute_dtype)
+    assert copies.status.state == "inactive"
+    assert word in copies.status.reason
     assert [type(module) for module in model.modules()] == types
-    assert len(patcher) == len(shadows) == 0
-    shadows.refresh()
+    assert len(patcher) == len(copies) == 0
+    copies.refresh()
 
 
 def test_a_whole_number_dtype_is_refused():
@@ -387,8 +387,8 @@ def test_a_model_trains_with_checkpointing_as_without():
         for name, parameter in model.named_parameters():
             if "lora" in name:
                 nn.init.normal_(parameter, std=0.1)
-        shadows, _ = install(model)
-        assert "14 LoRA layers" in shadows.status.reason
+        copies, _ = install(model)
+        assert "14 LoRA layers" in copies.status.reason
         if is_checkpointed:
             model.get_base_model()._set_gradient_checkpointing(
                 enable=True,
@@ -409,7 +409,7 @@ def test_distributed_data_parallel_reduces_the_masters(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model, x = build_net(), make_x()
-        shadows, _ = install(model)
+        copies, _ = install(model)
         expected = run(model, x)
         wrapped = nn.parallel.DistributedDataParallel(model)
         d_out = torch.randn(expected["out"].shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
@@ -417,7 +417,7 @@ def test_distributed_data_parallel_reduces_the_masters(tmp_path):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert torch.equal(parameter.grad, expected[name]), name
-        assert len(shadows) == 4
+        assert len(copies) == 4
     finally:
         torch.distributed.destroy_process_group()
 
@@ -455,8 +455,8 @@ class TestQuantised:
         d_out = torch.randn(out.shape).bfloat16()
         expected = [out.detach(), *torch.autograd.grad(out, [x, *trained], d_out)]
         keys = list(model.state_dict())
-        shadows, patcher = install(model)
-        assert shadows.status.state == "active"
+        copies, patcher = install(model)
+        assert copies.status.state == "active"
         layer = model.base_model.model["layer"]
         out = layer(x)
         ours = [out.detach(), *torch.autograd.grad(out, [x, *trained], d_out)]

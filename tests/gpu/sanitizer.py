@@ -39,12 +39,12 @@ def whole(values, dtype=torch.int32):
 
 
 def adamw_step(triton):
-    for shadow_dtype in (None, torch.bfloat16):
+    for copy_dtype in (None, torch.bfloat16):
         # A chunk and a bit, and a tensor that is no multiple of anything.
         params = [numbers(5000), numbers(7)]
         averages = [[numbers(*param.shape).abs() for param in params] for _ in range(2)]
-        shadows = None if shadow_dtype is None else [param.to(shadow_dtype) for param in params]
-        table = TensorTable(params, exp_avgs=averages[0], exp_avg_sqs=averages[1], shadows=shadows)
+        copies = None if copy_dtype is None else [param.to(copy_dtype) for param in params]
+        table = TensorTable(params, exp_avgs=averages[0], exp_avg_sqs=averages[1], copies=copies)
         for param in params:
             param.grad = torch.randn_like(param)
         flag = SkipFlag(

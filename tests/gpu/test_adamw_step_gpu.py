@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 # LoRA of rank 16: factors of attention and MLP of an 8B model, one stack of 128 experts.
 SIZES = (16 * 4096, 16 * 1024, 16 * 14_336, 128 * 16 * 768)
-SHADOWED = ((FP32, BF16, BF16),)
+COPIED = ((FP32, BF16, BF16),)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_every_part_through_the_public_entries():
 def run_steps(num_steps, *, is_stalled):
     """Steps whose gradients move each time; in one run the device begins only after the host has issued all of them."""
     torch.manual_seed(0)
-    rows = make_rows(SHADOWED, sizes=SIZES, missing=(), offset=0, device="cuda")
+    rows = make_rows(COPIED, sizes=SIZES, missing=(), offset=0, device="cuda")
     fresh = [[torch.randn(size, device="cuda").bfloat16() for size in SIZES] for _ in range(num_steps)]
     table = make_table(rows)
     norms = []
@@ -104,7 +104,7 @@ def test_hundreds_of_tensors_take_one_launch_and_no_memory():
     for param in params:
         param.grad = torch.randn_like(param)
     averages, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    table = TensorTable(params, exp_avgs=averages, exp_avg_sqs=squares, shadows=[param.bfloat16() for param in params])
+    table = TensorTable(params, exp_avgs=averages, exp_avg_sqs=squares, copies=[param.bfloat16() for param in params])
     assert table.aligned == (True,)
     adamw_step(table, options=OPTIONS)
     torch.cuda.synchronize()

@@ -92,7 +92,7 @@ def test_the_low_rank_part_equals_the_truth(dtype):
 
     truth = run(lora_addmm_reference, [tensor.double() for tensor in inputs])
     plain = run(lora_addmm_reference, inputs)
-    ours = run(lora_addmm, masters, shadow_a_RD=inputs[2], shadow_b_NR=inputs[3])
+    ours = run(lora_addmm, masters, copy_a_RD=inputs[2], copy_b_NR=inputs[3])
     assert [tensor.dtype for tensor in ours] == [dtype, dtype, dtype, torch.float32, torch.float32]
     for name, one, other, true in zip(("out", "base", "x", "a_RD", "b_NR"), ours, plain, truth):
         assert_within_bound(name, one, plain=other, truth=true, dtype=dtype)
@@ -119,7 +119,7 @@ def test_a_step_of_a_lora_model_never_waits_for_the_device(name):
     patcher = ModelPatcher()
     install_attention(model.get_base_model(), patcher)
     assert install_head(model.get_base_model(), patcher).state == "active"
-    shadows = install_low_precision_adapters(model, patcher, compute_dtype=torch.bfloat16)
+    copies = install_low_precision_adapters(model, patcher, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, fused=True
     )
@@ -132,7 +132,7 @@ def test_a_step_of_a_lora_model_never_waits_for_the_device(name):
         output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        shadows.refresh()
+        copies.refresh()
         return output.loss.detach()
 
     losses = [step(batches[0])]

@@ -56,14 +56,14 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def prepare(model, *, policy, is_recorded, if_launch_bound=False):
-    """The model on the device; its shadows, and its graphs where it has them."""
+    """The model on the device; its copies, and its graphs where it has them."""
     model = copy.deepcopy(model).to("cuda")
     install_bincount_router(model, ModelPatcher())
-    shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
+    copies = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(model)
     install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing(policy))
     graphs = install_layer_graphs(model, ModelPatcher(), if_launch_bound=if_launch_bound)[0] if is_recorded else None
-    return model, shadows, graphs
+    return model, copies, graphs
 
 
 def run(model, batch):
@@ -73,7 +73,7 @@ def run(model, batch):
     return loss.detach()
 
 
-def train(model, shadows, batches, *, rate=0.02):
+def train(model, copies, batches, *, rate=0.02):
     """Steps of plain gradient descent on the masters; loss and gradients of every step."""
     found = []
     for batch in batches:
@@ -83,7 +83,7 @@ def train(model, shadows, batches, *, rate=0.02):
         with torch.no_grad():
             for parameter in trained.values():
                 parameter.data.sub_(rate * parameter.grad)
-        shadows.refresh(is_after_step=True)
+        copies.refresh(is_after_step=True)
         model.zero_grad(set_to_none=True)
     return found
 
@@ -102,8 +102,8 @@ def test_steps_are_as_near_to_the_truth_as_those_without_graphs(family, has_lora
     use_exact_norms(truth, is_plain=True)
     batches = [make_batch(lengths, seed=number) for number, lengths in enumerate(PACKS)]
     on_device = [batch.to("cuda") for batch in batches]
-    recorded, shadows, graphs = prepare(model, policy=policy, is_recorded=True)
-    found = train(recorded, shadows, on_device, rate=0.0)
+    recorded, copies, graphs = prepare(model, policy=policy, is_recorded=True)
+    found = train(recorded, copies, on_device, rate=0.0)
     assert graphs.num_replays == 3 * (len(PACKS) - 2), graphs.reasons
     own = train(*prepare(model, policy=policy, is_recorded=False)[:2], on_device, rate=0.0)
     for number in range(2, len(PACKS)):
@@ -115,8 +115,8 @@ def test_steps_are_as_near_to_the_truth_as_those_without_graphs(family, has_lora
 def test_recorded_layers_see_what_a_step_has_changed(policy):
     model = wide_lora("qwen3")
     batches = [make_batch(PACKS[number % 3], seed=number % 3).to("cuda") for number in range(9)]
-    recorded, shadows, _ = prepare(model, policy=policy, is_recorded=True)
-    found = train(recorded, shadows, batches, rate=0.05)
+    recorded, copies, _ = prepare(model, policy=policy, is_recorded=True)
+    found = train(recorded, copies, batches, rate=0.05)
     moving, standing = (
         train(*prepare(model, policy=policy, is_recorded=False)[:2], batches, rate=rate) for rate in (0.05, 0.0)
     )
@@ -146,9 +146,9 @@ def test_a_window_of_micro_batches_adds_up():
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_replays_wait_for_nothing_and_need_no_more_memory(policy):
-    model, shadows, graphs = prepare(wide_lora("gpt_oss"), policy=policy, is_recorded=True)
+    model, copies, graphs = prepare(wide_lora("gpt_oss"), policy=policy, is_recorded=True)
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
-    train(model, shadows, batches)
+    train(model, copies, batches)
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()
     with waits_are_errors():
@@ -194,17 +194,17 @@ def test_memory_of_graphs_is_given_back():
     model = wide_lora("qwen3")
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
     each = copy.deepcopy(model).to("cuda")
-    shadows = install_low_precision_adapters(each, ModelPatcher(), compute_dtype=torch.bfloat16)
+    copies = install_low_precision_adapters(each, ModelPatcher(), compute_dtype=torch.bfloat16)
     fuse(each)
     install_packed_training(each, ModelPatcher())
-    train(each, shadows, batches)
+    train(each, copies, batches)
     # cuBLAS keeps a workspace for each stream.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     patcher = ModelPatcher()
     install_layer_graphs(each, patcher)
-    train(each, shadows, batches)
+    train(each, copies, batches)
     patcher.undo()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -215,23 +215,23 @@ def test_layers_are_recorded_where_the_device_waits_for_the_host_and_only_there(
     model = wide_lora("qwen3")
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
     for cycles_ahead in (0, 2_000_000_000):
-        each, shadows, graphs = prepare(model, policy="keep", is_recorded=True, if_launch_bound=True)
-        train(each, shadows, batches[:2])
+        each, copies, graphs = prepare(model, policy="keep", is_recorded=True, if_launch_bound=True)
+        train(each, copies, batches[:2])
         with waits_are_errors():
             for batch in batches[2:4]:
                 torch.cuda._sleep(max(1, cycles_ahead))
-                train(each, shadows, [batch])
-        train(each, shadows, batches[4:])
+                train(each, copies, [batch])
+        train(each, copies, batches[4:])
         expected = ("inactive", 0) if cycles_ahead else ("active", 3 * (len(PACKS) - 4))
         assert (graphs.status().state, graphs.num_replays) == expected, graphs.status().reason
 
 
 def test_without_the_memory_layers_run_as_ever():
     # Where everything is kept without a plan there is no budget.
-    model, shadows, graphs = prepare(wide_lora("qwen3"), policy="recompute", is_recorded=True, if_launch_bound=True)
+    model, copies, graphs = prepare(wide_lora("qwen3"), policy="recompute", is_recorded=True, if_launch_bound=True)
     for layer in graphs._layers:
         vars(layer.self_attn)[SEGMENT_ATTRIBUTE].vram_budget_bytes = torch.cuda.memory_allocated() + 2**16
-    train(model, shadows, [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)])
+    train(model, copies, [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)])
     assert graphs.num_replays == 0
     assert graphs.status().reason.startswith("recordings may take")
     assert graphs.status().reason.endswith("0.0 GiB are free")
@@ -298,8 +298,8 @@ def test_nf4_layers_and_adapters_of_experts_are_recorded(family):
     )
     model = add_lora(model, r=16, adapter_dtype=torch.float32, **experts).train()
     batches = [make_batch(lengths, seed=number).to("cuda") for number, lengths in enumerate(PACKS)]
-    recorded, shadows, graphs = prepare(model, policy="keep", is_recorded=True)
-    found = train(recorded, shadows, batches, rate=0.0)
+    recorded, copies, graphs = prepare(model, policy="keep", is_recorded=True)
+    found = train(recorded, copies, batches, rate=0.0)
     assert graphs.num_replays == 2 * (len(PACKS) - 2), graphs.reasons
     expected = train(*prepare(model, policy="keep", is_recorded=False)[:2], batches, rate=0.0)
     for own, plain in zip(found, expected):

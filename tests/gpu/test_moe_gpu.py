@@ -186,14 +186,14 @@ def test_a_whole_step_never_waits():
             model.eval()(**batch)
 
 
-def test_three_steps_with_shadows_are_those_without_and_never_wait():
+def test_three_steps_with_copies_are_those_without_and_never_wait():
     """fp32 masters on a bf16 base: the same weights to the bit, and the gradients lie in memory as their parameters."""
     from lightning_fastft.fused.low_precision_adapters import install_low_precision_adapters
     from lightning_fastft.patches.packed import install_packed_training
 
     batch = make_batch((40, 1, 25, 62)).to(torch.device("cuda"))
     arms = []
-    for has_shadows in (False, True):
+    for has_copies in (False, True):
         torch.manual_seed(0)
         base = build_tiny("qwen3_moe").bfloat16()
         model = (
@@ -207,15 +207,15 @@ def test_three_steps_with_shadows_are_those_without_and_never_wait():
         install_bincount_router(model, patcher)
         # Without a batch context transformers looks for documents in the positions, which waits.
         install_packed_training(model, patcher)
-        shadows = install_low_precision_adapters(model, patcher, compute_dtype=torch.bfloat16) if has_shadows else None
+        copies = install_low_precision_adapters(model, patcher, compute_dtype=torch.bfloat16) if has_copies else None
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
 
-        def train(model=model, optimizer=optimizer, shadows=shadows):
+        def train(model=model, optimizer=optimizer, copies=copies):
             optimizer.zero_grad()
             model(**batch).loss.backward()
             optimizer.step()
-            if shadows is not None:
-                shadows.refresh()
+            if copies is not None:
+                copies.refresh()
 
         train()
         torch.cuda.synchronize()
@@ -223,7 +223,7 @@ def test_three_steps_with_shadows_are_those_without_and_never_wait():
             train()
             train()
         assert all(parameter.grad.is_contiguous() for parameter in trained)
-        assert shadows is None or len(shadows) == len(trained)
+        assert copies is None or len(copies) == len(trained)
         arms.append([parameter.detach().clone() for parameter in trained])
     for one, other in zip(*arms):
         assert torch.equal(one, other)

@@ -203,7 +203,7 @@ def test_copies_of_wide_adapters_are_read_where_they_lie():
     found = []
     for is_recorded in (True, False):
         model = narrow()
-        shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
+        copies = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
         if is_recorded:
             graphs, _ = install(model)
         else:
@@ -219,7 +219,7 @@ def test_copies_of_wide_adapters_are_read_where_they_lie():
                 for parameter in trained_parameters(model).values():
                     # As a fused optimizer writes: no version counter shows it.
                     parameter.data.sub_(0.05 * parameter.grad)
-            shadows.refresh(is_after_step=True)
+            copies.refresh(is_after_step=True)
             model.zero_grad(set_to_none=True)
         found.append((losses, gradients))
     assert graphs.num_replays > 0

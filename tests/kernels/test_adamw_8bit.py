@@ -37,7 +37,7 @@ CHANGES = (
     {"beta1": 0.3, "beta2": 0.5, "eps": 1e-3},
     {"learning_rate": 0.0},
 )
-STATE = ("param", "exp_avg", "exp_avg_sq", "shadow", "exp_avg_absmax", "exp_avg_sq_absmax")
+STATE = ("param", "exp_avg", "exp_avg_sq", "copy", "exp_avg_absmax", "exp_avg_sq_absmax")
 # Quotients and roots of a device have an error of a few units in the last place, which cancel nowhere.
 NUM_UNITS = 8
 # How much farther than the nearest code a chosen one may lie, relative to the value: fp32 on the way to it.
@@ -55,10 +55,10 @@ from lightning_fastft.kernels.adamw_step import triton as adamw
 TYPES = {"address_ptr": "*i64", "grad_address_ptr": "*i64", "row_ptr": "*i32", "index_ptr": "*i32", "num_rows": "i32"}
 TYPES |= dict.fromkeys(("rate_ptr", "scale_ptr", "found_inf_ptr", "number_ptr", "table_ptr"), "*fp32")
 DTYPES = ((tl.float32, tl.float32, None), (tl.float32, tl.bfloat16, tl.bfloat16), (tl.bfloat16, tl.bfloat16, None))
-for capability, ((param, grad, shadow), has), is_aligned in itertools.product((80, 90), zip(DTYPES, (False, True, True)), (False, True)):
+for capability, ((param, grad, copy), has), is_aligned in itertools.product((80, 90), zip(DTYPES, (False, True, True)), (False, True)):
     if sys.argv[1] == "promises" and (capability == 90) != (is_aligned == has):
         continue
-    constants = {"PARAM_DTYPE": param, "GRAD_DTYPE": grad, "SHADOW_DTYPE": shadow, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has}
+    constants = {"PARAM_DTYPE": param, "GRAD_DTYPE": grad, "COPY_DTYPE": copy, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has}
     constants |= {"IS_ALIGNED": is_aligned, "CHUNK": adamw.CHUNK, "NUM_BLOCKS": adamw.NUM_BLOCKS}
     kernel = adamw._adamw_8bit_kernel
     signature = {name: TYPES.get(name, "fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
@@ -76,7 +76,7 @@ class Row(NamedTuple):
     param: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    shadow: torch.Tensor | None
+    copy: torch.Tensor | None
     exp_avg_absmax: torch.Tensor
     exp_avg_sq_absmax: torch.Tensor
     owner: torch.Tensor
@@ -121,7 +121,7 @@ def make_rows(combinations=COMBINATIONS, *, sizes=SIZES, missing=(3,), offset=1,
     """Tensors in the middle of a run; some blocks of the state and of the gradients are 0."""
     rows = []
     for index, size in enumerate(sizes):
-        param_dtype, grad_dtype, shadow_dtype = combinations[index % len(combinations)]
+        param_dtype, grad_dtype, copy_dtype = combinations[index % len(combinations)]
         is_kept = (torch.arange(size, device=device) // BLOCK) % 5 != 3
         grad = padded((wide_numbers(size, device) * is_kept).to(grad_dtype), offset)
         average = wide_numbers(size, device) * is_kept
@@ -132,14 +132,12 @@ def make_rows(combinations=COMBINATIONS, *, sizes=SIZES, missing=(3,), offset=1,
         code, absmax_B = codes.encode(average, is_signed=True)
         code_sq, absmax_sq_B = codes.encode(square, is_signed=False)
         param = torch.randn(size, device=device) * (torch.rand(size, device=device) < 0.9)
-        shadow = (
-            None if shadow_dtype is None else padded_state(torch.zeros(size, dtype=shadow_dtype, device=device), offset)
-        )
+        copy = None if copy_dtype is None else padded_state(torch.zeros(size, dtype=copy_dtype, device=device), offset)
         owner = torch.empty(size, dtype=grad_dtype, device=device)
         owner.grad = None if index in missing else grad
         stored = [padded_codes(each, offset) for each in (code, code_sq)]
         absmaxs = [padded_state(each, offset) for each in (absmax_B, absmax_sq_B)]
-        rows.append(Row(padded_state(param.to(param_dtype), offset), *stored, shadow, *absmaxs, owner, grad))
+        rows.append(Row(padded_state(param.to(param_dtype), offset), *stored, copy, *absmaxs, owner, grad))
     return rows
 
 
@@ -195,9 +193,9 @@ def check_rows(rows, before, options=OPTIONS, scale=None):
             )
         elif len(row.param):
             check_row(row, old, options, scale)
-            if row.shadow is not None:
-                assert torch.equal(row.shadow, rounded(row.param, row.shadow.dtype)), (
-                    f"shadow[{index}] is not the rounded master"
+            if row.copy is not None:
+                assert torch.equal(row.copy, rounded(row.param, row.copy.dtype)), (
+                    f"copy[{index}] is not the rounded master"
                 )
         assert torch.equal(row.grad, old.grad)
     assert_margins(rows)
@@ -383,7 +381,7 @@ REFERENCE_FAULTS = {
     "stored in the signed map twice": ("zip(stored, averages, (True, False))", "zip(stored, averages, (True, True))"),
     "largest magnitudes not written": ("for tensor, new in zip(pair, codes", "for tensor, new in zip(pair[:1], codes"),
     "averages not written": ("                tensor.copy_(new)\n", "                tensor\n"),
-    "shadow lost": ("wide = row._replace(", "wide = row._replace(shadow=None, "),
+    "copy lost": ("wide = row._replace(", "wide = row._replace(copy=None, "),
     "written in a skipped step": ("else row.written()", "else row.written()[:-1]"),
 }
 CODE_FAULTS = {

@@ -19,7 +19,7 @@ from tests.support.truth import Watch, assert_within_bound, load_with_fault
 ROOT = Path(__file__).parents[2]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Dtypes of master, gradient and shadow; a table with all of them has five groups.
+# Dtypes of master, gradient and copy; a table with all of them has five groups.
 COMBINATIONS = ((FP32, FP32, None), (FP32, BF16, BF16), (FP32, FP16, FP16), (BF16, BF16, None), (BF16, FP32, FP16))
 SIZES = (1, 0, 2 * CHUNK + 37, 7, 1009, CHUNK - 1, CHUNK, CHUNK + 1)
 # Wider than any tensor is long: what a planted fault writes out of bounds lands here.
@@ -29,7 +29,7 @@ OPTIONS = StepOptions(learning_rate=0.05, weight_decay=0.1, step=3)
 # With enough values, a value that is rounded once differs from the rounded truth only where the truth lies almost
 # between two numbers.
 SHARE = 0.01
-STATE = ("param", "exp_avg", "exp_avg_sq", "shadow")
+STATE = ("param", "exp_avg", "exp_avg_sq", "copy")
 
 COMPILE_SCRIPT = """
 import itertools
@@ -51,7 +51,7 @@ def compile(kernel, constants, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": adamw.NUM_WARPS}).asm["ptx"]
 
 
-for capability, (param, grad, shadow), is_aligned in itertools.product(
+for capability, (param, grad, copy), is_aligned in itertools.product(
     (80, 90),
     ((tl.float32, tl.float32, None), (tl.float32, tl.bfloat16, tl.bfloat16), (tl.bfloat16, tl.float32, tl.float16)),
     (False, True),
@@ -60,7 +60,7 @@ for capability, (param, grad, shadow), is_aligned in itertools.product(
         continue
     shared = {"GRAD_DTYPE": grad, "IS_ALIGNED": is_aligned, "BLOCK": adamw.CHUNK}
     for has in (False, True):
-        constants = {"PARAM_DTYPE": param, "SHADOW_DTYPE": shadow, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has, **shared}
+        constants = {"PARAM_DTYPE": param, "COPY_DTYPE": copy, "HAS_RATE": has, "HAS_SCALE": has, "HAS_SKIP": has, **shared}
         step = compile(adamw._adamw_kernel, constants, capability)
     norm = compile(adamw._sum_squares_kernel, {"NUM_PROGRAMS": adamw.NUM_PARTIALS, **shared}, capability)
     # Vectors of 16 bytes where the host has seen that every address takes them, and nowhere else.
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     param: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    shadow: torch.Tensor | None
+    copy: torch.Tensor | None
     owner: torch.Tensor
     grad: torch.Tensor
 
@@ -116,7 +116,7 @@ def make_rows(combinations=COMBINATIONS, *, sizes=SIZES, missing=(5,), offset=1,
     """Tensors in the middle of a run, some values of the state still 0."""
     rows = []
     for index, size in enumerate(sizes):
-        param_dtype, grad_dtype, shadow_dtype = combinations[index % len(combinations)]
+        param_dtype, grad_dtype, copy_dtype = combinations[index % len(combinations)]
         grad = padded(make_gradient(size, grad_dtype, device=device), offset)
         is_kept = torch.rand(size, device=device) < 0.9
         exp_avg = make_gradient(size, FP32, device=device) * is_kept
@@ -127,12 +127,10 @@ def make_rows(combinations=COMBINATIONS, *, sizes=SIZES, missing=(5,), offset=1,
             * (torch.rand(size, device=device) < 0.9)
         )
         state = [padded_state(tensor, offset) for tensor in (param.to(param_dtype), exp_avg, exp_avg_sq)]
-        shadow = (
-            None if shadow_dtype is None else padded_state(torch.zeros(size, dtype=shadow_dtype, device=device), offset)
-        )
+        copy = None if copy_dtype is None else padded_state(torch.zeros(size, dtype=copy_dtype, device=device), offset)
         owner = torch.empty(size, dtype=grad_dtype, device=device)
         owner.grad = None if index in missing else grad
-        rows.append(Row(*state, shadow, owner, grad))
+        rows.append(Row(*state, copy, owner, grad))
     return rows
 
 
@@ -142,7 +140,7 @@ def copy_rows(rows):
 
 def make_table(rows, Table=TensorTable):
     columns = list(zip(*rows))
-    return Table(columns[0], exp_avgs=columns[1], exp_avg_sqs=columns[2], shadows=columns[3], owners=columns[4])
+    return Table(columns[0], exp_avgs=columns[1], exp_avg_sqs=columns[2], copies=columns[3], owners=columns[4])
 
 
 def step_by_torch(rows, options, scale, *, wide):
@@ -203,7 +201,7 @@ def assert_in_units(name, ours, *, plain, truth, magnitude):
 
 
 def check_values(rows, before, options=OPTIONS, scale=None):
-    """Every tensor with a gradient against the truth, and shadows against masters; one without gradient against
+    """Every tensor with a gradient against the truth, and copies against masters; one without gradient against
     itself.
     """
     plain, truth = (step_by_torch(before, options, scale, wide=wide) for wide in (torch.float32, torch.float64))
@@ -217,10 +215,8 @@ def check_values(rows, before, options=OPTIONS, scale=None):
             ]
             assert_in_units(kind, values[0], plain=values[1], truth=values[2], magnitude=values[3])
     for index, (row, old) in enumerate(zip(rows, before)):
-        if row.shadow is not None and index in stepped:
-            assert torch.equal(row.shadow, rounded(row.param, row.shadow.dtype)), (
-                f"shadow[{index}] is not the rounded master"
-            )
+        if row.copy is not None and index in stepped:
+            assert torch.equal(row.copy, rounded(row.param, row.copy.dtype)), f"copy[{index}] is not the rounded master"
         for kind in ("grad", *(() if index in stepped else STATE)):
             tensor, old_tensor = getattr(row, kind), getattr(old, kind)
             assert tensor is None or torch.equal(tensor, old_tensor), f"{kind}[{index}] has changed"
@@ -293,8 +289,8 @@ def check_run(functions, *, weight_decay=0.1, num_steps=50, device="cpu", Table=
     }
     ours = [padded_state(tensor, 1) for tensor in start]
     averages = [[padded_state(torch.zeros_like(tensor), 1) for tensor in start] for _ in range(2)]
-    shadows = [padded_state(tensor.to(FP16), 1) for tensor in start]
-    table = Table(ours, exp_avgs=averages[0], exp_avg_sqs=averages[1], shadows=shadows)
+    copies = [padded_state(tensor.to(FP16), 1) for tensor in start]
+    table = Table(ours, exp_avgs=averages[0], exp_avg_sqs=averages[1], copies=copies)
     for step in range(1, num_steps + 1):
         for index, size in enumerate(sizes):
             grad = make_gradient(size, FP32, device=device)
@@ -313,10 +309,10 @@ def check_run(functions, *, weight_decay=0.1, num_steps=50, device="cpu", Table=
             for dtype in (torch.float32, torch.float64)
         )
         assert_within_bound(kind, torch.cat(state), plain=plain, truth=truth, dtype=FP32)
-    for tensors in (ours, *averages, shadows):
+    for tensors in (ours, *averages, copies):
         for tensor in tensors:
             assert_margin_of_state("run", tensor)
-    assert all(torch.equal(shadow, param.to(FP16)) for shadow, param in zip(shadows, ours))
+    assert all(torch.equal(copy, param.to(FP16)) for copy, param in zip(copies, ours))
 
 
 def assert_norm(norm, rows):
@@ -355,7 +351,7 @@ def check_what_is_not_finite(functions, *, device="cpu"):
             for ours, other in zip(row, true):
                 assert torch.equal(ours.isnan(), other.isnan())
                 assert torch.equal(ours.isinf(), other.isinf())
-            assert torch.equal(row.shadow.isnan(), row.param.isnan())
+            assert torch.equal(row.copy.isnan(), row.param.isnan())
     for value in (float("nan"), float("inf")):
         rows = make_rows(sizes=(7, CHUNK + 5), missing=(), device=device)
         rows[1].grad[-1] = value
@@ -525,8 +521,7 @@ def test_chunks_cover_every_element_once():
                 for row in group.rows
             )
             assert all(
-                (None if rows[row].shadow is None else rows[row].shadow.dtype) is group.shadow_dtype
-                for row in group.rows
+                (None if rows[row].copy is None else rows[row].copy.dtype) is group.copy_dtype for row in group.rows
             )
 
 
@@ -587,12 +582,12 @@ REFERENCE_FAULTS = {
     ),
     "average lost": ("row.exp_avg.lerp_(grad, 1 - options.beta1)", "row.exp_avg.copy_(grad)"),
     "betas swapped": ("value=1 - options.beta2", "value=1 - options.beta1"),
-    "shadow of the old master": (
+    "copy of the old master": (
         "    row.param.copy_(param)\n",
-        "    row.param.copy_(param) if row.shadow is None else None\n",
+        "    row.param.copy_(param) if row.copy is None else None\n",
     ),
     "narrow master not written": ("    row.param.copy_(param)\n", ""),
-    "shadow lost": ("    if row.shadow is not None:\n        row", "    if row.shadow is row.param:\n        row"),
+    "copy lost": ("    if row.copy is not None:\n        row", "    if row.copy is row.param:\n        row"),
     "learning rate on the device not corrected": ("rate / correction * row.exp_avg", "rate * row.exp_avg"),
     "flag not read": ("torch.where(skip.found_inf == 0, tensor, old)", "tensor"),
     "flag read backwards": ("skip.found_inf == 0, tensor", "skip.found_inf != 0, tensor"),
@@ -631,7 +626,7 @@ class Wrapper(torch.Tensor):
     ("change", "error", "message"),
     [
         ({"exp_avgs": [torch.zeros(4)]}, OptionError, "'exp_avgs': 1"),
-        ({"shadows": [None]}, OptionError, "'shadows': 1"),
+        ({"copies": [None]}, OptionError, "'copies': 1"),
         ({"params": [torch.ones(4), None]}, ShapeError, "must be a tensor"),
         ({"params": [torch.ones(4), torch.ones(4).double()]}, ShapeError, "dtype"),
         ({"params": [torch.ones(4), torch.ones(4).half()]}, ShapeError, "dtype"),
@@ -641,8 +636,8 @@ class Wrapper(torch.Tensor):
         ({"params": [torch.ones(4), Wrapper(torch.ones(4))]}, ShapeError, "memory of its own|to_local"),
         ({"exp_avgs": [torch.ones(4), torch.ones(4).bfloat16()]}, ShapeError, r"exp_avgs\[1\]"),
         ({"exp_avg_sqs": [torch.ones(2, 2), torch.ones(4)]}, ShapeError, r"exp_avg_sqs\[0\] must have 1 axes"),
-        ({"shadows": [None, torch.ones(4)]}, ShapeError, r"shadows\[1\]"),
-        ({"shadows": [None, torch.ones(3).half()]}, ShapeError, r"shadows\[1\]"),
+        ({"copies": [None, torch.ones(4)]}, ShapeError, r"copies\[1\]"),
+        ({"copies": [None, torch.ones(3).half()]}, ShapeError, r"copies\[1\]"),
         ({"owners": [torch.ones(4), torch.ones(4, 1)]}, ShapeError, r"owners\[1\]"),
         ({"owners": [torch.ones(4), torch.ones(4).long()]}, ShapeError, "dtype"),
         ({"exp_avgs": [torch.ones(4)] * 2}, ShapeError, r"exp_avgs\[0\] and exp_avgs\[1\] share memory"),

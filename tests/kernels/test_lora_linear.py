@@ -39,12 +39,12 @@ def check_against_truth(function, num_tokens, dtype, *, rank=3, num_draws=8):
     for _ in range(num_draws):
         inputs = make_inputs(num_tokens, dtype, rank=rank, width=width, num_outputs=num_outputs)
         d_out = poisoned(torch.randn(num_tokens, num_outputs).to(dtype))
-        shadows = (
-            {"shadow_a_RD": inputs[2].detach().to(dtype), "shadow_b_NR": inputs[3].detach().to(dtype)}
+        copies = (
+            {"copy_a_RD": inputs[2].detach().to(dtype), "copy_b_NR": inputs[3].detach().to(dtype)}
             if dtype is not torch.float32
             else {}
         )
-        out = function(*inputs, scale=SCALE, **shadows)
+        out = function(*inputs, scale=SCALE, **copies)
         results["ours"].append([out.detach(), *torch.autograd.grad(out, inputs, d_out)])
         results["plain"].append(run_reference(inputs, d_out, dtype=dtype))
         results["truth"].append(run_reference(inputs, d_out, dtype=torch.float64))
@@ -69,7 +69,7 @@ FAULTS = {
         "torch.addmm(base.reshape(-1, base.shape[-1]), ",
         "torch.addmm(0 * base.reshape(-1, base.shape[-1]), ",
     ),
-    "gradient of x lost": ("d_x = (d_low_TR @ shadow_a_RD).view(x.shape)", "d_x = torch.zeros_like(x)"),
+    "gradient of x lost": ("d_x = (d_low_TR @ copy_a_RD).view(x.shape)", "d_x = torch.zeros_like(x)"),
     "masters' gradients rounded": ("return left.to(dtype) @ right.to(dtype)", "return (left @ right).to(dtype)"),
 }
 
@@ -93,7 +93,7 @@ def check_every_part(function):
 def check_gradients_of_masters_are_not_rounded(function):
     base, x, a_RD, b_NR = make_inputs(257, torch.bfloat16, width=14, num_outputs=12)
     out = function(
-        base, x, a_RD, b_NR, scale=1.0, shadow_a_RD=a_RD.detach().bfloat16(), shadow_b_NR=b_NR.detach().bfloat16()
+        base, x, a_RD, b_NR, scale=1.0, copy_a_RD=a_RD.detach().bfloat16(), copy_b_NR=b_NR.detach().bfloat16()
     )
     d_out = torch.randn(out.shape).bfloat16()
     (d_b_NR,) = torch.autograd.grad(out, b_NR, d_out)
@@ -115,9 +115,9 @@ def test_three_axes_equal_two():
         assert torch.equal(one, other)
 
 
-def test_the_shadows_are_what_is_computed_with():
+def test_the_copies_are_what_is_computed_with():
     base, x, a_RD, b_NR = make_inputs(5, torch.float32)
-    out = lora_addmm(base, x, a_RD, b_NR, scale=1.0, shadow_a_RD=2 * a_RD.detach(), shadow_b_NR=b_NR.detach())
+    out = lora_addmm(base, x, a_RD, b_NR, scale=1.0, copy_a_RD=2 * a_RD.detach(), copy_b_NR=b_NR.detach())
     torch.testing.assert_close(out, base + 2 * (x @ a_RD.T) @ b_NR.T)
 
 
@@ -134,9 +134,9 @@ def test_only_what_is_trained_gets_a_gradient(trained):
 
 def test_a_refresh_between_forward_and_backward_is_an_error():
     base, x, a_RD, b_NR = make_inputs(5, torch.bfloat16)
-    shadow_a_RD, shadow_b_NR = a_RD.detach().bfloat16(), b_NR.detach().bfloat16()
-    out = lora_addmm(base, x, a_RD, b_NR, scale=1.0, shadow_a_RD=shadow_a_RD, shadow_b_NR=shadow_b_NR)
-    shadow_b_NR.copy_(b_NR.detach() * 2)
+    copy_a_RD, copy_b_NR = a_RD.detach().bfloat16(), b_NR.detach().bfloat16()
+    out = lora_addmm(base, x, a_RD, b_NR, scale=1.0, copy_a_RD=copy_a_RD, copy_b_NR=copy_b_NR)
+    copy_b_NR.copy_(b_NR.detach() * 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
@@ -152,17 +152,17 @@ def test_a_second_backward_names_retain_graph():
 
 def test_checkpointing_gives_the_same_gradients():
     inputs = make_inputs(7, torch.bfloat16)
-    shadows = {"shadow_a_RD": inputs[2].detach().bfloat16(), "shadow_b_NR": inputs[3].detach().bfloat16()}
+    copies = {"copy_a_RD": inputs[2].detach().bfloat16(), "copy_b_NR": inputs[3].detach().bfloat16()}
 
     def layer(*tensors):
-        return lora_addmm(*tensors, scale=SCALE, **shadows).square().sum()
+        return lora_addmm(*tensors, scale=SCALE, **copies).square().sum()
 
     kept = torch.autograd.grad(layer(*inputs), inputs)
     rebuilt = torch.autograd.grad(checkpoint(layer, *inputs, use_reentrant=False), inputs)
     assert all(torch.equal(one, other) for one, other in zip(kept, rebuilt))
 
 
-def test_what_is_saved_is_x_the_low_rank_states_and_the_shadows():
+def test_what_is_saved_is_x_the_low_rank_states_and_the_copies():
     base, x, a_RD, b_NR = make_inputs(5, torch.float32)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -181,8 +181,8 @@ def test_what_is_saved_is_x_the_low_rank_states_and_the_shadows():
         {"base": torch.zeros(1, 11)},
         {"base": torch.zeros(5, 11, dtype=torch.bfloat16)},
         {"x": torch.zeros(5, 13, dtype=torch.bfloat16)},
-        {"shadow_a_RD": torch.zeros(3, 13, dtype=torch.bfloat16)},
-        {"shadow_b_NR": torch.zeros(1, 3)},
+        {"copy_a_RD": torch.zeros(3, 13, dtype=torch.bfloat16)},
+        {"copy_b_NR": torch.zeros(1, 3)},
     ],
 )
 def test_what_would_broadcast_or_cast_is_refused(change):

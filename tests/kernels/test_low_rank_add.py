@@ -58,7 +58,7 @@ for capability, dtype, ranks, is_transposed in cases[lane]:
 
 
 def make_inputs(num_rows, num_columns, num_ranks, dtype, *, device="cpu", has_residual=False):
-    """Base, narrow rows, factor and residual; the product is about as large as the base."""
+    """Base, low-rank rows, factor and residual; the product is about as large as the base."""
     base_TN, low_TR = torch.randn(num_rows, num_columns, device=device), torch.randn(num_rows, num_ranks, device=device)
     factor_RN = torch.randn(num_ranks, num_columns, device=device) / max(num_ranks, 1) ** 0.5
     residual_TN = torch.randn(num_rows, num_columns, device=device).to(dtype) if has_residual else None

@@ -228,12 +228,12 @@ FAULTS = {
     "one element behind": (MASK, MASK + " + (num_readable > 0)"),
     "one element before": (MASK, MASK.replace("offs, offs", "offs - 1, offs")),
     "last element lost": (MASK, MASK + " - 1"),
-    "shadow of the old master": (
+    "copy of the old master": (
         STORE_MASTER,
         STORE_MASTER + "    rounded = (param + rate * tl.div_rn(avg, denominator)).to(PARAM_DTYPE)\n",
     ),
-    "shadow lost": ("        tl.store(shadow_ptrs, rounded.to(tl.float32).to(SHADOW_DTYPE), mask=inside)\n", ""),
-    "shadow not of the rounded master": ("rounded.to(tl.float32).to(SHADOW_DTYPE)", "param.to(SHADOW_DTYPE)"),
+    "copy lost": ("        tl.store(copy_ptrs, rounded.to(tl.float32).to(COPY_DTYPE), mask=inside)\n", ""),
+    "copy not of the rounded master": ("rounded.to(tl.float32).to(COPY_DTYPE)", "param.to(COPY_DTYPE)"),
     "average not written": ("    tl.store(avg_ptrs, avg, mask=inside)\n", ""),
     "squares not written": ("    tl.store(square_ptrs, square, mask=inside)\n", ""),
     "master not written": (STORE_MASTER, STORE_MASTER.replace("mask=inside", "mask=inside & (offs < 0)")),

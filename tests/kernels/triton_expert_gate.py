@@ -248,7 +248,7 @@ FAULTS = {
     "factor beyond the last column is read": (FACTOR_COLUMNS, FACTOR_COLUMNS.replace("num_columns", "num_columns + 1")),
     "factor of the first tile": ("factor_stride + cols[None, :]", "factor_stride + tl.arange(0, BLOCK_F)[None, :]"),
     "wrong stride of the factor": ("[:, None] * factor_stride", "[:, None] * num_columns"),
-    "wrong stride of the narrow rows": ("low_ptr + rows * low_stride", "low_ptr + rows * num_ranks"),
+    "wrong stride of the low-rank rows": ("low_ptr + rows * low_stride", "low_ptr + rows * num_ranks"),
     "sum without the low-rank product": (
         "weight_terms += d_act * act",
         "weight_terms += (d_act - (addend if HAS_ADDEND else 0.0)) * act",

@@ -138,7 +138,7 @@ FAULTS = {
     "every step the first": ("ranks = first + tl.arange(0, BLOCK_R)", "ranks = tl.arange(0, BLOCK_R)"),
     "last rank lost": ("inside_ranks = ranks < num_ranks", "inside_ranks = ranks < num_ranks - 1"),
     "mask of the ranks lost": ("inside_ranks = ranks < num_ranks", "inside_ranks = ranks < num_ranks + 1"),
-    "rank mask of the narrow rows lost": (
+    "rank mask of the low-rank rows lost": (
         "inside_rows[:, None] & inside_ranks[None, :]",
         "inside_rows[:, None] & (ranks < num_ranks + 1)[None, :]",
     ),
@@ -166,7 +166,7 @@ FAULTS = {
     ),
     "wrong stride of the base": ("rows[:, None] * base_stride", "rows[:, None] * num_columns"),
     "wrong stride of the residual": ("rows[:, None] * residual_stride", "rows[:, None] * num_columns"),
-    "wrong stride of the narrow rows": ("rows * low_stride", "rows * num_ranks"),
+    "wrong stride of the low-rank rows": ("rows * low_stride", "rows * num_ranks"),
     "wrong stride of the output": ("rows[:, None] * out_stride", "rows[:, None] * num_columns"),
     "factor taken for rows": ("cols.to(tl.int64) * factor_column_stride", "cols.to(tl.int64)"),
     "factor taken for columns": ("tl.int64)[:, None] * factor_rank_stride", "tl.int64)[:, None]"),

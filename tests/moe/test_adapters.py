@@ -211,23 +211,23 @@ def test_factors_in_the_other_order_are_those_of_peft(family):
     assert_same(results(model), expected)
 
 
-def build_narrow(family="qwen3_moe", *, has_shadows=True, is_router_first=True, adapt=with_adapters):
-    """A bf16 model with fp32 masters, router and shadows (without: those of attention alone), in either order of
+def build_narrow(family="qwen3_moe", *, has_copies=True, is_router_first=True, adapt=with_adapters):
+    """A bf16 model with fp32 masters, router and copies (without: those of attention alone), in either order of
     installation.
     """
     model = adapt(build_tiny(family).bfloat16())
     assert {parameter.dtype for name, parameter in model.named_parameters() if "lora" in name} == {torch.float32}
-    shadows, patchers = None, []
-    for step in ("router", "shadows") if is_router_first else ("shadows", "router"):
+    copies, patchers = None, []
+    for step in ("router", "copies") if is_router_first else ("copies", "router"):
         patchers.append(ModelPatcher())
         if step == "router":
             install_bincount_router(model, patchers[-1])
         else:
-            shadows = install_low_precision_adapters(model, patchers[-1], compute_dtype=torch.bfloat16)
-    if not has_shadows:
+            copies = install_low_precision_adapters(model, patchers[-1], compute_dtype=torch.bfloat16)
+    if not has_copies:
         for module in model.modules():
-            vars(module).pop("fastft_expert_shadows", None)
-    return model, shadows, patchers
+            vars(module).pop("fastft_expert_copies", None)
+    return model, copies, patchers
 
 
 def stack_linears(model):
@@ -238,13 +238,11 @@ def stack_linears(model):
 
 @pytest.fixture
 def narrow_adapters(monkeypatch):
-    """Notes of every product whether its adapter came with narrow factors."""
+    """Notes of every product whether its adapter came with low-precision factors."""
     noted = []
 
     def noting(*arguments, gate_up, down, **options):
-        noted.extend(
-            linear.adapter is not None and linear.adapter.narrow_a_ERI is not None for linear in (gate_up, down)
-        )
+        noted.extend(linear.adapter is not None and linear.adapter.copy_a_ERI is not None for linear in (gate_up, down))
         return run_experts(*arguments, gate_up=gate_up, down=down, **options)
 
     monkeypatch.setattr(experts_module, "run_experts", noting)
@@ -254,15 +252,15 @@ def narrow_adapters(monkeypatch):
 @pytest.mark.parametrize("is_router_first", [True, False])
 @pytest.mark.parametrize("adapt", [with_adapters, with_exchanged_adapters])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shadows_give_the_bits_of_casts_in_every_pass(family, adapt, is_router_first, narrow_adapters):
+def test_copies_give_the_bits_of_casts_in_every_pass(family, adapt, is_router_first, narrow_adapters):
     arms = []
-    for has_shadows in (False, True):
+    for has_copies in (False, True):
         torch.manual_seed(0)
-        model, shadows, _ = build_narrow(family, has_shadows=has_shadows, is_router_first=is_router_first, adapt=adapt)
+        model, copies, _ = build_narrow(family, has_copies=has_copies, is_router_first=is_router_first, adapt=adapt)
         narrow_adapters.clear()
         arms.append(results(model))
-        assert set(narrow_adapters) == {has_shadows}
-    assert len(shadows._experts) == len(stack_linears(model))
+        assert set(narrow_adapters) == {has_copies}
+    assert len(copies._experts) == len(stack_linears(model))
     (expected_logits, expected_grads), (logits, grads) = arms
     assert torch.equal(logits, expected_logits)
     for name, grad in expected_grads.items():
@@ -272,18 +270,18 @@ def test_shadows_give_the_bits_of_casts_in_every_pass(family, adapt, is_router_f
             assert grads[name].is_contiguous()
 
 
-def test_shadows_are_in_no_state_dict_and_gone_after_undoing():
-    model, shadows, patchers = build_narrow()
+def test_copies_are_in_no_state_dict_and_gone_after_undoing():
+    model, copies, patchers = build_narrow()
     keys = list(model.state_dict())
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     run(model)
-    assert len(shadows._experts) == len(stack_linears(model))
+    assert len(copies._experts) == len(stack_linears(model))
     assert list(model.state_dict()) == keys
-    assert not any("shadow" in name for name, _ in model.named_buffers())
+    assert not any("copy" in name for name, _ in model.named_buffers())
     patchers[1].undo()
-    assert len(shadows._experts) == 0
+    assert len(copies._experts) == 0
     after = {name: set(vars(module)) for name, module in model.named_modules()}
-    assert not any("fastft_expert_factor" in names or "fastft_expert_shadows" in names for names in after.values())
+    assert not any("fastft_expert_factor" in names or "fastft_expert_copies" in names for names in after.values())
     assert all(after[name] <= names for name, names in before.items() if name in after)
     run(model)
 
@@ -293,7 +291,7 @@ def test_shadows_are_in_no_state_dict_and_gone_after_undoing():
     "change", ["in place", "load_state_dict", "new parameter", "data replaced", "unseen and refreshed"]
 )
 def test_every_change_of_a_master_reaches_the_next_forward(change, which):
-    model, shadows, _ = build_narrow()
+    model, copies, _ = build_narrow()
     before = run(model).logits
     linear = stack_linears(model)[which]
     key = next(name for name, parameter in model.named_parameters() if parameter is linear.weight)
@@ -311,7 +309,7 @@ def test_every_change_of_a_master_reaches_the_next_forward(change, which):
         # Through .data nothing is seen from outside: that is what refresh is for.
         linear.weight.data.mul_(3.0)
         assert torch.equal(run(model).logits, before)
-        shadows.refresh()
+        copies.refresh()
     after = run(model).logits
     assert not torch.equal(after, before)
     fresh, _, _ = build_narrow()
@@ -319,40 +317,40 @@ def test_every_change_of_a_master_reaches_the_next_forward(change, which):
     assert torch.equal(run(fresh).logits, after)
 
 
-def test_optimizer_steps_with_shadows_are_those_without():
+def test_optimizer_steps_with_copies_are_those_without():
     arms = []
-    for has_shadows in (False, True):
+    for has_copies in (False, True):
         torch.manual_seed(0)
-        model, shadows, _ = build_narrow(has_shadows=has_shadows)
+        model, copies, _ = build_narrow(has_copies=has_copies)
         optimizer = torch.optim.AdamW([linear.weight for linear in stack_linears(model)], lr=0.05)
         for _ in range(3):
             optimizer.zero_grad()
             results(model)
             optimizer.step()
-            shadows.refresh()
+            copies.refresh()
         arms.append([linear.weight.detach().clone() for linear in stack_linears(model)])
     assert all(torch.equal(one, other) for one, other in zip(*arms))
 
 
 def test_a_refresh_between_forward_and_backward_is_an_error():
-    model, shadows, _ = build_narrow()
+    model, copies, _ = build_narrow()
     loss = run(model).logits.float().square().mean()
-    shadows.refresh()
+    copies.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_a_first_forward_in_inference_mode_can_be_trained_on():
-    model, shadows, _ = build_narrow()
+    model, copies, _ = build_narrow()
     with torch.inference_mode():
         run(model)
-        shadows.refresh()
+        copies.refresh()
         run(model)
     results(model)
     assert all(linear.weight.grad is not None for linear in stack_linears(model))
 
 
-def test_a_deep_copy_has_shadows_of_its_own():
+def test_a_deep_copy_has_copies_of_its_own():
     model, _, _ = build_narrow()
     expected = run(model).logits
     twin = copy.deepcopy(model)
@@ -369,10 +367,10 @@ def test_stacks_in_another_dtype_are_served_without(compute_dtype, narrow_adapte
         build_tiny("qwen3_moe").to(torch.float32 if compute_dtype is torch.float32 else torch.bfloat16)
     )
     patcher, _ = install(model)
-    shadows = install_low_precision_adapters(model, patcher, compute_dtype=compute_dtype)
+    copies = install_low_precision_adapters(model, patcher, compute_dtype=compute_dtype)
     run(model)
     assert set(narrow_adapters) == {False}
-    assert len(shadows._experts) == 0
+    assert len(copies._experts) == 0
 
 
 def test_the_table_counts_stacks_alone_too():
@@ -380,11 +378,11 @@ def test_the_table_counts_stacks_alone_too():
         build_tiny("qwen3_moe").bfloat16(), LoraConfig(r=4, target_modules=[], target_parameters=STACKS)
     ).train()
     install(model)
-    shadows = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
-    assert shadows.status.state == "active"
-    assert shadows.status.reason.startswith("4 stacks of experts: float32 masters, bfloat16 compute")
+    copies = install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
+    assert copies.status.state == "active"
+    assert copies.status.reason.startswith("4 stacks of experts: float32 masters, bfloat16 compute")
     run(model)
-    assert len(shadows) == 8
+    assert len(copies) == 8
 
 
 def test_nothing_to_swap():

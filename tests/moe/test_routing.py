@@ -103,11 +103,11 @@ def tensors_of(x_TD, weight_TK, gate_up, down):
 
 
 def with_narrow(adapter, dtype):
-    """The adapter with narrow copies of its factors."""
-    narrow_a_ERI, narrow_b_ERO = (
+    """The adapter with low-precision copies of its factors."""
+    copy_a_ERI, copy_b_ERO = (
         factor.detach().to(dtype).contiguous() for factor in (adapter.a_EIR.transpose(1, 2), adapter.b_ERO)
     )
-    return adapter._replace(narrow_a_ERI=narrow_a_ERI, narrow_b_ERO=narrow_b_ERO)
+    return adapter._replace(copy_a_ERI=copy_a_ERI, copy_b_ERO=copy_b_ERO)
 
 
 def run(function, case, *, dtype, trained, form=SILU, factor_dtype=None, has_narrow=False, **options):
@@ -227,7 +227,7 @@ def test_wide_masters_of_adapters_and_routing_weights_get_wide_gradients():
     "trained", [ADAPTERS, ("gate_up.a",), ("gate_up.b",), ("down.a",), ("down.b",), FROZEN], ids=lambda names: names[-1]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_factors_give_the_same_bits(dtype, trained):
+def test_copied_factors_give_the_same_bits(dtype, trained):
     case = make_case(num_tokens=60, rank=8, has_bias=True, route="sentinels")
     expected = run(run_experts, case, dtype=dtype, factor_dtype=torch.float32, trained=trained)
     found = run(run_experts, case, dtype=dtype, factor_dtype=torch.float32, trained=trained, has_narrow=True)
@@ -237,7 +237,7 @@ def test_narrow_factors_give_the_same_bits(dtype, trained):
         assert torch.equal(found[name], tensor), name
 
 
-def test_narrow_factors_are_what_is_read():
+def test_copied_factors_are_what_is_read():
     """Masters of NaN: nothing reads them, and they get the gradients."""
     case = make_case(num_tokens=60, rank=8)
     adapters = []
@@ -260,7 +260,7 @@ def test_narrow_factors_are_what_is_read():
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_narrow_factor_that_changes_before_the_backward_is_an_error(index):
+def test_a_copied_factor_that_changes_before_the_backward_is_an_error(index):
     x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=4)
     down = down._replace(adapter=with_narrow(down.adapter, torch.float32))
     y_TD = run_experts(
@@ -310,14 +310,14 @@ def test_a_gradient_lies_in_memory_as_its_parameter_and_is_not_copied(is_a_last,
 @pytest.mark.parametrize(
     "change",
     [
-        {"narrow_b_ERO": None},
-        {"narrow_a_ERI": None},
-        {"narrow_a_ERI": torch.zeros(5, 3, 12)},
-        {"narrow_b_ERO": torch.zeros(5, 4, 14).double()},
-        {"narrow_b_ERO": torch.zeros(14, 4, 5).permute(2, 1, 0)},
+        {"copy_b_ERO": None},
+        {"copy_a_ERI": None},
+        {"copy_a_ERI": torch.zeros(5, 3, 12)},
+        {"copy_b_ERO": torch.zeros(5, 4, 14).double()},
+        {"copy_b_ERO": torch.zeros(14, 4, 5).permute(2, 1, 0)},
     ],
 )
-def test_narrow_factors_that_do_not_fit(change):
+def test_copied_factors_that_do_not_fit(change):
     x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=4)
     gate_up = gate_up._replace(adapter=with_narrow(gate_up.adapter, torch.float32)._replace(**change))
     with pytest.raises(ShapeError, match=f"{next(iter(change))} of gate_up"):

@@ -32,7 +32,7 @@ LINEARS = (
 )
 
 
-def adapted(*, quantization=None, dtype=torch.float32, has_shadows=True):
+def adapted(*, quantization=None, dtype=torch.float32, has_copies=True):
     if quantization is None:
         model = build_tiny("llama", **BIG).to(dtype)
     else:
@@ -47,7 +47,7 @@ def adapted(*, quantization=None, dtype=torch.float32, has_shadows=True):
     model = get_peft_model(
         model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), autocast_adapter_dtype=True
     )
-    if has_shadows:
+    if has_copies:
         install_low_precision_adapters(model, ModelPatcher(), compute_dtype=dtype)
     return model.train()
 
@@ -67,7 +67,7 @@ class CountProducts:
         monkeypatch.setattr(nn.functional, "linear", counted)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "lora without shadows", "nf4"])
+@pytest.mark.parametrize("kind", ["full", "lora", "lora without copies", "nf4"])
 def test_points_are_the_dear_products_and_every_plan_is_exact(kind):
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(2)]
     if kind == "full":
@@ -76,12 +76,12 @@ def test_points_are_the_dear_products_and_every_plan_is_exact(kind):
         model = adapted(
             quantization="nf4" if kind == "nf4" else None,
             dtype=torch.bfloat16,
-            has_shadows=kind != "lora without shadows",
+            has_copies=kind != "lora without copies",
         )
     expected = kept_gradients(model, batches, 2)
     planned = PlannedModel(model, batches, make_copy_streams=lambda device: LateStreams(seed=1))
     # The last product is needed by nobody in a second run where what it saves ends that run.
-    wanted = LINEARS[:-1] if kind != "lora without shadows" else LINEARS
+    wanted = LINEARS[:-1] if kind != "lora without copies" else LINEARS
     assert planned.value_names[0] == [name if kind == "full" else f"{name}.base_layer" for name in wanted]
     for seed in range(10):
         planned.follow(random_plan(planned.value_names, seed=seed))

@@ -277,7 +277,7 @@ def test_the_router_loss_reaches_its_layers():
     assert_same(step(), expected)
 
 
-def test_shadows_of_adapters_and_streaming_together():
+def test_copies_of_adapters_and_streaming_together():
     model = lora_model("nf4", num_layers=4)
     install_low_precision_adapters(model, ModelPatcher(), compute_dtype=torch.bfloat16)
     expected = plain_steps(model)

@@ -130,16 +130,16 @@ def test_training_step_never_waits_for_the_device(tmp_path, mode):
 
 
 @pytest.mark.parametrize("strategy", ["fastft", "auto"])
-def test_shadows_follow_their_masters_under_any_strategy_and_leave_a_plain_model(tmp_path, strategy):
+def test_copies_follow_their_masters_under_any_strategy_and_leave_a_plain_model(tmp_path, strategy):
     seen = []
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
             for name, module in pl_module.model.named_modules():
-                shadow = vars(module).get("fastft_shadow")
-                if shadow is not None:
+                low_copy = vars(module).get("fastft_copy")
+                if low_copy is not None:
                     seen.append(name)
-                    assert torch.equal(shadow.tensor, module.weight.to(torch.bfloat16)), name
+                    assert torch.equal(low_copy.tensor, module.weight.to(torch.bfloat16)), name
 
     module = tuner("lora_bf16")
     callbacks = [Watch()] if strategy == "fastft" else [Watch(), PackedTraining()]
@@ -373,7 +373,7 @@ def test_statuses_say_what_the_model_got(tmp_path):
     module.configure_model()
     assert {status.name: status.state for status in module.statuses()} == {
         "NF4 base": "active",
-        "adapter shadows": "active",
+        "low-precision adapters": "active",
     }
 
 

@@ -139,11 +139,9 @@ def test_compute_copies_are_written_by_the_step_and_not_again(tmp_path, is_ours)
 
     class Watching(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            shadows = pl_module.low_precision_adapters._shadows()
-            assert len(shadows) == 28
-            assert all(
-                torch.equal(shadow.tensor, shadow.master.bfloat16()) and shadow.is_current() for shadow in shadows
-            )
+            copies = pl_module.low_precision_adapters._copies()
+            assert len(copies) == 28
+            assert all(torch.equal(copy.tensor, copy.master.bfloat16()) and copy.is_current() for copy in copies)
             seen.append(len(copied))
 
         def on_train_start(self, trainer, pl_module):
@@ -153,9 +151,9 @@ def test_compute_copies_are_written_by_the_step_and_not_again(tmp_path, is_ours)
         copied.extend(copies)
         return foreach_copy(copies, *args)
 
-    def copy_one(shadow):
-        copied.append(shadow.tensor)
-        return copy_master(shadow)
+    def copy_one(copy):
+        copied.append(copy.tensor)
+        return copy_master(copy)
 
     foreach_copy, copy_master = torch._foreach_copy_, _LowPrecisionCopy.copy_master
     optimizer = None if is_ours else lambda groups: torch.optim.AdamW(groups, foreach=False)
@@ -173,14 +171,14 @@ def test_a_copy_that_the_step_wrote_is_copied_again_when_its_master_changes_or_a
 
     class Changing(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            shadows, kept = pl_module.low_precision_adapters, pl_module.low_precision_adapters._shadows()
+            copies, kept = pl_module.low_precision_adapters, pl_module.low_precision_adapters._copies()
             for change in ("seen", "unseen", "unwritten"):
-                shadows.mark_written([shadow.tensor for shadow in kept] if change != "unwritten" else [])
+                copies.mark_written([copy.tensor for copy in kept] if change != "unwritten" else [])
                 with torch.no_grad():
-                    for shadow in kept:
-                        shadow.master.add_(1.0) if change == "seen" else shadow.master.data.add_(1.0)
-                shadows.refresh(is_after_step=change != "unseen")
-                assert all(torch.equal(shadow.tensor, shadow.master.bfloat16()) for shadow in kept), change
+                    for copy in kept:
+                        copy.master.add_(1.0) if change == "seen" else copy.master.data.add_(1.0)
+                copies.refresh(is_after_step=change != "unseen")
+                assert all(torch.equal(copy.tensor, copy.master.bfloat16()) for copy in kept), change
                 checked.append(change)
 
     fit_tuner(tmp_path, module=module, callbacks=[Changing()], num_steps=1)

@@ -1,4 +1,4 @@
-"""FusedAdamW: the numbers, state and files of torch.optim.AdamW; clipping and narrow copies in the same pass."""
+"""FusedAdamW: the numbers, state and files of torch.optim.AdamW; clipping and low-precision copies in the same pass."""
 
 import copy
 import io

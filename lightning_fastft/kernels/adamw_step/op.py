@@ -27,12 +27,12 @@ def adamw_step(
     skip: SkipFlag | None = None,
     backend: str = "auto",
 ) -> None:
-    """Update the masters, averages and shadows of a table in place, by one step of AdamW.
+    """Update the masters, averages and copies of a table in place, by one step of AdamW.
 
     In fp32: ``g = scale * grad; m += (1 - beta1) * (g - m); v = beta2 * v + (1 - beta2) * g * g``, then the master
     loses ``lr * weight_decay * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)`` of its value p
     before the step. "reference" takes the decay off first, as torch.optim.AdamW does, with the same bits on a CPU;
-    "triton" sums both changes first, which is one rounding less. Master and shadow are rounded to nearest, the shadow
+    "triton" sums both changes first, which is one rounding less. Master and copy are rounded to nearest, the copy
     from the new master. A tensor without gradient stays as it is. What is not finite in scale or in a gradient passes
     on into its element, as in torch.optim.AdamW.
 
@@ -54,7 +54,7 @@ def adamw_step(
 
     Cost:
         One launch per combination of dtypes, no new memory. Per element with an fp32 master 28 bytes (26 with a narrow
-        gradient), and 2 for a shadow. The host compares addresses, see ``TensorTable.refresh``; no host
+        gradient), and 2 for a copy. The host compares addresses, see ``TensorTable.refresh``; no host
         synchronisation. "reference" takes several launches per tensor. A flag adds ten launches on single numbers; a
         step that it skips reads and writes no element.
 

@@ -25,8 +25,8 @@ ALIGNMENT = 16
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16)
 _OWNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SHADOW_DTYPES = (torch.bfloat16, torch.float16)
-_WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "shadows", "exp_avg_absmaxs", "exp_avg_sq_absmaxs")
+_COPY_DTYPES = (torch.bfloat16, torch.float16)
+_WRITTEN = ("params", "exp_avgs", "exp_avg_sqs", "copies", "exp_avg_absmaxs", "exp_avg_sq_absmaxs")
 
 
 class StepOptions(NamedTuple):
@@ -81,7 +81,7 @@ class SkipFlag(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """One tensor of a table: the master, its two averages, its shadow or None, and the tensor whose ``grad`` is its
+    """One tensor of a table: the master, its two averages, its copy or None, and the tensor whose ``grad`` is its
     gradient.
 
     Averages in 8 bits come with the largest magnitudes of their blocks (``codes``); others have None there.
@@ -90,14 +90,14 @@ class TableRow(NamedTuple):
     param: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    shadow: torch.Tensor | None
+    copy: torch.Tensor | None
     owner: torch.Tensor
     exp_avg_absmax: torch.Tensor | None = None
     exp_avg_sq_absmax: torch.Tensor | None = None
 
     def places(self) -> tuple[torch.Tensor | None, ...]:
         """Return what a step writes, in the order of _WRITTEN; None for what a row has not."""
-        return self.param, self.exp_avg, self.exp_avg_sq, self.shadow, self.exp_avg_absmax, self.exp_avg_sq_absmax
+        return self.param, self.exp_avg, self.exp_avg_sq, self.copy, self.exp_avg_absmax, self.exp_avg_sq_absmax
 
     def written(self) -> list[torch.Tensor]:
         """Return what a step writes."""
@@ -111,7 +111,7 @@ class TableGroup(NamedTuple):
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
-    shadow_dtype: torch.dtype | None
+    copy_dtype: torch.dtype | None
     average_dtype: torch.dtype
     rows: tuple[int, ...]
     row_C: torch.Tensor
@@ -133,7 +133,7 @@ class TensorTable:
         exp_avgs: Averages of the gradients. Shapes of params; fp32, or codes of the signed map in uint8; contiguous.
         exp_avg_sqs: Averages of their squares. Shapes of params; fp32, or codes of the unsigned map in uint8;
             contiguous.
-        shadows: Copies that compute reads, bf16 or fp16, contiguous, or None for a tensor without one; None where no
+        copies: Copies that compute reads, bf16 or fp16, contiguous, or None for a tensor without one; None where no
             tensor has one.
         owners: Tensors whose ``grad`` is the gradient. Shapes of params; fp32, bf16 or fp16. None for params
             themselves.
@@ -169,7 +169,7 @@ class TensorTable:
         *,
         exp_avgs: Sequence[torch.Tensor],
         exp_avg_sqs: Sequence[torch.Tensor],
-        shadows: Sequence[torch.Tensor | None] | None = None,
+        copies: Sequence[torch.Tensor | None] | None = None,
         owners: Sequence[torch.Tensor] | None = None,
         exp_avg_absmaxs: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_absmaxs: Sequence[torch.Tensor | None] | None = None,
@@ -179,7 +179,7 @@ class TensorTable:
             "params": params,
             "exp_avgs": exp_avgs,
             "exp_avg_sqs": exp_avg_sqs,
-            "shadows": nothing if shadows is None else shadows,
+            "copies": nothing if copies is None else copies,
             "owners": params if owners is None else owners,
             "exp_avg_absmaxs": nothing if exp_avg_absmaxs is None else exp_avg_absmaxs,
             "exp_avg_sq_absmaxs": nothing if exp_avg_sq_absmaxs is None else exp_avg_sq_absmaxs,
@@ -253,7 +253,7 @@ class TensorTable:
             [row.param.data_ptr() for row in self.rows],
             [row.exp_avg.data_ptr() for row in self.rows],
             [row.exp_avg_sq.data_ptr() for row in self.rows],
-            [0 if row.shadow is None else row.shadow.data_ptr() for row in self.rows],
+            [0 if row.copy is None else row.copy.data_ptr() for row in self.rows],
             [row.param.numel() for row in self.rows],
             [0 if row.exp_avg_absmax is None else row.exp_avg_absmax.data_ptr() for row in self.rows],
             [0 if row.exp_avg_sq_absmax is None else row.exp_avg_sq_absmax.data_ptr() for row in self.rows],
@@ -288,7 +288,7 @@ class TensorTable:
 def adamw_step(
     table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
 ) -> None:
-    """Update masters, averages and shadows, in the order of operations of torch.optim.AdamW: in fp32 without
+    """Update masters, averages and copies, in the order of operations of torch.optim.AdamW: in fp32 without
     scale the same bits on a CPU.
     """
     corrections = bias_corrections(options) if skip is None else _corrections_on_device(options, skip)
@@ -349,7 +349,7 @@ def _step_row_unless(
 def _step_row(
     row: TableRow, grad: torch.Tensor, options: StepOptions, corrections: Sequence[float | torch.Tensor]
 ) -> None:
-    """Update one tensor in fp32; only master and shadow are rounded, once, and averages that are held in 8 bits."""
+    """Update one tensor in fp32; only master and copy are rounded, once, and averages that are held in 8 bits."""
     if row.exp_avg_absmax is not None and row.exp_avg_sq_absmax is not None:
         stored = ((row.exp_avg, row.exp_avg_absmax), (row.exp_avg_sq, row.exp_avg_sq_absmax))
         averages = [codes.decode(*pair, is_signed=is_signed) for pair, is_signed in zip(stored, (True, False))]
@@ -371,8 +371,8 @@ def _step_row(
         param.addcdiv_(row.exp_avg, denominator, value=-rate / correction)
     # An fp32 master is its own fp32 copy.
     row.param.copy_(param)
-    if row.shadow is not None:
-        row.shadow.copy_(row.param)
+    if row.copy is not None:
+        row.copy.copy_(row.param)
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -389,8 +389,8 @@ def _dtypes(
     row: TableRow, grad: torch.Tensor | None
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype]:
     """Return what one launch must know of a row."""
-    shadow_dtype = None if row.shadow is None else row.shadow.dtype
-    return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, shadow_dtype, row.exp_avg.dtype
+    copy_dtype = None if row.copy is None else row.copy.dtype
+    return row.param.dtype, row.owner.dtype if grad is None else grad.dtype, copy_dtype, row.exp_avg.dtype
 
 
 def _fits_vectors(row: TableRow, tensors: Sequence[torch.Tensor]) -> bool:
@@ -412,7 +412,7 @@ def _check_rows(rows: Sequence[TableRow]) -> None:
 
 def _check_row(index: int, row: TableRow) -> None:
     """Refuse tensors of which one flat walk would read or write another part."""
-    param, exp_avg, exp_avg_sq, shadow, owner, *absmaxs = row
+    param, exp_avg, exp_avg_sq, copy, owner, *absmaxs = row
     average_dtypes = (torch.float32,) if absmaxs == [None, None] else (torch.uint8,)
     if not isinstance(param, torch.Tensor):
         raise ShapeError(f"params[{index}] must be a tensor, got {type(param).__name__}.")
@@ -420,7 +420,7 @@ def _check_row(index: int, row: TableRow) -> None:
         ("params", param, _PARAM_DTYPES),
         ("exp_avgs", exp_avg, average_dtypes),
         ("exp_avg_sqs", exp_avg_sq, average_dtypes),
-        *(() if shadow is None else (("shadows", shadow, _SHADOW_DTYPES),)),
+        *(() if copy is None else (("copies", copy, _COPY_DTYPES),)),
     ):
         _check_like(f"{kind}[{index}]", tensor, param, dtypes)
         _check_memory(f"{kind}[{index}]", tensor)

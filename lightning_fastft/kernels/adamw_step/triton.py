@@ -2,8 +2,8 @@
 
 Axes: R rows of the table, one per tensor; A kinds of address; C chunks, pieces of at most ``CHUNK`` elements that all
     tensors together are cut into.
-Per element a step reads gradient, master and both averages and writes master, both averages and shadow: 28 bytes in
-fp32, 2 more with a shadow, 12 less with averages in 8 bits. A row without gradient has address 0 for it: its chunks
+Per element a step reads gradient, master and both averages and writes master, both averages and copy: 28 bytes in
+fp32, 2 more with a copy, 12 less with averages in 8 bits. A row without gradient has address 0 for it: its chunks
 have no element to read or write.
 """
 
@@ -43,7 +43,7 @@ NUM_WARPS_8BIT = 4
 _PARAM = tl.constexpr(0)
 _EXP_AVG = tl.constexpr(1)
 _EXP_AVG_SQ = tl.constexpr(2)
-_SHADOW = tl.constexpr(3)
+_COPY = tl.constexpr(3)
 _SIZE = tl.constexpr(4)
 _EXP_AVG_ABSMAX = tl.constexpr(5)
 _EXP_AVG_SQ_ABSMAX = tl.constexpr(6)
@@ -106,7 +106,7 @@ def _adamw_kernel(
     eps,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
-    SHADOW_DTYPE: tl.constexpr,
+    COPY_DTYPE: tl.constexpr,
     HAS_RATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -154,9 +154,9 @@ def _adamw_kernel(
     tl.store(param_ptrs, rounded, mask=inside)
     tl.store(avg_ptrs, avg, mask=inside)
     tl.store(square_ptrs, square, mask=inside)
-    if SHADOW_DTYPE is not None:
-        shadow_ptrs = _load_pointer(place_ptr + _SHADOW * num_rows, SHADOW_DTYPE, IS_ALIGNED) + offs
-        tl.store(shadow_ptrs, rounded.to(tl.float32).to(SHADOW_DTYPE), mask=inside)
+    if COPY_DTYPE is not None:
+        copy_ptrs = _load_pointer(place_ptr + _COPY * num_rows, COPY_DTYPE, IS_ALIGNED) + offs
+        tl.store(copy_ptrs, rounded.to(tl.float32).to(COPY_DTYPE), mask=inside)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def _adamw_8bit_kernel(
     eps,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
-    SHADOW_DTYPE: tl.constexpr,
+    COPY_DTYPE: tl.constexpr,
     HAS_RATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -297,9 +297,9 @@ def _adamw_8bit_kernel(
     tl.store(square_ptrs, _encode_unsigned(square * _inverse(square_absmax), table_ptr), mask=inside)
     tl.store(avg_absmax_ptrs, avg_absmax, mask=is_block)
     tl.store(square_absmax_ptrs, square_absmax, mask=is_block)
-    if SHADOW_DTYPE is not None:
-        shadow_ptrs = _load_pointer(place_ptr + _SHADOW * num_rows, SHADOW_DTYPE, IS_ALIGNED) + start + offs
-        tl.store(shadow_ptrs, rounded.to(tl.float32).to(SHADOW_DTYPE), mask=inside)
+    if COPY_DTYPE is not None:
+        copy_ptrs = _load_pointer(place_ptr + _COPY * num_rows, COPY_DTYPE, IS_ALIGNED) + start + offs
+        tl.store(copy_ptrs, rounded.to(tl.float32).to(COPY_DTYPE), mask=inside)
 
 
 @triton.jit
@@ -345,7 +345,7 @@ def _norm_kernel(partial_ptr, norm_ptr, num_partials, BLOCK: tl.constexpr):
 def adamw_step(
     table: TensorTable, *, options: StepOptions, scale: torch.Tensor | None = None, skip: SkipFlag | None = None
 ) -> None:
-    """Update masters, averages and shadows; same contract as the reference, and one rounding less in the master."""
+    """Update masters, averages and copies; same contract as the reference, and one rounding less in the master."""
     table.refresh()
     correction, root_correction = bias_corrections(options)
     rate_tensor = options.learning_rate if isinstance(options.learning_rate, torch.Tensor) else None
@@ -379,7 +379,7 @@ def adamw_step(
         constants = {
             "PARAM_DTYPE": _DTYPES[group.param_dtype],
             "GRAD_DTYPE": _DTYPES[group.grad_dtype],
-            "SHADOW_DTYPE": None if group.shadow_dtype is None else _DTYPES[group.shadow_dtype],
+            "COPY_DTYPE": None if group.copy_dtype is None else _DTYPES[group.copy_dtype],
             "HAS_RATE": rate_tensor is not None,
             "HAS_SCALE": scale is not None,
             "HAS_SKIP": skip is not None,

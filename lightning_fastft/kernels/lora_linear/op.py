@@ -1,4 +1,4 @@
-"""The low-rank part of an adapted linear layer, computed from narrow copies of wide adapter weights.
+"""The low-rank part of an adapted linear layer, computed from low-precision copies of wide adapter weights.
 
 Axes: T tokens of the pack, D input width, N output width, R rank of the adapter.
 """
@@ -20,13 +20,13 @@ def lora_addmm(
     b_NR: torch.Tensor,
     *,
     scale: float,
-    shadow_a_RD: torch.Tensor | None = None,
-    shadow_b_NR: torch.Tensor | None = None,
+    copy_a_RD: torch.Tensor | None = None,
+    copy_b_NR: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``base + scale * (x A^T) B^T``, computed from the shadows, with gradients for the masters.
+    """Return ``base + scale * (x A^T) B^T``, computed from the copies, with gradients for the masters.
 
-    The masters are never read: the shadows stand for them. Gradients of the masters are accumulated and returned in the
-    masters' dtype (fp32 products of narrow factors), so that nothing is rounded between the GEMM and the optimizer.
+    The masters are never read: the copies stand for them. Gradients of the masters are accumulated and returned in the
+    masters' dtype (fp32 products of low-precision factors), so that nothing is rounded between the GEMM and the optimizer.
 
     Args:
         base: Output of the base layer. Shape (..., N).
@@ -34,8 +34,8 @@ def lora_addmm(
         a_RD: Master of A. Shape (R, D).
         b_NR: Master of B. Shape (N, R).
         scale: Factor on the low-rank part.
-        shadow_a_RD: A in the dtype of x; None where the master has it.
-        shadow_b_NR: B in the dtype of x; None where the master has it.
+        copy_a_RD: A in the dtype of x; None where the master has it.
+        copy_b_NR: B in the dtype of x; None where the master has it.
 
     Returns:
         Shape, dtype and device of base.
@@ -44,24 +44,24 @@ def lora_addmm(
         ShapeError: Shapes or dtypes do not fit.
 
     Cost:
-        2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the shadows; no host
+        2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the copies; no host
         synchronisation.
 
     Source:
-        LoRA, arXiv 2106.09685; masters and shadows as in mixed-precision training, arXiv 1710.03740.
+        LoRA, arXiv 2106.09685; masters and copies as in mixed-precision training, arXiv 1710.03740.
 
     Example:
         >>> lora_addmm(torch.zeros(1, 2), torch.ones(1, 3), torch.ones(1, 3), torch.ones(2, 1), scale=2.0)
         tensor([[6., 6.]])
     """
-    shadow_a_RD = a_RD.detach() if shadow_a_RD is None else shadow_a_RD
-    shadow_b_NR = b_NR.detach() if shadow_b_NR is None else shadow_b_NR
-    _check(base, x, masters=(a_RD, b_NR), shadows=(shadow_a_RD, shadow_b_NR))
-    return _LoraAddmm.apply(base, x, a_RD, b_NR, shadow_a_RD, shadow_b_NR, scale)
+    copy_a_RD = a_RD.detach() if copy_a_RD is None else copy_a_RD
+    copy_b_NR = b_NR.detach() if copy_b_NR is None else copy_b_NR
+    _check(base, x, masters=(a_RD, b_NR), copies=(copy_a_RD, copy_b_NR))
+    return _LoraAddmm.apply(base, x, a_RD, b_NR, copy_a_RD, copy_b_NR, scale)
 
 
 class _LoraAddmm(torch.autograd.Function):
-    """Saves x, x A^T and the shadows; those through autograd, so that a refresh between forward and backward is
+    """Saves x, x A^T and the copies; those through autograd, so that a refresh between forward and backward is
     an error, not a wrong gradient.
     """
 
@@ -72,26 +72,26 @@ class _LoraAddmm(torch.autograd.Function):
         x: torch.Tensor,
         a_RD: torch.Tensor,
         b_NR: torch.Tensor,
-        shadow_a_RD: torch.Tensor,
-        shadow_b_NR: torch.Tensor,
+        copy_a_RD: torch.Tensor,
+        copy_b_NR: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        low_TR = x_TD @ shadow_a_RD.T
-        ctx.save_for_backward(x, low_TR, shadow_a_RD, shadow_b_NR)
+        low_TR = x_TD @ copy_a_RD.T
+        ctx.save_for_backward(x, low_TR, copy_a_RD, copy_b_NR)
         ctx.scale, ctx.a_dtype, ctx.b_dtype = scale, a_RD.dtype, b_NR.dtype
-        return torch.addmm(base.reshape(-1, base.shape[-1]), low_TR, shadow_b_NR.T, alpha=scale).view(base.shape)
+        return torch.addmm(base.reshape(-1, base.shape[-1]), low_TR, copy_b_NR.T, alpha=scale).view(base.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, low_TR, shadow_a_RD, shadow_b_NR = ctx.saved_tensors
+        x, low_TR, copy_a_RD, copy_b_NR = ctx.saved_tensors
         needs_base, needs_x, needs_a, needs_b = ctx.needs_input_grad[:4]
         d_out_TN = d_out.reshape(-1, d_out.shape[-1])
         d_x = d_a_RD = None
         if needs_x or needs_a:
-            d_low_TR = (d_out_TN @ shadow_b_NR).mul_(ctx.scale)
-            d_x = (d_low_TR @ shadow_a_RD).view(x.shape) if needs_x else None
+            d_low_TR = (d_out_TN @ copy_b_NR).mul_(ctx.scale)
+            d_x = (d_low_TR @ copy_a_RD).view(x.shape) if needs_x else None
             d_a_RD = wide_product(d_low_TR.T, x.reshape(-1, x.shape[-1]), dtype=ctx.a_dtype) if needs_a else None
         d_b_NR = wide_product(d_out_TN.T, low_TR, dtype=ctx.b_dtype).mul_(ctx.scale) if needs_b else None
         return d_out if needs_base else None, d_x, d_a_RD, d_b_NR, None, None, None
@@ -120,7 +120,7 @@ def _check(
     x: torch.Tensor,
     *,
     masters: tuple[torch.Tensor, torch.Tensor],
-    shadows: tuple[torch.Tensor, torch.Tensor],
+    copies: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Refuse shapes and dtypes that would broadcast or cast silently."""
     a_RD, b_NR = masters
@@ -131,10 +131,10 @@ def _check(
             f"x {tuple(x.shape)} and base {tuple(base.shape)} do not fit A {tuple(a_RD.shape)} and B "
             f"{tuple(b_NR.shape)}."
         )
-    for name, shadow, master in zip(("A", "B"), shadows, masters):
-        if shadow.shape != master.shape or shadow.dtype is not x.dtype or base.dtype is not x.dtype:
+    for name, copy, master in zip(("A", "B"), copies, masters):
+        if copy.shape != master.shape or copy.dtype is not x.dtype or base.dtype is not x.dtype:
             raise ShapeError(
-                f"The compute copy of {name} is {shadow.dtype} {tuple(shadow.shape)}; x is {x.dtype}, base is "
+                f"The compute copy of {name} is {copy.dtype} {tuple(copy.shape)}; x is {x.dtype}, base is "
                 f"{base.dtype}, the master has "
                 f"{tuple(master.shape)}."
             )

@@ -55,7 +55,7 @@ def add_low_rank(
         OptionError: The backend is unknown, or cannot serve these tensors.
 
     Cost:
-        Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; the narrow rows and their matrix come
+        Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; the low-rank rows and their matrix come
         from the cache where they fit. No host synchronisation. "reference" makes fp32 copies.
 
     Source:
