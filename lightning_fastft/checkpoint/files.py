@@ -320,7 +320,9 @@ def _read_record(folder: Path) -> dict[str, Digest]:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _DamageError(f"its {RECORD} cannot be read ({error})") from error
-    if not is_whole or any(name != Path(name).name for name in digests):
+    # Records of earlier versions have no signature.
+    has_unknown_keys = not set(record) <= {"files", "sha256", "hmac_sha256"}
+    if not is_whole or has_unknown_keys or any(name != Path(name).name for name in digests):
         raise _DamageError(f"its {RECORD} was changed after it was written")
     return digests
 

@@ -2,6 +2,7 @@
 unpickled, no part left behind.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -274,3 +275,20 @@ def test_remove_takes_files_folders_and_links(tmp_path):
     for name in ("c.ckpt", "a.ckpt", "b.ckpt"):
         remove(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_flipped_bit_of_a_commit_record_is_refused(tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "__0_0.distcp")
+    commit_folder(tmp_path)
+    record = tmp_path / "commit.json"
+    whole = record.read_bytes()
+    check_folder(tmp_path)
+    accepted = []
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        record.write_bytes(damaged)
+        with contextlib.suppress(DamagedCheckpointError):
+            check_folder(tmp_path)
+            accepted.append(bit)
+    assert accepted == []

@@ -50,7 +50,7 @@ def test_stopped_run_is_resumed_and_contradictions_are_said(tmp_path):
     assert run.returncode == 143, told
     (stopped,) = (tmp_path / "out").glob("stopped-step=*.ckpt")
     assert check_file(stopped)
-    assert f"go on with ckpt_path={stopped.relative_to(tmp_path)}" in told.replace(str(tmp_path) + "/", "")
+    assert f"Resume with ckpt_path={stopped.relative_to(tmp_path)}" in told.replace(str(tmp_path) + "/", "")
 
     end = int(stopped.stem.partition("=")[2]) + 1
     run = start(tmp_path, [*words, f"--ckpt_path={stopped}", f"--trainer.max_steps={end}", "--model.learning_rate=0.5"])
