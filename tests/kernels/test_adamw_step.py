@@ -633,7 +633,7 @@ class Wrapper(torch.Tensor):
         ({"params": [torch.ones(4), torch.ones(5)]}, ShapeError, r"\(5,\)"),
         ({"params": [torch.ones(4), torch.ones(8)[::2]]}, ShapeError, "contiguous"),
         ({"params": [torch.ones(4), torch.ones(4, device="meta")]}, ShapeError, "meta"),
-        ({"params": [torch.ones(4), Wrapper(torch.ones(4))]}, ShapeError, "memory of its own|to_local"),
+        ({"params": [torch.ones(4), Wrapper(torch.ones(4))]}, ShapeError, "separate memory|to_local"),
         ({"exp_avgs": [torch.ones(4), torch.ones(4).bfloat16()]}, ShapeError, r"exp_avgs\[1\]"),
         ({"exp_avg_sqs": [torch.ones(2, 2), torch.ones(4)]}, ShapeError, r"exp_avg_sqs\[0\] must have 1 axes"),
         ({"copies": [None, torch.ones(4)]}, ShapeError, r"copies\[1\]"),

@@ -1,7 +1,7 @@
 """One AdamW step and the gradients' norm for all tensors of a table, in one launch per combination of dtypes.
 
-Nothing here builds a graph or waits for the device: the clipping factor is a tensor, and the table of addresses is sent
-behind the host's back.
+Nothing here builds a graph or waits for the device: the clipping factor is a tensor, and the table of addresses is
+copied asynchronously.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def adamw_step(
     loses ``lr * weight_decay * p + lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)`` of its value p
     before the step. "reference" takes the decay off first, as torch.optim.AdamW does, with the same bits on a CPU;
     "triton" sums both changes first, which is one rounding less. Master and copy are rounded to nearest, the copy
-    from the new master. A tensor without gradient stays as it is. What is not finite in scale or in a gradient passes
-    on into its element, as in torch.optim.AdamW.
+    from the new master. A tensor without gradient stays as it is. NaN and infinity in scale or a gradient pass into the
+    element, as in torch.optim.AdamW.
 
     Args:
         table: The tensors. Gradients are read, not changed.
@@ -45,18 +45,18 @@ def adamw_step(
         skip: Flag of a step that is to change nothing, and how many before it were such; step in the formula is then
             the number without those. None for a step in any case. With a flag that is 0 the bits are those without one,
             as far as float64 powers have the same on host and device.
-        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
 
     Raises:
-        ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has another shape, dtype,
+        ShapeError: scale, skip, a learning rate that is a tensor, or a tensor of the table has a wrong shape, dtype,
             device or layout.
         OptionError: A number of the options is not allowed, or the backend is unknown or cannot serve this table.
 
     Cost:
         One launch per combination of dtypes, no new memory. Per element with an fp32 master 28 bytes (26 with a narrow
-        gradient), and 2 for a copy. The host compares addresses, see ``TensorTable.refresh``; no host
-        synchronisation. "reference" takes several launches per tensor. A flag adds ten launches on single numbers; a
-        step that it skips reads and writes no element.
+        gradient), and 2 for a copy. The host compares addresses, see ``TensorTable.refresh``; no host sync. "reference"
+        takes several launches per tensor. A flag adds ten launches on single numbers; a step that it skips reads and
+        writes no element.
 
     Source:
         AdamW, arXiv 1711.05101.
@@ -84,7 +84,7 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
     """Return the L2 norm of all gradients of a table together, as one tensor.
 
     Sums have one order for addresses that are multiples of 16 bytes and one for others: two calls are bit-equal, and so
-    are two runs whose gradients lie alike in this respect. What is not finite in a gradient shows in the norm. The norm
+    are two runs whose gradients lie alike in this respect. NaN or infinity in a gradient shows in the norm. The norm
     over several tables is the norm of their norms, ``torch.linalg.vector_norm(torch.stack(norms))``.
 
     Args:
@@ -95,11 +95,11 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
         Shape (), fp32, device of the table, no graph.
 
     Raises:
-        ShapeError: A tensor of the table has another shape, dtype, device or layout.
+        ShapeError: A tensor of the table has a wrong shape, dtype, device or layout.
         OptionError: The backend is unknown or cannot serve this table.
 
     Cost:
-        Reads each gradient once, in one launch per combination of dtypes and one more; no host synchronisation.
+        Reads each gradient once, in one launch per combination of dtypes and one more; no host sync.
         "reference" makes float64 copies.
 
     Source:
@@ -117,7 +117,7 @@ def grad_norm(table: TensorTable, *, backend: str = "auto") -> torch.Tensor:
 
 
 def _choose(backend: str, table: TensorTable) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, table.device):
         return reference
     from lightning_fastft.kernels.adamw_step import triton

@@ -142,13 +142,13 @@ class TensorTable:
         exp_avg_sq_absmaxs: The same of their squares.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, tensors that are written share memory, or a gradient
+        ShapeError: A shape, dtype, device or layout is wrong, tensors that are written share memory, or a gradient
             cannot be read.
         OptionError: The lists have different lengths.
 
     Cost:
         7 numbers of 8 bytes per tensor and 2 of 4 bytes per chunk of 4096 elements on the device; sorts the tensors
-        once; no host synchronisation.
+        once; no host sync.
 
     Source:
         own
@@ -481,8 +481,7 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
     # On the device an address of 0 would say that there is no gradient.
     if tensor.numel() and not tensor.data_ptr():
         raise ShapeError(
-            f"{name} ({type(tensor).__name__} on {tensor.device}) has no memory of its own; of a DTensor give "
-            "to_local()."
+            f"{name} ({type(tensor).__name__} on {tensor.device}) has no separate memory; of a DTensor give to_local()."
         )
 
 

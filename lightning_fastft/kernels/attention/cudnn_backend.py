@@ -44,7 +44,7 @@ def cudnn_attention(
 
     Cost:
         Memory linear in T, and B x H x longest document in fp32 in the backward; a copy of what is not laid out token
-        by token; no host synchronisation once a shape is known.
+        by token; no host sync once a shape is known.
 
     Source:
         https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch``; its window counts the query itself, as ours

@@ -54,7 +54,7 @@ def varlen_attention(
     zeros, which changes no score.
 
     Cost:
-        Memory linear in T; a copy of what has to be padded; no host synchronisation. With ``shares``, keys and values
+        Memory linear in T; a copy of what has to be padded; no host sync. With ``shares``, keys and values
         of every query head in the backward, 4 T H W bytes, in place of the operator's own sum over query heads (37 us a
         sum of 16 heads at 8,192 tokens on an H200, a quarter of the memory's speed: ``python -m benchmarks.step_profile
         --workload qwen3-0.6b-lora --modes keep+fused``).
@@ -108,7 +108,7 @@ class _FlashAttention(torch.autograd.Function):
         out_THW, lse_HT, rng_state, unused = compute() if remember is None else remember(compute)
         if sink_H is not None:
             total_HT = torch.logaddexp(lse_HT, sink_H.float()[:, None])
-            # In fp32, rounded once, in one pass; into memory of its own, because the kernel's output may be remembered.
+            # In fp32, rounded once, in one pass; into separate memory, because the kernel's output may be remembered.
             out_THW = torch.mul(out_THW, torch.exp(lse_HT - total_HT).t()[..., None], out=torch.empty_like(out_THW))
             lse_HT = total_HT
         ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, start_S1, rng_state, unused)

@@ -37,7 +37,7 @@ def flex_attention(
 
     Cost:
         Memory linear in T on CUDA, T x T on a CPU; compiled once per process, dtype and head shape on CUDA; no host
-        synchronisation after that.
+        sync after that.
 
     Source:
         arXiv:2412.05496.

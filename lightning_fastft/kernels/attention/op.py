@@ -109,7 +109,7 @@ def packed_attention(
         MissingDependencyError: "cudnn" is forced and nvidia-cudnn-frontend is not installed.
 
     Cost:
-        That of the backend; no host synchronisation.
+        That of the backend; no host sync.
 
     Source:
         own (the choice); each backend names its own.
@@ -118,7 +118,8 @@ def packed_attention(
         >>> context = BatchContext(lengths=[2, 1], label_T=torch.tensor([-100, 5, -100]), num_items=1)
         >>> q = torch.zeros(3, 1, 4)
         >>> v = torch.tensor([1.0, 3.0, 7.0])[:, None, None].expand(3, 1, 4)
-        >>> packed_attention(q, q, v, context=context, scale=1.0, window=None, softcap=None, sink_H=None)[:, 0, 0].tolist()
+        >>> options = {"scale": 1.0, "window": None, "softcap": None, "sink_H": None}
+        >>> packed_attention(q, q, v, context=context, **options)[:, 0, 0].tolist()
         [1.0, 2.0, 7.0]
     """
     _check_inputs(q_THW, k_TGW, v_TGW, context=context, window=window, sink_H=sink_H)
@@ -160,7 +161,8 @@ def choose_backend(need: AttentionNeed) -> str:
     scaled_dot_product_attention, or the plain formula for caps and sinks.
 
     Example:
-        >>> need = AttentionNeed("cpu", (0, 0), torch.float32, 64, 64, True, False, False, False, True, 512, 8192, False)
+        >>> flags = (True, False, False, False, True)
+        >>> need = AttentionNeed("cpu", (0, 0), torch.float32, 64, 64, *flags, 512, 8192, False)
         >>> choose_backend(need), choose_backend(need._replace(has_softcap=True))
         ('sdpa', 'reference')
     """

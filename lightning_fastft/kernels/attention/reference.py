@@ -35,7 +35,7 @@ def masked_attention(
         Shape (T, H, width of a value), dtype and device of q_THW.
 
     Cost:
-        H x T x T scores in float32; no host synchronisation.
+        H x T x T scores in float32; no host sync.
 
     Source:
         arXiv:1706.03762; soft cap arXiv:2408.00118; sinks arXiv:2309.17453 in the learned form of gpt-oss

@@ -26,7 +26,7 @@ def sdpa_attention(
     in every layer.
 
     Cost:
-        One T x T mask in the dtype of q_THW per (batch, window); no host synchronisation.
+        One T x T mask in the dtype of q_THW per (batch, window); no host sync.
     """
     mask_11TT = context.dense_mask(window=window, dtype=q_THW.dtype)
     return dense_attention(*(x.transpose(0, 1)[None] for x in (q_THW, k_TGW, v_TGW)), mask_B1QT=mask_11TT, scale=scale)[

@@ -24,19 +24,19 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *
     """Write blocks into a matrix, each below and to the right of the one before it, and zeros everywhere else.
 
     Args:
-        out_OC: Where to. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any distance
-            between rows; what lies between them is not written.
+        out_OC: Where to. Shape (O, C), C at most 4,096; bf16, fp16, fp32 or float64; last axis contiguous, any row
+            stride; what lies between them is not written.
         blocks: At most 4, of any number of columns, 0 among them; their rows make O, their columns at most C. Dtype and
-            device of out_OC; last axis contiguous, any distance between rows; in memory of their own.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+            device of out_OC; last axis contiguous, any row stride; in memory of their own.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another.
+        ShapeError: A shape, dtype, device or layout is wrong.
         OptionError: The backend is unknown, or cannot serve these tensors.
 
     Cost:
-        Reads the blocks and writes O x C values once, in one launch; no host synchronisation.
+        Reads the blocks and writes O x C values once, in one launch; no host sync.
 
     Source:
         own
@@ -71,7 +71,7 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *
 
 
 def _choose(backend: str, out_OC: torch.Tensor) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, out_OC.device, dtype=out_OC.dtype):
         return reference
     from lightning_fastft.kernels.block_diagonal import triton

@@ -77,14 +77,15 @@ def labelled_cross_entropy(
     Cost:
         2 V D FLOP per row for the logits, as much for the gradient of the states and for that of the weight; chunk_rows
         x V logits; with a gradient, R x D states are kept for the backward and V x D in fp32 if the weight is trained;
-        no host synchronisation.
+        no host sync.
 
     Source:
         Gradient in the forward: Liger kernel (arXiv 2410.10989); rows without a label are left out, own.
 
     Example:
         >>> hidden, weight = torch.zeros(3, 2), torch.zeros(4, 2)
-        >>> loss = labelled_cross_entropy(hidden, weight, row_R=torch.tensor([0]), target_R=torch.tensor([1]), num_rows=1, num_items=1.0)
+        >>> rows = {"row_R": torch.tensor([0]), "target_R": torch.tensor([1]), "num_rows": 1}
+        >>> loss = labelled_cross_entropy(hidden, weight, **rows, num_items=1.0)
         >>> round(loss.item(), 4)
         1.3863
     """
@@ -118,7 +119,7 @@ def token_statistics(
         num_correct: 0-dim, int64, on the same device.
 
     Cost:
-        2 V D FLOP per row; chunk_rows x V logits; no host synchronisation.
+        2 V D FLOP per row; chunk_rows x V logits; no host sync.
     """
     rows = _check(hidden_TD, weight_VD, bias_V, _Rows(row_R, target_R, num_rows, 1.0, scale, softcap, chunk_rows))
     with torch.no_grad():
@@ -240,7 +241,7 @@ def _sum_statistics(
 
 
 def _row_losses(chunk: _Chunk, rows: _Rows, *, gradient_factor: float | None, count_correct: bool) -> RowLosses:
-    """Run the Triton kernel on narrow logits on CUDA, and its plain twin elsewhere: fp32 is not to meet the
+    """Run the Triton kernel on narrow logits on CUDA, and its reference in PyTorch elsewhere: fp32 is not to meet the
     hardware's approximate exp.
     """
     launch = reference.row_losses

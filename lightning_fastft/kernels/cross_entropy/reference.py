@@ -1,4 +1,4 @@
-"""Cross-entropy of labelled rows in plain PyTorch: the formula, and the plain twin of the Triton kernel.
+"""Cross-entropy of labelled rows in plain PyTorch: the formula, and the reference of the Triton kernel.
 
 Axes: T tokens of the pack, D model width, V vocabulary, R rows that have a label.
 The logits of a row are ``softcap * tanh(scale * (W h + b) / softcap)``, or ``scale * (W h + b)`` where there is no soft

@@ -2,7 +2,7 @@
 
 Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank
     product.
-Neither function builds a graph: the layer's own Function calls both.
+Neither function is differentiable; the autograd Functions of layers call them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _DTYPES = (*TRITON_DTYPES, torch.float64)
 def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto") -> torch.Tensor:
     """Return the activation of each row, ``a(gate) * up`` in one of its forms.
 
-    The arithmetic is fp32 (float64 for float64) and the result is rounded once. Rows do not mix: a row of NaN stays
-    alone.
+    The arithmetic is fp32 (float64 for float64) and the result is rounded once. Rows are independent, so NaN stays in
+    its row.
 
     Args:
         gate_up_NP: Output of the first product. Shape (N, 2 F); bf16, fp16, fp32 or float64; last axis contiguous, any
-            distance between rows.
-        form: Where gate and up stand, and which activation joins them.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+            row stride.
+        form: Positions of gate and up, and the activation.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
 
     Returns:
         act_NF: Shape (N, F), contiguous, dtype and device of gate_up_NP, no graph.
 
     Raises:
-        ShapeError: Shape, dtype or layout is another.
+        ShapeError: A shape, dtype or layout is wrong.
         OptionError: The form or the backend is unknown, or the backend cannot serve this tensor.
 
     Cost:
-        Reads gate_up_NP and writes act_NF once; no host synchronisation. "reference" makes fp32 copies.
+        Reads gate_up_NP and writes act_NF once; no host sync. "reference" makes fp32 copies.
 
     Source:
         GLU variants, arXiv 2002.05202; clamped form: gpt-oss as in transformers.
@@ -71,17 +71,18 @@ def gate_backward(
 
     The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp
     passes the gradient of a value on its bound and 0 beyond. A low-rank product that belongs to d_act_NF is formed and
-    added in fp32 (float64 for float64), tile by tile, never in memory. Sums have one order: two calls are bit-equal.
+    added in fp32 (float64 for float64), tile by tile, never in memory. Sums have a fixed order, so two calls are
+    bit-equal.
 
     Args:
         d_act_NF: Gradient of the activation, not yet multiplied with weight_N. Shape (N, F); dtype and device of
             gate_up_NP; last axis contiguous.
-        gate_up_NP: What ``gate_forward`` was given.
-        form: What ``gate_forward`` was given.
+        gate_up_NP: As given to ``gate_forward``.
+        form: As given to ``gate_forward``.
         weight_N: Routing weight of each row. Shape (N,); bf16, fp16, fp32 or float64; any stride. None for 1.
-        addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for nothing.
+        addend: Low-rank product that is added to d_act_NF first; dtype and device of d_act_NF, any R. None for none.
         need_act: Return the activation, as ``gate_forward`` gave it, for gradients of the second product's weight.
-        out: Where d_gate_up_NP is written: a tensor like gate_up_NP, or gate_up_NP itself, whose values are then lost.
+        out: Output tensor for d_gate_up_NP: a tensor like gate_up_NP, or gate_up_NP itself, which is overwritten.
             None for new memory.
         backend: As in ``gate_forward``.
 
@@ -92,12 +93,12 @@ def gate_backward(
             weight_N.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, or ``out`` overlaps an input without being gate_up_NP.
+        ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being gate_up_NP.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
-        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host synchronisation. With an
-        addend 2 N R F FLOP more, and the factor is read once for every 16 rows, from the cache where it fits.
+        Reads d_act_NF and gate_up_NP once, writes d_gate_up_NP (and act_NF) once; no host sync. With an
+        addend 2 N R F FLOP more, and the factor is read once for every 16 rows, from the cache if it fits.
         "reference" makes fp32 copies.
 
     Source:
@@ -126,7 +127,7 @@ def gate_backward(
 
 
 def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, gate_up_NP.device, dtype=gate_up_NP.dtype):
         return reference
     from lightning_fastft.kernels.expert_gate import triton
@@ -135,7 +136,7 @@ def _choose(backend: str, gate_up_NP: torch.Tensor) -> ModuleType:
 
 
 def _check_form(form: GateForm) -> None:
-    """Refuse a form that no backend knows."""
+    """Refuse an unknown form."""
     if not isinstance(form, GateForm):
         raise OptionError(f"form must be a GateForm, got {type(form).__name__}.")
     check_choice("form.is_interleaved", form.is_interleaved, (False, True))
@@ -146,7 +147,7 @@ def _check_form(form: GateForm) -> None:
 
 
 def _check_gate_up(gate_up_NP: torch.Tensor) -> None:
-    """Refuse what the kernels would read wrongly."""
+    """Refuse shapes, dtypes, devices and layouts that the kernels cannot read."""
     check_tensor("gate_up_NP", gate_up_NP, ndim=2, dtypes=_DTYPES)
     if gate_up_NP.shape[1] % 2:
         raise ShapeError(

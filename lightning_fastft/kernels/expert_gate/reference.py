@@ -1,4 +1,4 @@
-"""The gate of an expert in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
+"""The gate of an expert in plain PyTorch: the formula, its gradient, and the reference of the Triton kernels.
 
 Axes: N routed slots, sorted by expert; F expert width; P = 2 F columns that hold gate and up; R ranks of a low-rank
     product.
@@ -48,9 +48,9 @@ class LowRankRows(NamedTuple):
     """What is added to the gradient of the activation before anything is made of it: ``low[n] @ factor``.
 
     Args:
-        low_NR: Narrow rows, their scale in them. Shape (N, R); dtype of the gradient; last axis contiguous, any
-            distance between rows.
-        factor_RF: Their matrix. Shape (R, F); dtype of the gradient; last axis contiguous, any distance between rows.
+        low_NR: Low-rank rows, with their scale. Shape (N, R); dtype of the gradient; last axis contiguous, any row
+            stride.
+        factor_RF: Their matrix. Shape (R, F); dtype of the gradient; last axis contiguous, any row stride.
     """
 
     low_NR: torch.Tensor

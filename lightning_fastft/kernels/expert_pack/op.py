@@ -37,7 +37,7 @@ def pack_expert_first(
         scale: Factor on every value.
         out: Where the result goes, shape (E, R, O), contiguous, on the device of b_ORE, sharing no memory with it; None
             for new memory.
-        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first where it can, else the
+        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first if possible, else the
             second.
 
     Returns:
@@ -48,7 +48,7 @@ def pack_expert_first(
         OptionError: scale is not finite, or backend cannot serve these tensors.
 
     Cost:
-        Reads b_ORE and writes the result once, in one launch; no host synchronisation.
+        Reads b_ORE and writes the result once, in one launch; no host sync.
 
     Source:
         own
@@ -79,7 +79,7 @@ def unpack_expert_last(
         scale: Factor on every value.
         out: Where the result goes, shape (O, R, E), contiguous, on the device of d_ERO, sharing no memory with it; None
             for new memory.
-        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first where it can, else the
+        backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first if possible, else the
             second.
 
     Returns:
@@ -90,7 +90,7 @@ def unpack_expert_last(
         OptionError: scale is not finite, or backend cannot serve these tensors.
 
     Cost:
-        Reads d_ERO and writes the result once, in one launch; no host synchronisation.
+        Reads d_ERO and writes the result once, in one launch; no host sync.
 
     Source:
         own
@@ -141,4 +141,4 @@ def _check_out(out: torch.Tensor, source: torch.Tensor, *, dtype: torch.dtype) -
             f"{source.device}."
         )
     if do_ranges_overlap(out, source):
-        raise ShapeError("out shares memory with the source. Give memory of its own, or None.")
+        raise ShapeError("out shares memory with the source. Give separate memory, or None.")

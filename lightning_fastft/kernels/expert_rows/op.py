@@ -29,7 +29,7 @@ def gather_rows(
     elsewhere.
 
     Args:
-        x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or float64; last axis contiguous, rows any distance apart.
+        x_TD: Token states. Shape (T, D); bf16, fp16, fp32 or float64; last axis contiguous, any row stride.
         slot_N: Slots (``token * K + choice``) in the wanted order, as ``ExpertOrder.slot_N``. Shape (N,), int32 or
             int64; any stride.
         num_experts_per_token: K, at least 1.
@@ -44,7 +44,7 @@ def gather_rows(
         OptionError: num_experts_per_token or backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
-        N x D values read and written once, in one launch; no host synchronisation.
+        N x D values read and written once, in one launch; no host sync.
 
     Source:
         own
@@ -85,7 +85,7 @@ def combine_rows(
 
     Args:
         y_ND: Outputs of the experts, in sorted order. Shape (N, D); bf16, fp16, fp32 or float64; last axis contiguous,
-            rows any distance apart.
+            any row stride.
         place_TK: Place of each slot in the sorted order, as ``ExpertOrder.place_TK``. Shape (T, K) with T * K = N;
             int32 or int64; any strides.
         end_E: One past the last place of each expert, as ``ExpertOrder.end_E``. Shape (E,), int32 or int64; only its

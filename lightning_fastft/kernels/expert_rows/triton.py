@@ -143,7 +143,7 @@ def combine_rows(
         BLOCK=block,
         num_warps=NUM_WARPS,
         # A product fused with its sum is rounded once instead of twice: reading the rows takes far longer, and the
-        # plain twin stays bit-equal.
+        # reference stays bit-equal.
         enable_fp_fusion=False,
     )
     return out_TD

@@ -43,8 +43,7 @@ def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = 
         OptionError: num_experts or backend is not allowed, or "triton" is asked for outside CUDA.
 
     Cost:
-        Triton: three launches, N (E + 256) comparisons, and N E / 256 counts of scratch; no atomics, no host
-            synchronisation.
+        Triton: three launches, N (E + 256) comparisons, and N E / 256 counts of scratch; no atomics, no host sync.
 
     Source:
         Counting sort: H. H. Seward, MIT report R-232 (1954), as in Knuth, The Art of Computer Programming 3, 5.2; the

@@ -40,7 +40,7 @@ def find_obstacle(device: torch.device) -> str:
     """Return why a device has no fp8 products; empty where it has.
 
     Cost:
-        A look at the properties of the device; no host synchronisation.
+        A look at the properties of the device; no host sync.
 
     Source:
         torch's ``_scaled_mm``: compute capability 8.9 or higher.
@@ -75,20 +75,20 @@ def quantise_rows(
     in its products, others stay.
 
     Args:
-        x_TI: Rows. Shape (T, I), I > 0; bf16, fp16 or fp32; last axis contiguous, any distance between rows.
+        x_TI: Rows. Shape (T, I), I > 0; bf16, fp16 or fp32; last axis contiguous, any row stride.
         factor_I: Multiplied into the columns. Shape (I,), fp32 or bf16, contiguous; None for 1.
         round_scales_to_power_of_2: Round scales up, so that the largest number of a row lands between 224 and 448.
-        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
 
     Returns:
         The rows, and the scale of each: its largest number over 448, at least 2^-100 / 448, or the next power of 2.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another.
+        ShapeError: A shape, dtype, device or layout is wrong.
         OptionError: The backend is unknown or cannot serve these tensors.
 
     Cost:
-        Reads x_TI once and writes a byte per number; one launch, no host synchronisation. "reference" makes fp32
+        Reads x_TI once and writes a byte per number; one launch, no host sync. "reference" makes fp32
         copies.
 
     Source:
@@ -137,13 +137,14 @@ def nf4_row_scales(weights: Sequence[NF4Weight], *, scales: Sequence[torch.Tenso
         ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
 
     Cost:
-        Reads 1/64 byte per weight; a launch per weight and no host synchronisation. Once for a weight that is frozen.
+        Reads 1/64 byte per weight; a launch per weight and no host sync. Once for a weight that is frozen.
 
     Source:
         own; NF4: arXiv 2305.14314.
 
     Example:
-        >>> weight = NF4Weight(torch.full((32,), 0xF0, dtype=torch.uint8), torch.tensor([3.0]), None, None, torch.linspace(-1.0, 1.0, 16), None)
+        >>> packed, table = torch.full((32,), 0xF0, dtype=torch.uint8), torch.linspace(-1.0, 1.0, 16)
+        >>> weight = NF4Weight(packed, torch.tensor([3.0]), None, None, table, None)
         >>> scale = torch.empty(1)
         >>> nf4_row_scales([weight], scales=[scale])
         >>> scale  # 3 / 448 lies between 2^-8 and 2^-7.
@@ -205,7 +206,8 @@ def quantise_nf4(
         own; NF4: arXiv 2305.14314.
 
     Example:
-        >>> weight = NF4Weight(torch.full((32,), 0xF0, dtype=torch.uint8), torch.tensor([3.0]), None, None, torch.linspace(-1.0, 1.0, 16), None)
+        >>> packed, table = torch.full((32,), 0xF0, dtype=torch.uint8), torch.linspace(-1.0, 1.0, 16)
+        >>> weight = NF4Weight(packed, torch.tensor([3.0]), None, None, table, None)
         >>> values, scale = torch.empty(1, 64, dtype=torch.float8_e4m3fn), torch.empty(1)
         >>> nf4_row_scales([weight], scales=[scale])
         >>> quantise_nf4([weight], values=[values], scales=[scale])
@@ -269,7 +271,7 @@ def multiply(
         OptionError: The backend is unknown, or cannot serve these sizes, this dtype or this device.
 
     Cost:
-        2 T I O FLOP in fp8; no host synchronisation. "reference" makes fp32 copies of both and multiplies those.
+        2 T I O FLOP in fp8; no host sync. "reference" makes fp32 copies of both and multiplies those.
 
     Source:
         ``torch._scaled_mm`` with scales by row.
@@ -312,7 +314,7 @@ def multiply(
 
 
 def _choose(backend: str, device: torch.device) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, device):
         return reference
     from lightning_fastft.kernels.fp8_linear import triton

@@ -74,7 +74,7 @@ def grouped_mm(
 
     Cost:
         2 N I O FLOP; x_NI, the weights and the result cross memory once, and "torch" reads and writes the result once
-        more for bias and low-rank product, or to fill out where there are neither. No host synchronisation on CUDA.
+        more for bias and low-rank product, or to fill out where there are neither. No host sync on CUDA.
 
     Source:
         own; the low-rank product as in LoRA (arXiv 2106.09685)
@@ -138,7 +138,7 @@ def grouped_weight_grad(
         OptionError: backend is unknown or cannot run these tensors here, or scale is not finite.
 
     Cost:
-        2 N I O FLOP; no host synchronisation on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy
+        2 N I O FLOP; no host sync on CUDA. Scale and weights cost no pass in "triton"; "torch" makes a copy
         of the weighted rows and one more pass over a scaled gradient.
 
     Source:
@@ -203,7 +203,7 @@ def choose_backend(x_NI: Rows, weight_EIO: torch.Tensor, *, has_addend: bool = F
         "torch", "triton" or "reference".
 
     Cost:
-        None on the device; no host synchronisation.
+        None on the device; no host sync.
 
     Source:
         own
@@ -239,7 +239,7 @@ def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torc
         "torch", "triton" or "reference".
 
     Cost:
-        None on the device; no host synchronisation.
+        None on the device; no host sync.
 
     Source:
         own

@@ -29,11 +29,11 @@ def host_gather(weight_VD: torch.Tensor, token_T: torch.Tensor) -> torch.Tensor:
         Shape (T, D), dtype of weight_VD, device of token_T; no gradient.
 
     Raises:
-        ShapeError: Shape, dtype or layout is another, the table requires a gradient, or it is not where the device can
+        ShapeError: A shape, dtype or layout is wrong, the table requires a gradient, or it is not where the device can
             read it.
 
     Cost:
-        T x D values over the bus once per call, written once; no copy of the table; no host synchronisation.
+        T x D values over the bus once per call, written once; no copy of the table; no host sync.
 
     Source:
         own

@@ -26,7 +26,8 @@ def lora_addmm(
     """Return ``base + scale * (x A^T) B^T``, computed from the copies, with gradients for the masters.
 
     The masters are never read: the copies stand for them. Gradients of the masters are accumulated and returned in the
-    masters' dtype (fp32 products of low-precision factors), so that nothing is rounded between the GEMM and the optimizer.
+    masters' dtype (fp32 products of low-precision factors), so that nothing is rounded between the GEMM and the
+    optimizer.
 
     Args:
         base: Output of the base layer. Shape (..., N).
@@ -44,8 +45,7 @@ def lora_addmm(
         ShapeError: Shapes or dtypes do not fit.
 
     Cost:
-        2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the copies; no host
-        synchronisation.
+        2 R (D + N) FLOP per token forward, three times that backward; keeps x, x A^T and the copies; no host sync.
 
     Source:
         LoRA, arXiv 2106.09685; masters and copies as in mixed-precision training, arXiv 1710.03740.
@@ -106,7 +106,7 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype)
         dtype: Of the result, at least as wide as the factors.
 
     Cost:
-        2 M K N FLOP; on a CPU wide copies of the factors; no host synchronisation.
+        2 M K N FLOP; on a CPU wide copies of the factors; no host sync.
     """
     if left.dtype is dtype:
         return left @ right

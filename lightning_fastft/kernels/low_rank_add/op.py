@@ -1,7 +1,7 @@
 """A thin product added to a wide matrix, and to a residual stream with it, in one pass over memory.
 
 Axes: T rows, N columns, R ranks.
-The function builds no graph: the Function of a layer calls it.
+The function is not differentiable; the autograd Functions of layers call it.
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ def add_low_rank(
 ) -> torch.Tensor:
     """Return ``base + residual + low @ factor``.
 
-    Products and sums are fp32 (float64 for float64), and the result is rounded once. Sums have one order: two calls are
-    bit-equal. Rows do not mix:
-    a row of NaN stays alone.
+    Products and sums are fp32 (float64 for float64), and the result is rounded once. Sums have a fixed order, so two
+    calls are bit-equal. Rows are independent, so NaN stays in its row.
 
     Args:
-        base_TN: What the product is added to. Shape (T, N); bf16, fp16, fp32 or float64; last axis contiguous, any
-            distance between rows.
-        low_TR: Narrow rows, their scale in them. Shape (T, R), any R; dtype and device of base_TN; last axis
-            contiguous, any distance between rows.
+        base_TN: What the product is added to. Shape (T, N); bf16, fp16, fp32 or float64; last axis contiguous, any row
+            stride.
+        low_TR: Low-rank rows, with their scale. Shape (T, R), any R; dtype and device of base_TN; last axis contiguous,
+            any row stride.
         factor_RN: Their matrix. Shape (R, N); dtype and device of base_TN; any strides: a transposed view is read where
             it is.
-        residual_TN: A second summand, like base_TN, rows any distance apart. None for 0.
-        out: Where the sum is written: a tensor like base_TN in memory of its own, rows any distance apart, or base_TN
-            or residual_TN itself, whose values are then lost. None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+        residual_TN: A second summand, like base_TN, any row stride. None for 0.
+        out: Output tensor for the sum: a tensor like base_TN in separate memory, any row stride, or base_TN
+            or residual_TN itself, which is overwritten. None for new memory.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
 
     Returns:
         sum_TN: Shape (T, N), dtype and device of base_TN, no graph; contiguous, or ``out``.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, or ``out`` overlaps an input without being base_TN or
+        ShapeError: A shape, dtype, device or layout is wrong, or ``out`` overlaps an input without being base_TN or
             residual_TN.
         OptionError: The backend is unknown, or cannot serve these tensors.
 
     Cost:
         Reads base_TN (and residual_TN) and writes the sum once, 2 T R N FLOP; the low-rank rows and their matrix come
-        from the cache where they fit. No host synchronisation. "reference" makes fp32 copies.
+        from the cache if they fit. No host sync. "reference" makes fp32 copies.
 
     Source:
         LoRA, arXiv 2106.09685.
@@ -75,13 +74,13 @@ def add_low_rank(
     if out is not None:
         check_alike("out", out, "base_TN", base_TN)
         check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
-    # Autocast would round what the plain twin multiplies.
+    # Autocast would round what the reference multiplies.
     with plain_numbers(base_TN.device.type):
         return _choose(backend, base_TN).add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)
 
 
 def _choose(backend: str, base_TN: torch.Tensor) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, base_TN.device, dtype=base_TN.dtype):
         return reference
     from lightning_fastft.kernels.low_rank_add import triton

@@ -32,8 +32,7 @@ def dequantise_stack(stack: NF4Stack, out_EX: torch.Tensor) -> torch.Tensor:
         ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
 
     Cost:
-        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host
-        synchronisation.
+        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host sync.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.

@@ -1,4 +1,4 @@
-"""NF4 weights of linear layers made dense in one launch, each into memory of its own or into rows of a larger buffer.
+"""NF4 weights of linear layers made dense in one launch, each into separate memory or into rows of a larger buffer.
 
 Axes: O output columns and I input columns of a weight, (O, I) in memory; C = O I / 2 bytes, Q = O I / 64 blocks that
     share a scale, G groups of 256
@@ -36,7 +36,7 @@ def read_params4bit(weight: torch.Tensor) -> NF4Weight | None:
         that is not contiguous, and the order of bytes that bitsandbytes makes for its inference on a CPU.
 
     Cost:
-        About ten views on the host; no copy and no host synchronisation.
+        About ten views on the host; no copy and no host sync.
 
     Source:
         bitsandbytes 0.50, ``functional.QuantState``.
@@ -70,8 +70,8 @@ def dequantise(
         shape: O and I, its size; I a multiple of 64.
         dtype: bf16, fp16 or fp32. The weight is rounded to it once, from fp32.
         out: Where the weight goes. Shape (O, I), dtype as named, on the device of the weight; last axis contiguous,
-            rows any distance apart; overwritten whole, and nothing beside it. None for new memory.
-        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first where it can, else the second.
+            any row stride; overwritten whole, and nothing beside it. None for new memory.
+        backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
 
     Returns:
         out, or a new contiguous tensor of shape (O, I).
@@ -81,8 +81,8 @@ def dequantise(
         ShapeError: Shapes, dtypes, devices or layouts do not fit each other.
 
     Cost:
-        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host
-        synchronisation. "reference" makes copies of about 14 bytes per weight.
+        Reads 0.52 bytes and writes one value per weight, in one launch on CUDA; no memory besides and no host sync.
+        "reference" makes copies of about 14 bytes per weight.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -132,7 +132,8 @@ def dequantise_many(weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor
         own
 
     Example:
-        >>> parts = torch.full((32,), 0xF0, dtype=torch.uint8), torch.tensor([3.0]), None, None, torch.linspace(-1.0, 1.0, 16), None
+        >>> packed, table = torch.full((32,), 0xF0, dtype=torch.uint8), torch.linspace(-1.0, 1.0, 16)
+        >>> parts = packed, torch.tensor([3.0]), None, None, table, None
         >>> buffer = torch.zeros(2, 66)
         >>> dequantise_many([NF4Weight(*parts), NF4Weight(*parts)], outs=[buffer[:1, :64], buffer[1:, :64]])
         >>> buffer[:, 61:]
@@ -168,7 +169,7 @@ def _is_served(weight: torch.Tensor, state: Any) -> bool:
 
 
 def _choose(backend: str, out_OI: torch.Tensor) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, out_OI.device):
         return reference
     from lightning_fastft.kernels.nf4_linear import triton

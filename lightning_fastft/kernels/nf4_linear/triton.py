@@ -1,4 +1,4 @@
-"""NF4 weights of linear layers made dense: up to four of them in one launch, each into rows any distance apart.
+"""NF4 weights of linear layers made dense: up to four of them in one launch, each into any row stride.
 
 Axes: O output columns and I input columns of a weight, (O, I) in memory, walked in tiles of words of eight weights, one
     program per weight and

@@ -2,7 +2,7 @@
 projection to q, k and v.
 
 Axes: T tokens; C columns of q, k and v side by side; W columns of a head, of cos and sin only the rotated ones.
-Neither function builds a graph: the layer's own Function calls both.
+Neither function is differentiable; the autograd Functions of layers call them.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ def qk_rope_forward(
     """Return the projection with its query and key heads normed and rotated, its value heads as they are.
 
     The arithmetic is fp32 (float64 for float64) and each value is rounded once, and once more where the form rounds
-    before the norm's weight. Tokens do not mix: a row of NaN stays alone.
+    before the norm's weight. Tokens are independent, so NaN stays in its row.
 
     Args:
         qkv_TC: Joint output of the projections. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value
-            heads; bf16, fp16, fp32 or float64; last axis contiguous, any distance between rows.
+            heads; bf16, fp16, fp32 or float64; last axis contiguous, any row stride.
         cos_TW: As the model's rotary embedding gives it, without the batch axis. Shape (T, rotary_width); dtype of
             qkv_TC or fp32; last axis contiguous. Interleaved forms read the first half only, one value per pair, as
             GLM-4 and ERNIE 4.5 do; a model that repeats each value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2,
             dim=1)``.
         sin_TW: As cos_TW.
-        form: Where the heads stand, what is normed, which columns are a pair.
+        form: Positions of the heads, whether they are normed, and how columns are paired.
         q_weight_W: Weight of the query heads' norm. Shape (head_width,), contiguous; bf16, fp16, fp32 or qkv_TC's
             dtype; only with form.has_norm.
         k_weight_W: As q_weight_W, for the key heads.
-        out: Where the result is written: a tensor like qkv_TC, or qkv_TC itself where nothing is normed (the norm's
+        out: Output tensor: a tensor like qkv_TC, or qkv_TC itself where nothing is normed (the norm's
             gradient needs the raw heads). None for new memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
 
     Returns:
         qkv_TC: Shape, dtype and device of the input; contiguous, or ``out``; no graph.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, or ``out`` shares memory that is still read.
+        ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
         OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these
             tensors.
 
     Cost:
-        Reads and writes qkv_TC once, in place without its value heads; no host synchronisation. "reference" makes fp32
+        Reads and writes qkv_TC once, in place without its value heads; no host sync. "reference" makes fp32
         copies.
 
     Source:
@@ -113,7 +113,7 @@ def qk_rope_heads(
         qkv_TC: As in ``qk_rope_forward``.
         cos_TW: As in ``qk_rope_forward``.
         sin_TW: As cos_TW.
-        form: Where the heads stand, what is normed, which columns are a pair.
+        form: Positions of the heads, whether they are normed, and how columns are paired.
         q_weight_W: As in ``qk_rope_forward``.
         k_weight_W: As q_weight_W, for the key heads.
         backend: As in ``qk_rope_forward``.
@@ -128,7 +128,7 @@ def qk_rope_heads(
         OptionError: As in ``qk_rope_forward``.
 
     Cost:
-        Reads and writes qkv_TC once; no host synchronisation. "reference" makes fp32 copies.
+        Reads and writes qkv_TC once; no host sync. "reference" makes fp32 copies.
 
     Source:
         As ``qk_rope_forward``.
@@ -162,21 +162,21 @@ def qk_rope_backward(
     """Return the gradients of ``qk_rope_forward`` by its input and by the weights of the norms.
 
     The gradient is rotated back with the transposed map; the normed heads are rebuilt from the raw ones. Roundings
-    between norm and weight count as none, as in autograd. Sums have one order: two calls are bit-equal.
+    between norm and weight count as none, as in autograd. Sums have a fixed order, so two calls are bit-equal.
 
     Args:
         d_heads: Gradient of the forward's output. Shape (T, C) as there; bf16, fp16, fp32 or float64; last axis
             contiguous. Or HeadGradients: three tensors of one dtype, each token's heads contiguous, in which key and
             value heads may still stand in shares.
-        qkv_TC: What ``qk_rope_forward`` was given, not its output. Read only with form.has_norm; may be None without.
-        cos_TW: What ``qk_rope_forward`` was given.
-        sin_TW: What ``qk_rope_forward`` was given.
-        form: What ``qk_rope_forward`` was given.
-        q_weight_W: What ``qk_rope_forward`` was given.
-        k_weight_W: What ``qk_rope_forward`` was given.
+        qkv_TC: The input of ``qk_rope_forward``, not its output. Read only with form.has_norm; may be None without.
+        cos_TW: As given to ``qk_rope_forward``.
+        sin_TW: As given to ``qk_rope_forward``.
+        form: As given to ``qk_rope_forward``.
+        q_weight_W: As given to ``qk_rope_forward``.
+        k_weight_W: As given to ``qk_rope_forward``.
         needs_weight: Return the gradients of the weights too; only with form.has_norm.
-        out: Where d_raw_TC is written: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself, whose
-            values are then lost. None for new memory.
+        out: Output tensor for d_raw_TC: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself,
+            which is overwritten. None for new memory.
         backend: As in ``qk_rope_forward``.
 
     Returns:
@@ -186,7 +186,7 @@ def qk_rope_backward(
         d_k_weight_W: As d_q_weight_W, for the key heads.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, or ``out`` shares memory that is still read.
+        ShapeError: A shape, dtype, device or layout is wrong, or ``out`` shares memory that is still read.
         OptionError: The form or the backend is unknown, weights and form do not fit, or the backend cannot serve these
             tensors.
 
@@ -201,7 +201,8 @@ def qk_rope_backward(
     Example:
         >>> form = RopeForm(num_heads=1, num_kv_heads=1, head_width=2)
         >>> cos, sin = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
-        >>> qk_rope_backward(torch.tensor([[-2.0, 1.0, -4.0, 3.0, 5.0, 6.0]]), None, cos, sin, form=form, needs_weight=False).d_raw_TC
+        >>> d_heads = torch.tensor([[-2.0, 1.0, -4.0, 3.0, 5.0, 6.0]])
+        >>> qk_rope_backward(d_heads, None, cos, sin, form=form, needs_weight=False).d_raw_TC
         tensor([[1., 2., 3., 4., 5., 6.]])
     """
     _check_form(form)
@@ -244,7 +245,7 @@ def qk_rope_backward(
 
 
 def _choose(backend: str, x_TC: torch.Tensor) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, x_TC.device, dtype=x_TC.dtype):
         return reference
     from lightning_fastft.kernels.qk_rope import triton
@@ -260,7 +261,7 @@ def _check_forward(
     q_weight_W: torch.Tensor | None,
     k_weight_W: torch.Tensor | None,
 ) -> None:
-    """Refuse what a forward would read wrongly."""
+    """Refuse inputs that the forward cannot read."""
     _check_form(form)
     _check_rows("qkv_TC", qkv_TC, form)
     _check_angles(cos_TW, sin_TW, qkv_TC, form, device=qkv_TC.device)
@@ -268,7 +269,7 @@ def _check_forward(
 
 
 def _check_form(form: RopeForm) -> None:
-    """Refuse a form that no backend knows."""
+    """Refuse an unknown form."""
     if not isinstance(form, RopeForm):
         raise OptionError(f"form must be a RopeForm, got {type(form).__name__}.")
     check_int("form.num_heads", form.num_heads, low=1)
@@ -288,7 +289,7 @@ def _check_form(form: RopeForm) -> None:
 
 
 def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
-    """Refuse what the kernels would read wrongly."""
+    """Refuse shapes, dtypes, devices and layouts that the kernels cannot read."""
     check_tensor(name, x_TC, ndim=2, dtypes=_DTYPES)
     if x_TC.shape[1] != form.num_columns:
         raise ShapeError(
@@ -415,6 +416,6 @@ def _check_out(
         is_replaced = any(other is one for one in same)
         if other is not None and not is_replaced and do_ranges_overlap(out, other):
             raise ShapeError(
-                "out shares memory with an input that must stay as it is. Give memory of its own, None, or an input "
+                "out shares memory with an input that must stay as it is. Give separate memory, None, or an input "
                 "that may be replaced."
             )

@@ -1,4 +1,4 @@
-"""Norm and rotation of query and key heads in plain PyTorch: the formula, its gradient, and the plain twin of the
+"""Norm and rotation of query and key heads in plain PyTorch: the formula, its gradient, and the reference of the
 Triton kernels.
 
 Axes: T tokens; C columns of q, k and v side by side; H query and key heads; W columns of a head, of cos and sin only
@@ -123,7 +123,7 @@ def qk_rope_forward(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return q and k normed and rotated beside v, each value rounded once from fp32 (float64 for float64) and
-    where the form says so.
+    if the form says so.
     """
     dtype, wide = qkv_TC.dtype, wide_dtype(qkv_TC.dtype)
     x_THW = _split_heads(qkv_TC, form).to(wide)

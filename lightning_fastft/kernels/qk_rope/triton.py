@@ -144,7 +144,7 @@ def _reciprocal_rms(first, second, rest, inside_heads, eps, NUM_PAIRS: tl.conste
 
 @triton.jit
 def _apply_norm(values, scale, weight, dtype: tl.constexpr, IS_WEIGHT_WIDE: tl.constexpr):
-    """Return the normed values times their weight, rounded between the two where the form says so."""
+    """Return the normed values times their weight, rounded between the two if the form says so."""
     values *= scale
     if not IS_WEIGHT_WIDE:
         values = values.to(dtype).to(tl.float32)

@@ -25,18 +25,18 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
         x_TGW: Keys or values. Shape (T, G, W); bf16, fp16, fp32 or float64; the heads of a token contiguous, any
             distance between tokens.
         num_heads: H, a multiple of G.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first where it can, else
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
 
     Returns:
         Shape (T, H, W), contiguous: heads g H / G to (g + 1) H / G - 1 are head g.
 
     Raises:
-        ShapeError: Shape, dtype or layout is another, or the heads cannot be shared evenly.
+        ShapeError: A shape, dtype or layout is wrong, or the heads cannot be shared evenly.
         OptionError: num_heads is no positive integer, or the backend is unknown or cannot serve this tensor.
 
     Cost:
-        Reads T G W values and writes T H W in one launch; no host synchronisation.
+        Reads T G W values and writes T H W in one launch; no host sync.
 
     Source:
         own
@@ -59,7 +59,7 @@ def repeat_heads(x_TGW: torch.Tensor, num_heads: int, *, backend: str = "auto") 
 
 
 def _choose(backend: str, x_TGW: torch.Tensor) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if not uses_triton(backend, x_TGW.device, dtype=x_TGW.dtype):
         return reference
     from lightning_fastft.kernels.repeat_heads import triton

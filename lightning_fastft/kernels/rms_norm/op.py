@@ -1,7 +1,7 @@
 """Residual add and RMSNorm in one pass over memory, and their gradient in one more.
 
 Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
-Neither function builds a graph: the Function of a layer calls both.
+Neither function is differentiable; the autograd Functions of layers call them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def rms_norm_forward(
     """Return ``weight * sum / rms(sum)`` of ``sum = x + residual``, and the sum.
 
     The sum is rounded to its dtype before it is normed, as a model stores it. The arithmetic is fp32 (float64 for
-    float64); y is rounded once, or twice where the form says so. Rows do not mix: a row of NaN stays alone.
+    float64); y is rounded once, or twice if the form says so. Rows are independent, so NaN stays in its row.
 
     Args:
         x_TD: Rows to norm, or what is added to residual_TD. Shape (T, D), 1 <= D <= 16,384; bf16, fp16, fp32 or
-            float64; last axis contiguous, any distance between rows.
+            float64; last axis contiguous, any row stride.
         weight_D: Weight of the norm. Shape (D,), contiguous; bf16, fp16 or fp32 whatever x_TD has, float64 only with
             float64.
         form: Which of the forms of RMSNorm it is, with eps.
-        residual_TD: The stream that x_TD is added to. Like x_TD, rows any distance apart; None to norm x_TD itself.
-        out: Where y_TD is written: like x_TD, rows any distance apart, in memory that no input has. None for new
+        residual_TD: The stream that x_TD is added to. Like x_TD, any row stride; None to norm x_TD itself.
+        out: Output tensor for y_TD: like x_TD, any row stride, in memory that no input has. None for new
             memory.
-        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first where it
-            can, else the second.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first if possible,
+            else the second.
 
     Returns:
         y_TD: Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
@@ -61,12 +61,12 @@ def rms_norm_forward(
         rstd_T: Shape (T,), 1 over the root mean square of each row of the sum, fp32 (float64 for float64).
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or
+        ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` overlaps an input.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
-        Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host synchronisation. "reference" makes fp32
+        Reads x_TD (and residual_TD) and writes y_TD (and sum_TD) once; no host sync. "reference" makes fp32
         copies.
 
     Source:
@@ -104,22 +104,21 @@ def rms_norm_backward(
 ) -> NormGradients:
     """Return the gradient of the sum, which is that of x and of the residual alike, and of the weight.
 
-    What comes through the norm and the gradient of the sum itself are added in fp32 (float64 for float64) and rounded
-    once. Sums over rows have one order: two calls are bit-equal.
+    The gradient through the norm and that of the sum are added in fp32 (float64 for float64) and rounded
+    once. Sums over rows have a fixed order, so two calls are bit-equal.
 
     Args:
-        d_y_TD: Gradient of y_TD. Shape (T, D); dtype and device of sum_TD; last axis contiguous, any distance between
-            rows.
-        sum_TD: The sum that ``rms_norm_forward`` gave.
-        weight_D: What ``rms_norm_forward`` was given.
-        rstd_T: What ``rms_norm_forward`` gave; None to make it anew from sum_TD.
-        form: What ``rms_norm_forward`` was given.
+        d_y_TD: Gradient of y_TD. Shape (T, D); dtype and device of sum_TD; last axis contiguous, any row stride.
+        sum_TD: The sum returned by ``rms_norm_forward``.
+        weight_D: As given to ``rms_norm_forward``.
+        rstd_T: As returned by ``rms_norm_forward``; None to compute it from sum_TD.
+        form: As given to ``rms_norm_forward``.
         d_sum_TD: Gradient that reaches the sum past the norm, along the residual stream. Like d_y_TD; None for 0.
         needs_weight: Return the gradient of the weight.
-        out: Where d_x_TD is written: a tensor like sum_TD in memory of its own, or d_y_TD or d_sum_TD itself, whose
-            values are then lost. None for new memory.
-        rstd_out: Where what ``rms_norm_forward`` gives as rstd_T is written, for a caller that did not keep it. Shape
-            (T,), contiguous, fp32 (float64 for float64), memory of its own; None for nowhere.
+        out: Output tensor for d_x_TD: a tensor like sum_TD in separate memory, or d_y_TD or d_sum_TD itself, which is
+            overwritten. None for new memory.
+        rstd_out: Output tensor for rstd_T of ``rms_norm_forward``, for a caller that did not keep it. Shape
+            (T,), contiguous, fp32 (float64 for float64), separate memory; None for nowhere.
         backend: As in ``rms_norm_forward``.
 
     Returns:
@@ -128,12 +127,12 @@ def rms_norm_backward(
             needs_weight.
 
     Raises:
-        ShapeError: Shape, dtype, device or layout is another, D is above 16,384 and the backend is not "reference", or
+        ShapeError: A shape, dtype, device or layout is wrong, D is above 16,384 and the backend is not "reference", or
             ``out`` or ``rstd_out`` overlaps an input without being d_y_TD or d_sum_TD.
         OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
 
     Cost:
-        Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host synchronisation. With needs_weight a second
+        Reads d_y_TD, sum_TD (and d_sum_TD) and writes d_x_TD once; no host sync. With needs_weight a second
         launch over at most 512 partial sums of D fp32 values. "reference" makes fp32 copies.
 
     Source:
@@ -165,7 +164,7 @@ def rms_norm_backward(
             for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD)
             if other is not None
         ):
-            raise ShapeError("rstd_out shares memory with an input. Give memory of its own, or None.")
+            raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
     with torch.no_grad():
         return _choose(backend, sum_TD).rms_norm_backward(
             d_y_TD,
@@ -181,7 +180,7 @@ def rms_norm_backward(
 
 
 def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
-    """Return the module that does the work."""
+    """Return the module of the backend."""
     if backend != "reference" and x_TD.shape[1] > MAX_COLUMNS:
         raise ShapeError(
             f"The rows have {x_TD.shape[1]} columns, one pass holds at most {MAX_COLUMNS}; use backend 'reference' for "
@@ -195,7 +194,7 @@ def _choose(backend: str, x_TD: torch.Tensor) -> ModuleType:
 
 
 def _check_form(form: NormForm) -> None:
-    """Refuse a form that no backend knows."""
+    """Refuse an unknown form."""
     if not isinstance(form, NormForm):
         raise OptionError(f"form must be a NormForm, got {type(form).__name__}; give NormForm(eps=...).")
     check_float("form.eps", form.eps, low=0.0)
@@ -204,7 +203,7 @@ def _check_form(form: NormForm) -> None:
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what the kernels would read wrongly."""
+    """Refuse shapes, dtypes, devices and layouts that the kernels cannot read."""
     check_tensor(name, tensor, ndim=2, dtypes=_DTYPES)
     if tensor.shape[1] == 0:
         raise ShapeError(f"{name} has no columns; a mean needs one at least.")
@@ -218,7 +217,7 @@ def _check_weight(weight_D: torch.Tensor, x_TD: torch.Tensor) -> None:
 
 
 def _check_rstd(name: str, rstd_T: torch.Tensor, x_TD: torch.Tensor) -> None:
-    """Refuse what the forward does not give."""
+    """Refuse tensors that the forward does not return."""
     check_tensor(name, rstd_T, ndim=1, dtypes=(wide_dtype(x_TD.dtype),))
     _check_vector(name, rstd_T, x_TD.shape[0], x_TD)
 

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm in plain PyTorch: the formula, its gradient, and the plain twin of the Triton kernels.
+"""Residual add and RMSNorm in plain PyTorch: the formula, its gradient, and the reference of the Triton kernels.
 
 Axes: T rows (tokens, or tokens times heads), D columns that are normed together.
 """
