@@ -1,5 +1,4 @@
-"""The attention function that transformers models call: packed attention where a batch context travels along, else what
-eager attention gives.
+"""The attention function that transformers models call: packed attention with a batch context, else eager attention.
 
 Axes: B rows, Q queries, T keys, H query heads, G key/value heads, W width of a head.
 """
@@ -24,33 +23,32 @@ from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.packing.context import BatchContext
 
-# transformers finds its own backends by substrings of the name: it must hold none of sdpa, flex, flash, eager, nor a
-# slash.
+# transformers matches its own backends by substrings, so the name must not contain sdpa, flex, flash, eager or a slash.
 NAME = "fastft"
 
-# Keywords with which a model changes scores or keys in a way that no backend here knows: ignoring them would train
-# silently wrong.
+# Keywords with which a model changes scores or keys, and which no backend here supports; ignoring them would train
+# wrongly without an error.
 _FOREIGN_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "attention_bias")
 
 
 class _MaskReadError(BackendError, AttributeError):
-    """Model code asked a deferred mask for what only a tensor has; ``hasattr`` still answers no."""
+    """Model code read an attribute of a tensor from a deferred mask; ``hasattr`` still returns False."""
 
 
 class DeferredMask:
-    """Remember how a mask would be built, and build it when an attention layer without a batch context asks for it.
+    """Store the arguments of a mask, and build it when an attention layer without a batch context needs it.
 
-    A mask function never sees the keywords of the model, so it cannot know whether a context makes the mask needless.
+    A mask function does not see the keywords of the model, so it cannot know whether there is a context.
 
     Args:
-        arguments: What transformers hands to a mask function.
+        arguments: Arguments that transformers passes to a mask function.
     """
 
-    # transformers treats whatever is not two-dimensional as a mask that stands already.
+    # transformers treats any mask that is not two-dimensional as complete.
     ndim = 4
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        # A static cache counts in place between here and the first layer that asks.
+        # A static cache changes its length in place before the first layer needs the mask.
         self._arguments: dict[str, Any] = {
             name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value
             for name, value in arguments.items()
@@ -68,12 +66,12 @@ class DeferredMask:
         )
 
     def find_obstacle(self, window: int | None, *, max_length: int) -> str:
-        """Return why a layer with this window would not see what the mask shows; empty when causal attention within
-        documents is the same.
+        """Return how the mask differs from causal attention within documents for a layer with this window; empty if
+        it does not.
 
         Args:
-            window: What the layer passes as ``sliding_window``.
-            max_length: Longest document; a window or chunk that no document exceeds is none.
+            window: ``sliding_window`` of the layer.
+            max_length: Longest document; a window or chunk that no document exceeds has no effect.
         """
         if self._arguments.get("use_vmap") or "allow_is_bidirectional_skip" in self._arguments:
             return "is not causal everywhere"
@@ -96,7 +94,7 @@ class DeferredMask:
 
 
 def register() -> None:
-    """Make ``attn_implementation="fastft"`` known to transformers; calling it again changes nothing.
+    """Register ``attn_implementation="fastft"`` with transformers; a second call has no effect.
 
     Example:
         >>> register()
@@ -108,9 +106,9 @@ def register() -> None:
 
 
 def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
-    """Set the attention of a model to "fastft" and write the way back into the patcher.
+    """Set the attention of a model to "fastft", and record the undo in the patcher.
 
-    Of a composite model the text part is changed, towers for images and sound keep what they have.
+    In a composite model only the text part changes; towers for images and sound keep their attention.
 
     Args:
         model: A causal language model, before or after adapters.
@@ -134,14 +132,14 @@ def install_attention(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     before = [config._attn_implementation for config in configs]
     model.set_attn_implementation(requested)
     for config, old in zip(configs, before):
-        # The part around the text may have no attention of its own on the interface (got_ocr2); a mask it made
-        # otherwise is refused in the forward.
+        # The outer model may not use the attention interface (got_ocr2); a mask that it builds is refused in the
+        # forward.
         if config is configs[-1] and config._attn_implementation != NAME:
             raise SwapError(
                 f"{type(model).__name__} kept attention {config._attn_implementation!r}; load it with "
                 f"attn_implementation={NAME!r}."
             )
-        # The setter would check once more what the model already ran with.
+        # The setter would check again what the model already ran with.
         patcher.add_undo(functools.partial(setattr, config, "_attn_implementation_internal", old))
     model_type = configs[-1].model_type
     note = (
@@ -184,21 +182,21 @@ def attend(
         value: Shape (B, G, T, any width).
         attention_mask: What defer_mask returned, a ready additive or bool mask of shape (B, 1, Q, T), or None.
         dropout: Dropout of the attention weights.
-        scaling: What scores are multiplied by; None for 1 / sqrt(head width).
-        sliding_window: Keys a query sees under a context; without one the mask says it.
+        scaling: Factor of the scores; None for 1 / sqrt(head width).
+        sliding_window: Number of keys that a query sees, with a context; without one the mask contains the window.
         softcap: Soft cap of the scores.
         s_aux: Learned sinks, shape (H,).
         context: The metadata of a packed batch; None for padded batches and generation.
         collect: As in packed_attention; under autocast, which casts heads, and without a context it is not called.
-        keywords: Ignored, but for those that change attention, which are refused under a context.
+        keywords: Ignored, except those that change attention, which are refused with a context.
 
     Returns:
-        The output, shape (B, Q, H, width of a value), and the weights where they were asked for and no context is
-        given, else None.
+        The output, shape (B, Q, H, width of a value), and the attention weights if they were requested without a
+        context, else None.
 
     Raises:
-        BackendError: Under a context, something that packed attention cannot do exactly.
-        ShapeError: Under a context, queries that are not one row of its tokens.
+        BackendError: With a context, packed attention cannot compute the call exactly.
+        ShapeError: With a context, queries are not one row of its tokens.
     """
     scale = scaling if scaling is not None else getattr(module, "head_dim", query.shape[-1]) ** -0.5
     if context is None:
@@ -245,9 +243,7 @@ def attend(
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask as eager attention would add it, in the dtype of the scores and finite, so that a row that sees
-    nothing is no NaN.
-    """
+    """Return an additive mask in the dtype of the scores; finite, so that a row without keys is not NaN."""
     if mask is None or mask.dtype is dtype:
         return mask
     lowest = torch.finfo(dtype).min
@@ -267,7 +263,7 @@ def _eager_attention(
     sink_H: torch.Tensor | None,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula of transformers' eager attention, caps before the mask and sinks beside the keys."""
+    """Compute transformers' eager attention, with soft caps before the mask and sinks as additional keys."""
     num_repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(num_repeats, dim=1), value.repeat_interleave(num_repeats, dim=1)
     score_BHQT = query @ key.transpose(2, 3) * scale
@@ -296,7 +292,7 @@ def _check_packable(
     keywords: dict[str, Any],
     context: BatchContext,
 ) -> None:
-    """Refuse what would be computed otherwise than one document at a time."""
+    """Refuse a call whose result would differ from one document at a time."""
     layer = type(module).__name__
     if query.shape[0] != 1 or query.shape[2] != context.num_tokens or key.shape[2] != context.num_tokens:
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""Refuse, while a packed batch runs, what would be computed otherwise than one document at a time."""
+"""Refuse packed batches whose result would differ from one document at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.packing.context import BatchContext
 
-# Types of decoder layers that hold no attention.
+# Types of decoder layers without attention.
 _LAYERS_WITHOUT_ATTENTION = frozenset({"moe", "mlp"})
 _MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> None:
-    """Watch a served model: every attention layer reads the context, and no image comes with positions that belong to
-    text.
+    """Check in each forward that every attention layer reads the context, and that images have no text positions.
 
     Args:
         model: A causal language model.
-        patcher: Takes the hooks back on ``undo``.
+        patcher: Records the hooks.
 
     Cost:
         Two integers on the host in each forward.
@@ -36,15 +35,15 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> None:
 
 
 def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None:
-    """Make a model that is no causal language model (a classifier, an encoder-decoder) refuse packed batches.
+    """Let a model that is no causal language model (a classifier, an encoder-decoder) refuse packed batches.
 
-    A decoder without a head that was loaded with packed attention reads the context itself, and is left alone.
+    A decoder without a head that was loaded with packed attention reads the context itself, and is not changed.
     """
     from lightning_fastft.patches.attention import NAME
 
     if model.base_model is model and model.config._attn_implementation == NAME:
         return
-    # PEFT calls the forward of a model past its hooks; that of the base model inside it is called with them.
+    # PEFT calls the forward of a model without its hooks, but that of the base model inside with them.
     for module in dict.fromkeys((model, model.base_model)):
         _hook(module, patcher, before=_Refusal(type(model).__name__))
 
@@ -68,7 +67,7 @@ class _ReadGuard:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         context = kwargs.get("context")
-        # No read at all is judged after the step, with the advice for a model that nobody prepared.
+        # The strategy checks for no read at all after the step, with advice for a model without packed attention.
         if not isinstance(context, BatchContext) or not 0 < context.num_reads - self._num_before < self._num_expected:
             return
         raise UnsupportedModelError(
@@ -80,7 +79,7 @@ class _ReadGuard:
 
 
 class _Refusal:
-    """Forward pre-hook of a model that packed batches are not for."""
+    """Forward pre-hook of a model that refuses packed batches."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -101,7 +100,7 @@ def _has_media_positions(model: PreTrainedModel) -> bool:
 
 
 def _refuse_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: the positions of a packed batch are those of text."""
+    """Forward pre-hook: refuse images, because the positions of a packed batch are those of text."""
     media = [name for name, value in kwargs.items() if value is not None and name.startswith(_MEDIA_KEYWORDS)]
     if media and isinstance(kwargs.get("context"), BatchContext):
         raise UnsupportedModelError(

@@ -1,6 +1,4 @@
-"""The lazy head: on a packed batch, logits are formed only for labelled rows, only in chunks, and only if nobody
-asks for them as a tensor.
-"""
+"""The lazy head: a packed batch gets logits of labelled rows only, in chunks, unless they are used as a tensor."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _LINK_ATTRIBUTE = "fastft_head_link"
 
 
 class TokenStatistics(NamedTuple):
-    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; the count is on the host where a
-    context gave it.
-    """
+    """Sums over the labelled tokens of a batch: 0-dim tensors on its device; a count from a context is on the host."""
 
     nll_sum: torch.Tensor
     num_correct: torch.Tensor
@@ -33,7 +29,7 @@ class TokenStatistics(NamedTuple):
 
 
 class _Targets(NamedTuple):
-    """Which rows of the flattened states are trained, and towards what."""
+    """Labelled rows of the flattened states, and their targets."""
 
     row_R: torch.Tensor | None
     target_R: torch.Tensor
@@ -42,11 +38,10 @@ class _Targets(NamedTuple):
 
 
 class LazyLogits:
-    """Stand in for logits that were not computed: remembers states, weight and what was done to the logits since.
+    """Represent logits that were not computed, by the states, the weight and the operations on the logits since.
 
     Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an
-    attribute, a torch function) computes the logits once, exactly as the model would have, and goes on with that
-    tensor.
+    attribute, a torch function) computes the logits once, exactly as the model would have, and uses that tensor.
 
     Args:
         hidden: Last hidden states, shape (..., D).
@@ -142,11 +137,11 @@ class LazyLogits:
         return other
 
     def float(self) -> LazyLogits:
-        """Record a cast to fp32, in which the loss computes in any case."""
+        """Record a cast to fp32; the loss computes in fp32 anyway."""
         return self._record(torch.Tensor.float)
 
     def contiguous(self) -> LazyLogits:
-        """Return self: logits that are computed are contiguous."""
+        """Return self, because computed logits are contiguous."""
         return self
 
     @classmethod
@@ -163,8 +158,7 @@ class LazyLogits:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for names that this class does not have. Protocols probe for dunders: they must not cost the
-        # logits.
+        # Only called for names that this class lacks. Protocols look up dunders, which must not compute the logits.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.tensor(), name)
@@ -225,7 +219,7 @@ class LazyHead(nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> Any:
-        """Return the logits, or their stand-in."""
+        """Return the logits, or ``LazyLogits``."""
         link: HeadLink = vars(self)[_LINK_ATTRIBUTE]
         context = link.disarm()
         # Sliced states (logits_to_keep) no longer fit the context's rows.
@@ -238,8 +232,8 @@ class HeadLink:
     """Connect the three swapped places of one model: the hook that sees the context, the head, and the loss function.
 
     Args:
-        original_loss: What the model computed its loss with.
-        output_logits: Give tensor logits on every packed batch.
+        original_loss: The loss function of the model.
+        output_logits: Return tensor logits for every packed batch.
     """
 
     def __init__(self, *, original_loss: Callable[..., torch.Tensor], output_logits: bool) -> None:
@@ -248,7 +242,7 @@ class HeadLink:
         self._armed: BatchContext | None = None
 
     def arm(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the decoder: arm the head for this call if it is given a context, disarm it if not."""
+        """Forward pre-hook of the decoder: arm the head for this call if there is a context, else disarm it."""
         context = kwargs.get("context")
         self._armed = None
         if isinstance(context, BatchContext) and not (
@@ -271,9 +265,7 @@ class HeadLink:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the loss of the model, from labelled rows where the logits are lazy; same signature as
-        transformers' own.
-        """
+        """Return the loss of the model, from labelled rows if the logits are lazy; transformers' signature."""
         rest = {
             "num_items_in_batch": num_items_in_batch,
             "ignore_index": ignore_index,
@@ -315,7 +307,7 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher, *, output_logits
             for one call's.
 
     Returns:
-        Active; or inactive with the reason, and then nothing was changed.
+        Active; or inactive with the reason if nothing was changed.
 
     Cost:
         None by itself; a step forms num_labelled x V logits in chunks instead of T x V at once.
@@ -369,7 +361,7 @@ def _find_head(model: PreTrainedModel) -> tuple[str, nn.Linear, nn.Module] | Sta
 
 
 def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: torch.Tensor | None) -> _Targets:
-    """Take the context's rows if the labels are the context's own, else all rows of the labels that were given."""
+    """Return the context's rows if the labels are the context's own, else all rows of the labels."""
     context = logits.context
     if shift_labels is None and _is_untouched_view(labels, of=context.label_T):
         return _Targets(context.labelled_row_R, context.labelled_target_R, context.num_labelled, context.num_labelled)
@@ -380,7 +372,7 @@ def _find_targets(logits: LazyLogits, *, labels: torch.Tensor, shift_labels: tor
 
 
 def _is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:
-    """Whether labels are the very memory of the context, never written to; decided on the host."""
+    """Whether labels share the memory of the context and were not written to; decided on the host."""
     is_same = (
         labels.data_ptr() == of.data_ptr()
         and labels.numel() == of.numel()

@@ -1,6 +1,4 @@
-"""Install packed training on every transformers model inside a module: attention that reads the context, and the
-lazy head.
-"""
+"""Install packed training on every transformers model inside a module: packed attention and the lazy head."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from lightning_fastft.patches.weight_streaming import (
 
 
 class PackedInstallation(NamedTuple):
-    """What install_packed_training did: one status per part and model, and the decoder layers it found."""
+    """Result of install_packed_training: one status per part and model, and the decoder layers."""
 
     statuses: list[Status]
     layers: list[nn.Module]
@@ -57,15 +55,14 @@ def install_packed_training(
     Args:
         root: Any module: a model, a PEFT model, a LightningModule around them.
         patcher: Records every change and undoes it.
-        checkpointing: What happens to activations; None leaves the models' own checkpointing alone.
-        environment: What the run knows; None for a single process without a strategy.
+        checkpointing: Treatment of activations; None leaves the models' own checkpointing unchanged.
+        environment: Environment of the run; None for a single process without a strategy.
 
     Returns:
-        The statuses (a module without any transformers model is left alone, and its status says so) and the decoder
-        layers.
+        The statuses, also for a module without any transformers model, and the decoder layers.
 
     Raises:
-        UnsupportedModelError: A family cannot be served exactly; nothing has been changed then.
+        UnsupportedModelError: A family cannot be served exactly; nothing was changed.
         OptionError: The models recompute activations already, and the policy is "keep".
 
     Cost:
@@ -93,7 +90,7 @@ def install_packed_training(
         ]
         if checkpointing is not None:
             found.append(_attach(checkpointing, model, layers, patcher, environment))
-        # With several models in one module the table says whose status it is.
+        # With several models in one module the table names the model of each status.
         statuses += [status._replace(name=f"{status.name} ({name})") if len(models) > 1 else status for status in found]
         all_layers += layers
     return PackedInstallation(
@@ -132,9 +129,7 @@ def describe_models(root: nn.Module) -> list[str]:
 
 
 def describe_unprepared(root: nn.Module) -> str:
-    """Return the transformers models inside root if none of them has packed attention; empty where one has, or
-    where there is none.
-    """
+    """Return the transformers models inside root if none of them has packed attention, else an empty list."""
     models = find_causal_models(root)
     if any(model.config.get_text_config(decoder=True)._attn_implementation == NAME for _, model in models):
         return ""
@@ -159,7 +154,7 @@ def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: Copy
         half_done.callback(own.undo)
         weights, streamer = install_weight_streaming(model, own, streams=streams, allocate_host=allocate)
         embedding = install_host_embedding(model, own, streams=streams, allocate_host=allocate)
-        # All of it went: it stays there until the patcher is undone.
+        # All weights moved; they stay on the host until the patcher is undone.
         half_done.pop_all()
     patcher.add_undo(own.undo)
     # The forward that is about to run may have passed the hooks of its first layer.

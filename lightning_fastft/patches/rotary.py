@@ -1,5 +1,4 @@
-"""Rotary scaling that depends on length (longrope, dynamic): in a pack, each document gets the angles that it gets
-alone.
+"""Rotary scaling that depends on length (longrope, dynamic): each document of a pack gets the angles it has alone.
 
 Axes: T tokens of the pack, S documents (S1 = S + 1 offsets).
 """
@@ -31,8 +30,8 @@ _MOST_LENGTHS = 4096
 class DocumentRotary:
     """Compute the angles of a packed batch document by document; without a context the model's own forward runs.
 
-    transformers picks the frequencies of a whole row by its longest position. A short document would change with its
-    neighbours. The formula stays the model's own: it runs on a twin of the module that shares everything but the
+    transformers chooses the frequencies of a whole row by its longest position, so a short document would change with
+    its neighbours. The formula is the model's own: it runs on a copy of the module that shares everything but the
     frequencies.
 
     Args:
@@ -46,19 +45,19 @@ class DocumentRotary:
         self._dynamic_frequencies: dict[tuple[str | None, int], torch.Tensor] = {}
 
     def enter(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the module that calls the embedding: remember the context of this call."""
+        """Forward pre-hook of the module that calls the embedding: store the context of this call."""
         context = kwargs.get("context")
         self._context = context if isinstance(context, BatchContext) else None
 
     def leave(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the same module: forget the context."""
+        """Forward hook of the same module: drop the context."""
         self._context = None
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        """Return what the rotary embedding returns, with the frequencies that each document gets alone.
+        """Return the result of the rotary embedding, with the frequencies that each document has alone.
 
         Raises:
-            BackendError: The result has no token axis where packed angles need it.
+            BackendError: The result has no token axis at the expected place.
 
         Cost:
             Up to two calls of the model's formula for longrope; one for the pack and one for each document above the
@@ -165,14 +164,14 @@ class DocumentRotary:
 
 
 def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
-    """Give the rotary embeddings of a model whose angles depend on length ``DocumentRotary``; others stay as they are.
+    """Replace rotary embeddings whose angles depend on length by ``DocumentRotary``.
 
     Args:
         model: A causal language model, before or after adapters.
         patcher: Undoes the change.
 
     Returns:
-        Status "rotary scaling" where angles depend on length, nothing where they do not.
+        Status "rotary scaling" if angles depend on length, else nothing.
 
     Raises:
         UnsupportedModelError: The embedding is inside a decoder layer, or its forward was replaced on the instance.

@@ -1,6 +1,4 @@
-"""Value points: linear layers, attention and experts inside a decoder layer whose outputs a plan can hold instead
-of computing them again.
-"""
+"""Value points: linear layers, attention and experts of a decoder layer whose outputs a plan can hold."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _ADAPTER_PARTS = {"lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"}
 def install_value_points(
     root: nn.Module, layers: Sequence[nn.Module], segments: Sequence[Segment], patcher: ModelPatcher
 ) -> int:
-    """Let the linear layers and the attention of each decoder layer ask their segment before they compute.
+    """Let the linear layers and the attention of each decoder layer read held values from their segment.
 
     Linear layers are swapped for subclasses that share their state, so names, parameters and hooks stay. Outside a run
     of a segment under a plan (evaluation, generation, kept layers) they run the code of their own class.
@@ -35,8 +33,7 @@ def install_value_points(
         patcher: Undoes the swaps.
 
     Returns:
-        How many points there are; 0 where a model computes with other kinds of layers, which are then recomputed as a
-        whole.
+        The number of points; 0 for a model with other kinds of layers, which are recomputed as a whole.
     """
     names = {id(module): name for name, module in root.named_modules()}
     num_points = 0
@@ -48,8 +45,7 @@ def install_value_points(
             if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
                 patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)
                 num_points += 1
-            # The thin products of an adapter cost less than holding them, and PEFT's own layer must find its own
-            # classes there.
+            # Low-rank GEMMs of an adapter cost less than holding their outputs, and PEFT needs its own classes there.
             point_class = None if _ADAPTER_PARTS & set(name.split(".")) else _point_class(type(module))  # type: ignore[arg-type]
             if point_class is not None and id(module) in names:
                 new = share_state(module, point_class)
@@ -64,7 +60,7 @@ def install_value_points(
 
 
 def is_linear_point(module: nn.Module) -> bool:
-    """Whether a module is ``nn.Linear`` that asks its segment."""
+    """Whether a module is an ``nn.Linear`` that is a value point."""
     return isinstance(module, _LinearPoint)
 
 
@@ -75,7 +71,7 @@ def is_frozen_point(module: nn.Module) -> bool:
 
 @functools.cache
 def _point_class(old: type[Any]) -> type[nn.Module] | None:
-    """The class whose instances ask before they compute; None for classes whose backward is not known here."""
+    """Return the value-point class for a class of layers; None if its backward is not known here."""
     if issubclass(old, _ValuePoint):
         return None
     if old is nn.Linear:
@@ -88,7 +84,7 @@ def _point_class(old: type[Any]) -> type[nn.Module] | None:
 
 
 class _ValuePoint:
-    """A linear layer that asks its segment; mixed in before the layer's own class."""
+    """A linear layer that is a value point; mixed in before the layer's own class."""
 
 
 class _LinearPoint(_ValuePoint):
@@ -107,15 +103,14 @@ class _LinearPoint(_ValuePoint):
 
 
 class HeldLinear(_LinearPoint, nn.Linear):
-    """nn.Linear that asks its segment."""
+    """nn.Linear that is a value point."""
 
 
 class _HeldLinearFunction(torch.autograd.Function):
-    """nn.functional.linear whose product can be taken from the session; the same products as autograd's own in the same
-    order, so the same bits.
+    """nn.functional.linear whose output can come from the session; its GEMMs are those of autograd, bit for bit.
 
-    Saves x and the weight where the weight is trained, and nothing where it is frozen, so that a second run that leaves
-    the layer out saves the same.
+    Saves x and the weight if the weight is trained, and nothing if it is frozen, so that a recompute that skips the
+    layer saves the same tensors.
     """
 
     @staticmethod
@@ -141,7 +136,7 @@ class _HeldLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Read once: under a checkpoint a saved tensor can be asked for only once.
+        # Read once, because a checkpoint allows one read of a saved tensor.
         x, weight_ND = ctx.saved_tensors if needs_weight else (None, ctx.weight_ND)
         d_out_TN = d_out.reshape(-1, d_out.shape[-1])
         d_x = d_out_TN.mm(weight_ND).view(*d_out.shape[:-1], weight_ND.shape[1]) if needs_x else None
@@ -163,9 +158,7 @@ class _QuantizedPoint(_ValuePoint):
 
 
 class _HeldQuantizedLinear(torch.autograd.Function):
-    """A 4-bit layer whose product can be taken from the session; saves nothing, the weight is dequantised again
-    in the backward as its own does.
-    """
+    """A 4-bit layer whose output can come from the session; saves nothing, and dequantises again in the backward."""
 
     @staticmethod
     def forward(

@@ -38,28 +38,27 @@ def install_weight_streaming(
     allocate_host: AllocateHost | None = None,
     num_slots: int = DEFAULT_NUM_SLOTS,
 ) -> tuple[Status, WeightStreamer]:
-    """Move the frozen weights of every decoder layer to the host and bring each layer in before its forward and before
-    its backward.
+    """Move the frozen weights of every decoder layer to the host, and copy each layer in before its forward and
+    backward.
 
-    Serves training with and without recompute, evaluation and generation; NF4 and plain weights. Adapters, whatever is
-    trained, buffers, and the shared tables of NF4 stay on the device. A state dict read meanwhile has the streamed
-    weights in host memory, and loading one that holds them is refused. The loss must depend on the last hidden states,
-    as that of every causal language model does.
+    Works with and without recompute, in evaluation and in generation, for NF4 and plain weights. Adapters, trained
+    weights, buffers, and the shared tables of NF4 stay on the device. A state dict contains the streamed weights in
+    host memory; loading one that contains them is refused. The loss must depend on the last hidden states, as in every
+    causal language model.
 
-    Install it when the model stands where it computes (under DDP: when it is wrapped), and undo the patcher before the
-    model is moved, merged or loaded into.
+    Install it when the model is on its device (under DDP: when it is wrapped), and undo the patcher before the model is
+    moved or merged, or weights are loaded.
 
     Args:
         model: A Hugging Face causal language model, also one inside a PEFT model.
-        patcher: Records the changes; undoing it gives the weights back to the device, also after an
-            exception.
+        patcher: Records the changes; undo returns the weights to the device, also after an exception.
         streams: The copy streams of the device.
         allocate_host: Called with a number of bytes; returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
-        num_slots: Layers that have room on the device.
+        num_slots: Number of layers that fit on the device at once.
 
     Returns:
-        Active, with what lies where; and the streamer, attached.
+        The active status, with the places of the weights; and the attached streamer.
 
     Raises:
         OptionError: Nothing in the layers is frozen, or layers share weights with each other or with the rest of the
