@@ -1,4 +1,4 @@
-"""Which of the activations known to our kernels a module of transformers uses."""
+"""Find the kernels' name for the activation of a transformers module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def activation_name(module: nn.Module) -> str:
         'silu'
     """
     activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    # Functions stand for themselves, modules for their class.
+    # A function is looked up itself, a module by its class.
     name = _ACTIVATIONS.get(type(activation) if isinstance(activation, nn.Module) else activation)
     if name is None:
         shown = (

@@ -1,4 +1,4 @@
-"""A cheap digest of base weights, by which a checkpoint of adapters knows the base that they were trained on."""
+"""A cheap digest of base weights, which identifies the base of adapters in their checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ NUM_VALUES = 64
 
 
 def digest_files(paths: Sequence[str | Path]) -> str:
-    """Return a digest of weight files: sizes, headers and sampled blocks, whatever their names and the order in which
-    they are given.
+    """Return a digest of weight files: sizes, headers and sampled blocks, independent of their names and order.
 
-    It tells another model, another training of the same model and a file that was cut or shifted. It cannot tell a
-    change of a few bytes that lies between the sampled blocks, and the same weights in other files have another digest.
+    It detects another model, another training of the same model, and a file that was truncated or shifted. It does not
+    detect a change of a few bytes between the sampled blocks. The same weights in other files have another digest.
 
     Args:
         paths: safetensors files.
@@ -61,7 +60,7 @@ def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
         ):
             flat_N = parameter.detach().reshape(-1)
             sample_N = flat_N[:: max(1, flat_N.numel() // NUM_VALUES)][:NUM_VALUES].float()
-            # A model may be spread over several devices.
+            # A model may be on several devices.
             samples.append(sample_N if not samples else sample_N.to(samples[0].device))
             names.append(f"{name} {parameter.dtype} {tuple(parameter.shape)}")
     if not names:

@@ -1,6 +1,4 @@
-"""Dtypes and seeds of a model that is being built: what a name means on a device, and which Trainer precision
-leaves it alone.
-"""
+"""Dtypes and seeds of a model that is being built, and the Trainer precisions that do not change them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and arithmetic: "auto" is bf16 where the device computes in it, else fp32.
+    """Return the dtype of weights and arithmetic: "auto" is bf16 if the device supports it, else fp32.
 
     Raises:
         OptionError: dtype is not one of auto, bfloat16, float16, float32.
@@ -32,10 +30,10 @@ def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
 def check_precision(
     precision: str, *, dtype: str, adapter_dtype: torch.dtype, has_adapters: bool, is_fit: bool
 ) -> None:
-    """Refuse a Trainer precision that would change a dtype behind the user's back.
+    """Refuse a Trainer precision that would change a dtype without notice.
 
     Args:
-        precision: What ``trainer.precision`` says.
+        precision: ``trainer.precision``.
         dtype: FineTuner's dtype, "auto" already replaced where the precision decides it.
         adapter_dtype: Dtype of the adapter Parameters.
         has_adapters: Whether adapters are trained.
@@ -77,7 +75,7 @@ def check_precision(
 
 @contextmanager
 def seeded(seed: int, *, device: torch.device) -> Iterator[None]:
-    """Draw from generators with this seed and leave the global ones as they were."""
+    """Draw from generators with this seed; the global generators do not change."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Experts held in NF4: the stacks of a model quantised one expert at a time, and dense only while a product reads them.
+"""Experts in NF4: weights quantised expert by expert, and dequantised only while a GEMM reads them.
 
 Axes: E experts, I input columns, O output columns.
 """
@@ -22,7 +22,7 @@ STATUS_NAME = "NF4 experts"
 BUFFER_ATTRIBUTE = "fastft_dense_buffer"
 
 _LLAMA4 = "Llama4TextExperts"
-# Experts that come quantised in a format of their own.
+# Experts that are already quantised in another format.
 _FOREIGN = ("Mxfp4", "FP8", "Fp8")
 # In a state dict the packed weights bear the name of the weight; these stand behind it, three of them as bitsandbytes
 # calls them.
@@ -30,17 +30,16 @@ _PARTS = ("absmax", "nested_absmax", "offset", "quant_map", "nested_quant_map")
 
 
 def quantise_experts(model: nn.Module) -> Status:
-    """Turn every stack of expert weights inside model into NF4; what is quantised already stays, and all share one
-    dense buffer from then on.
+    """Quantise every stack of expert weights inside model to NF4; all stacks then share one dense buffer.
 
     Format and numbers are those of ``bitsandbytes.functional.quantize_4bit`` with ``quant_type="nf4"`` and
-    ``compress_statistics=True`` on each expert. Names, shapes and dtypes of the parameters stay; they are frozen.
+    ``compress_statistics=True`` for each expert. Names, shapes and dtypes of the parameters stay; they are frozen.
 
     Args:
-        model: Any module: a transformers model, before or after PEFT's adapters are put on it.
+        model: Any module: a transformers model, with or without PEFT's adapters.
 
     Returns:
-        Active with what is held, or inactive where there are no stacks of experts.
+        Active with the number of stacks, or inactive without stacks of experts.
 
     Raises:
         UnsupportedModelError: The weights of an expert are no multiple of 64, or held in fp8, MXFP4 or another format.
@@ -48,8 +47,8 @@ def quantise_experts(model: nn.Module) -> Status:
         MissingDependencyError: bitsandbytes is not installed.
 
     Cost:
-        One read of the weights and the host waits of bitsandbytes, a few per expert; peak memory is one stack in NF4
-        above the model as it comes.
+        One read of the weights and a few host syncs of bitsandbytes per expert; peak memory is one stack in NF4
+        above the model.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314.
@@ -78,8 +77,8 @@ def describe_experts(model: nn.Module) -> Status:
 
 
 def quantise_block(block: nn.Module) -> int:
-    """Turn the stacks of experts of one finished block into NF4 and return how many there were; ``quantise_experts``
-    later joins their buffers.
+    """Quantise the stacks of experts of one finished block to NF4 and return their number; ``quantise_experts`` later
+    joins their buffers.
 
     Raises:
         UnsupportedModelError: As quantise_experts.
@@ -112,8 +111,7 @@ def is_stack(module: nn.Module, name: str) -> bool:
 
 
 class DenseBuffer:
-    """Memory for one dense stack on each device, shared by all layers of a model: the last stack that asked for it has
-    it.
+    """Memory for one dense stack on each device, shared by all layers of a model; the last user owns it.
 
     Copies and pickles of it are empty.
     """
@@ -122,13 +120,13 @@ class DenseBuffer:
         self._memory: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def take(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory of a shape; what was taken before is void."""
+        """Return uninitialised memory of a shape; earlier results become invalid."""
         held = self._memory.get((device, dtype))
         if held is None or held.numel() < shape.numel():
-            # Given back first: two of them may not fit.
+            # Free the old buffer first: two may not fit.
             self._memory.pop((device, dtype), None)
             del held
-            # An evaluation may be the first to ask, and training has to write here later.
+            # An evaluation may come first, and an inference tensor could not be written in training.
             with torch.inference_mode(mode=False):
                 held = self._memory[device, dtype] = torch.empty(shape.numel(), dtype=dtype, device=device)
         return held[: shape.numel()].view(shape)
@@ -138,12 +136,12 @@ class DenseBuffer:
 
 
 class QuantisedWeight:
-    """What the core of the routed experts holds of a weight in NF4 in place of the dense one.
+    """An NF4 weight as the routed experts use it in place of the dense one.
 
     Args:
         weight: The stack as the module holds it.
         is_transposed: Whether its memory order is (E, I, O); else it is (E, O, I).
-        buffer: Where it becomes dense.
+        buffer: Memory for the dense weight.
     """
 
     def __init__(self, weight: ExpertsNF4, *, is_transposed: bool, buffer: DenseBuffer) -> None:
@@ -155,9 +153,7 @@ class QuantisedWeight:
         self.shape = weight.shape if is_transposed else weight.shape[:1] + weight.shape[:0:-1]
 
     def dense(self) -> torch.Tensor:
-        """Return the weight as (E, I, O), valid until another weight of the model is asked for; one launch, no
-        gradient, no host sync.
-        """
+        """Return the weight as (E, I, O), valid until the next call for this model; one launch, no host sync."""
         weight = self._weight
         # The whole stack: at thousands of tokens every expert has some.
         dense = weight.dense(out=self._buffer.take(weight.shape, dtype=self.dtype, device=self.device))
@@ -165,15 +161,15 @@ class QuantisedWeight:
 
 
 def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWeight | None:
-    """Return what the core needs of a stack in NF4; None for any other weight.
+    """Return the handle of a stack in NF4; None for any other weight.
 
     Args:
         module: The experts module.
         name: The weight's name there.
-        weight: What stands under that name, below PEFT's adapters.
+        weight: The parameter with that name, below PEFT's adapters.
 
     Raises:
-        UnsupportedModelError: The stack is to be trained.
+        UnsupportedModelError: The stack is trained.
     """
     if not isinstance(weight, ExpertsNF4):
         return None
@@ -188,7 +184,7 @@ def read_nf4(module: nn.Module, name: str, weight: torch.Tensor) -> QuantisedWei
 
 
 def _find_stacks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield every stack of expert weights inside root; refuse experts in formats of their own."""
+    """Yield every stack of expert weights inside root; refuse experts in other quantised formats."""
     for path, module in root.named_modules():
         if type(module).__name__.startswith(_FOREIGN) and "Experts" in type(module).__name__:
             raise UnsupportedModelError(
@@ -200,7 +196,7 @@ def _find_stacks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _stack_names(module: nn.Module) -> tuple[str, str]:
-    """Return the names of both stacks; experts without a gate have only an up projection in front."""
+    """Return the names of both stacks; experts without a gate have an up projection first."""
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
 
 
@@ -231,9 +227,7 @@ def _quantise_parameter(module: nn.Module, name: str, buffer: DenseBuffer) -> No
 
 
 def _split_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Have a state dict hold the packed weights under the weight's name and the rest behind it: tensors that any
-    format takes.
-    """
+    """Write the packed weights under the weight's name into a state dict, and the other tensors with suffixes."""
     for name in _stack_names(module):
         weight = state_dict.get(prefix + name)
         if isinstance(weight, ExpertsNF4):
@@ -250,7 +244,7 @@ def _join_entries(
     missing_keys: list[str],
     *rest: Any,
 ) -> None:
-    """Take the entries of a quantised stack together again, and quantise a dense one."""
+    """Combine the entries of a quantised stack, and quantise a dense one."""
     for name in _stack_names(module):
         packed = state_dict.get(prefix + name)
         own = module._parameters.get(name)

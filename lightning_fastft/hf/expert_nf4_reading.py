@@ -1,8 +1,7 @@
-"""Read a checkpoint with linear layers and experts in NF4, each tensor quantised as soon as it is there.
+"""Load a checkpoint with linear layers and experts in NF4; each tensor is quantised as soon as it is loaded.
 
-transformers quantises linear layers while it reads and leaves stacks of experts as they are. A quantizer of ours,
-registered under a name of its own in transformers' registry, does both: peak memory is the quantised model and one
-dense stack.
+transformers quantises linear layers while it loads them, but not stacks of experts. A quantizer registered here does
+both, so that peak memory is the quantised model and one dense stack.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ METHOD = "fastft_nf4"
 def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
     """Return a configuration for ``from_pretrained`` that holds linear layers as config says and the experts in NF4.
 
-    The model that comes back says that bitsandbytes quantised it, as it does without the experts.
+    The loaded model reports bitsandbytes as its quantization method.
 
     Args:
         config: transformers' configuration of NF4 in 4 bits, doubly quantised; it is not changed.
@@ -53,7 +52,7 @@ def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
 
 @functools.cache
 def _register() -> None:
-    """Make our quantizer known to transformers, once per process."""
+    """Register the quantizer with transformers, once per process."""
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.quantizers import register_quantizer
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -87,7 +86,7 @@ def _register() -> None:
         def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
             model = super()._process_model_after_weight_loading(model, **kwargs)
             quantise_experts(model)
-            # From here on the model is what bitsandbytes' own quantizer would have left.
+            # The model is now as bitsandbytes' own quantizer would leave it.
             self.quantization_config.quant_method = model.quantization_method = QuantizationMethod.BITS_AND_BYTES
             return model
 

@@ -1,7 +1,6 @@
-"""A stack of expert weights in NF4 that looks like the dense one.
+"""A stack of expert weights in NF4 with the interface of the dense one.
 
-A tensor of a class of its own, because PEFT reads shape, dtype and device of a stack under its name, and quantised
-bytes have none of them.
+It is a tensor subclass, because PEFT reads shape, dtype and device of a stack by its name.
 
 Axes: E experts, X weights of one expert in memory order; the rest as in the kernel of nf4_experts.
 """
@@ -27,7 +26,7 @@ _OF_EACH_EXPERT = NF4Stack._fields[:4]
 
 
 def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
-    """Return a stack of expert weights in NF4, each expert quantised on its own by bitsandbytes.
+    """Return a stack of expert weights in NF4, each expert quantised separately by bitsandbytes.
 
     Args:
         weight: Shape (E, ., .); bf16, fp16 or fp32; the weights of an expert a multiple of 64.
@@ -39,7 +38,7 @@ def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
         UnsupportedModelError: The weights of an expert are no multiple of 64, or the dtype is another.
 
     Cost:
-        One read of weight and, for each expert, about ten small launches and the host waits that bitsandbytes makes.
+        One read of weight and, for each expert, about ten small launches and the host syncs of bitsandbytes.
     """
     bnb = _bitsandbytes()
     check_weight("The stack", weight)
@@ -59,7 +58,7 @@ def quantise_stack(weight: torch.Tensor) -> ExpertsNF4:
 
 
 def check_weight(title: str, weight: torch.Tensor) -> None:
-    """Refuse what has no exact form in NF4.
+    """Refuse weights that NF4 cannot represent.
 
     Raises:
         UnsupportedModelError: Says what title is, what is allowed and what to do.
@@ -80,9 +79,7 @@ def check_weight(title: str, weight: torch.Tensor) -> None:
 
 
 class _Lazy(torch.Tensor):
-    """A stack that has no dense memory: shape, dtype and device like a dense one, and every operator that is not
-    known reads it densely.
-    """
+    """A stack without dense memory: shape, dtype and device of a dense one; unknown operators dequantise it."""
 
     def dense(self, *, expert: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the stack, or one expert of it, as a plain tensor."""
@@ -105,7 +102,7 @@ class _Lazy(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]._again()
         if func is torch.ops.aten.select.int and args[1] == 0:
-            # The loops of transformers read one expert after the other.
+            # Loops of transformers read expert by expert.
             return args[0].dense(expert=args[2] % args[0].shape[0])
         if func._schema.is_mutable and isinstance(args[0], _Lazy):
             raise UnsupportedModelError(
@@ -224,9 +221,7 @@ class ExpertsNF4(_Lazy):
 
 
 class _AdaptedExperts(_Lazy):
-    """``weight + alpha * lhs @ rhs`` that nobody has read yet: PEFT builds it twice for each product, once only
-    to see its shape.
-    """
+    """``weight + alpha * lhs @ rhs``, not yet computed: PEFT builds it twice per product, once only for its shape."""
 
     parts: tuple[ExpertsNF4, torch.Tensor, torch.Tensor, float]
 
@@ -274,7 +269,7 @@ def _empty_like(
 
 
 def _copy_(weight: ExpertsNF4, source: torch.Tensor, non_blocking: bool = False) -> ExpertsNF4:
-    """Take over the numbers of another stack in NF4."""
+    """Copy the numbers of another stack in NF4."""
     if not isinstance(source, ExpertsNF4):
         # DistributedDataParallel would do so to every frozen weight: dequantised on one rank, quantised once more on
         # all, with other numbers.

@@ -1,6 +1,4 @@
-"""Trained models as plain Hugging Face folders: adapters or merged weights, written beside their place and read
-back by stock libraries.
-"""
+"""Export trained models as plain Hugging Face folders of adapters or merged weights, and load them back to compare."""
 
 from __future__ import annotations
 
@@ -25,17 +23,17 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NUM_PROBE_TOKENS = 16
-# The same kernels on the same bits: what is read back may differ by the order of a sum, as fastft demo allows too.
+# The kernels and bits are the same, so logits of the loaded model may differ only by the order of a sum.
 RELOAD_ULPS = 4
 
 
 class Exported(NamedTuple):
-    """What was written, and how far it is from what was trained.
+    """The files written, and their distance from the trained model.
 
     Args:
-        num_tensors: Tensors of the adapters, or of the model by their names.
+        num_tensors: Number of tensors of the adapters or the model.
         num_bytes: Bytes of all files.
-        reload_difference: Largest difference of a logit between what was written and what stock libraries read back.
+        reload_difference: Largest difference of a logit between the trained model and the one loaded by stock libraries.
         merge_difference: Relative distance (root of mean squares) of the merged model's logits from the adapters'; 0
             where nothing was merged.
     """
@@ -67,14 +65,14 @@ def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def read_base_name(folder: Path) -> str:
-    """Return the base that a PEFT folder names; empty where it names none."""
+    """Return the base that a PEFT folder names; empty if it names none."""
     from peft import PeftConfig
 
     return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or "")
 
 
 def dequantise(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with every NF4 weight dense, in the dtype it computes in; what is dense stays as it is.
+    """Return a model with every NF4 weight dequantised, in its compute dtype; dense weights do not change.
 
     Cost:
         The dense weights; on the device of the model.
@@ -91,7 +89,7 @@ def dequantise(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_readable(model: PeftModel) -> None:
-    """Refuse adapters that stock PEFT would read back under other names, and so lose without an error.
+    """Refuse adapters that stock PEFT would load under other names, and so lose without an error.
 
     PEFT renames what it reads by the rules with which transformers reads old checkpoints of a family; a rule may match
     the new names too.
@@ -128,19 +126,18 @@ def check_readable(model: PeftModel) -> None:
 
 
 def export_adapters(model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> Exported:
-    """Write a plain PEFT folder, with the tokenizer and the generation configuration beside the adapters.
+    """Write a plain PEFT folder with adapters, tokenizer and generation configuration.
 
-    The base is then stripped of the adapters, given those of the folder by stock PEFT, and has to return the same
-    logits.
+    Then stock PEFT loads the folder onto the base, and the logits must be the same.
 
     Args:
-        model: A PEFT model; it is used up.
-        out: A folder that is not there yet.
-        tokenizer: Written beside; None for none.
+        model: A PEFT model; it cannot be used afterwards.
+        out: A folder that does not exist.
+        tokenizer: Written too; None for none.
 
     Raises:
-        OptionError: There is something at out.
-        CheckpointNotSavedError: The folder cannot be written, or reads back otherwise; nothing is left.
+        OptionError: out exists.
+        CheckpointNotSavedError: The folder cannot be written, or loads with other logits; nothing is left.
 
     Cost:
         Two forwards of 16 tokens; no second copy of the base.
@@ -180,13 +177,13 @@ def export_merged(
 
     Args:
         model: A dense PEFT or transformers model; it is used up.
-        out: A folder that is not there yet.
-        tokenizer: Written beside; None for none.
+        out: A folder that does not exist.
+        tokenizer: Written too; None for none.
 
     Raises:
-        OptionError: There is something at out.
+        OptionError: out exists.
         UnsupportedModelError: Merging moved logits by more than the rounding of the dtype explains; nothing is left.
-        CheckpointNotSavedError: The folder cannot be written, or reads back otherwise; nothing is left.
+        CheckpointNotSavedError: The folder cannot be written, or loads with other logits; nothing is left.
 
     Cost:
         Four forwards of 16 tokens; the model twice in host memory while it is read back.

@@ -1,6 +1,4 @@
-"""Shard a model over devices with FSDP2, one unit per decoder layer, and build it so that no device ever holds
-the whole.
-"""
+"""Shard a model with FSDP2, one unit per decoder layer, and build it without a whole copy on any device."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def open_model(
     seed: int = 0,
     is_read_early: bool = False,
 ) -> tuple[PreTrainedModel, Filler | None]:
-    """Return a model that is still to be sharded, and what will fill it.
+    """Return a model that will be sharded, and the filler of its weights.
 
     A random model and one whose files hold its tensors under their own names stand on the meta device and are filled
     unit by unit while they are sharded. NF4 bases are built on the device; files that transformers must convert (merged
@@ -64,10 +62,10 @@ def open_model(
         dtype: Dtype of all floating tensors that are not quantised.
         quantization: "nf4", or None.
         seed: Seed of a random initialisation; the weights equal those of ``build_model`` bit by bit.
-        is_read_early: Something reads weights before the model is sharded, so it is built at once, in host memory.
+        is_read_early: Weights are read before the model is sharded, so it is built at once, in host memory.
 
     Returns:
-        The model in training mode, and its filler; None where nothing is left to fill.
+        The model in training mode, and its filler; None if nothing is left to fill.
 
     Raises:
         DataError: As ``build_model``, for a model that is not filled later.
@@ -108,14 +106,14 @@ def shard_model(
     Args:
         model: A transformers model, or a PEFT model or LightningModule around some; on any device.
         mesh: One-dimensional mesh of the data parallel ranks.
-        filler: What fills a model that stands on the meta device.
+        filler: Fills a model on the meta device.
         compute_dtype: Dtype in which weights are gathered and multiplied, gradients then reduced in fp32; None leaves
             each in its own. Frozen tensors of a wider dtype, which a model keeps so on purpose, stay whole and as they
             are.
         master_dtype: Dtype in which trained weights are held; None leaves each in its own.
 
     Returns:
-        Over how many devices, which units, and how they are held.
+        The number of devices, the units, and how they are held.
 
     Raises:
         UnsupportedModelError: There is no language model, nothing fills a tensor, or a trained tensor is wider than
@@ -264,7 +262,7 @@ class _Sharder:
                 )
 
     def visit(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel | None) -> None:
-        """Fill and cut what is inside module, then module itself."""
+        """Fill and shard the children of module, then module itself."""
         owner = module if isinstance(module, PreTrainedModel) else owner
         for name, child in module.named_children():
             self.visit(child, prefix=f"{prefix}{name}.", owner=owner)
@@ -276,7 +274,7 @@ class _Sharder:
             self._cut(module)
 
     def describe(self, num_units: int) -> str:
-        """Say in one line how the model is held."""
+        """Return in one line how the model is held."""
         held = (
             "weights in their own dtype"
             if self.master_dtype is None
@@ -353,7 +351,7 @@ class _Sharder:
 
 
 def _trains_adapters_only(unit: nn.Module) -> bool:
-    """Whether what is trained in a unit are LoRA factors, and nothing besides."""
+    """Whether only LoRA factors are trained in a unit."""
     trained = [
         name
         for name, parameter in unit.named_parameters()
@@ -370,7 +368,7 @@ class Filler:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold what is needed while the model is filled."""
+        """Hold resources while the model is filled."""
         # As build_model: Lightning may have set a default device and dtype of its own.
         with torch.device("cpu"), default_dtype(torch.float32), torch.no_grad():
             yield
@@ -423,7 +421,7 @@ class _RandomFiller(Filler):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Draw from generators of this seed, and leave the global ones as they were."""
+        """Draw from generators of this seed; the global generators do not change."""
         with super().opened(), seeded(self.seed, device=self.device):
             yield
 
