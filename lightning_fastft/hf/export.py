@@ -33,7 +33,7 @@ class Exported(NamedTuple):
     Args:
         num_tensors: Number of tensors of the adapters or the model.
         num_bytes: Bytes of all files.
-        reload_difference: Largest difference of a logit between the trained model and the one loaded by stock libraries.
+        reload_difference: Largest difference of a logit between the trained model and what stock libraries load.
         merge_difference: Relative distance (root of mean squares) of the merged model's logits from the adapters'; 0
             where nothing was merged.
     """
