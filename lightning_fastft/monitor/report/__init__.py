@@ -1,5 +1,5 @@
-"""Parts of the run report: what is measured, what is found in it, and the page that shows it.
+"""Parts of the run report: measurements, their evaluation, and the page.
 
-``timing``, ``losses`` and ``copies`` collect, ``waits`` traces host syncs, ``findings`` and ``verdict`` judge, ``page``
-and ``drawing`` render. Read ``verdict`` first.
+``timing``, ``losses`` and ``copies`` collect, ``waits`` traces host syncs, ``findings`` and ``verdict`` evaluate,
+``page`` and ``drawing`` render. Read ``verdict`` first.
 """

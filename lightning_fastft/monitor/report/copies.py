@@ -1,10 +1,9 @@
-"""What the copies of a profiled step cost: how long copies ran, how much of that lay under compute, and how long
+"""Cost of the copies in a profiled step: how long they ran, how much of that overlapped with compute, and how long
 compute waited.
 
-Compute waits for a copy where it stands still, the host has handed over its next kernel already, and a copy is under
-way. Gaps that the host causes by being late are not the copies' doing and count apart. A kernel starts some
-microseconds after the one before it, or after the host launched it, also where there is nothing to wait for: that much
-of every gap is not counted.
+Compute waits for a copy if it is idle, the host has launched its next kernel, and a copy is running. Gaps caused by a
+late host are counted separately. A kernel starts some microseconds after the previous one, or after its launch, even if
+there is nothing to wait for; that much of every gap is not counted.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ import torch
 
 # Token ids, labels and offsets of a batch are smaller than this, every offloaded activation is larger.
 LEAST_COPY_BYTES = 2**20
-# From the end of a kernel to the start of the next one, and from a launch to its start on an idle device, where nothing
-# is waited for.
+# From the end of a kernel to the start of the next one, and from a launch to its start on an idle device, without any
+# wait.
 NEXT_KERNEL_US = 5.0
 LAUNCH_US = 20.0
 
 
 class Kernel(NamedTuple):
-    """Work of the compute stream, in microseconds; launched is when the host handed it over, -inf where the trace
-    does not say.
-    """
+    """Work of the compute stream, in microseconds; launched is the time of its launch, -inf if the trace has none."""
 
     start: float
     end: float
@@ -47,19 +44,19 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class CopyUse:
-    """What the copies of one step did; times in ms.
+    """Copies of one step; times in ms.
 
     Args:
         step_ms: From the first kernel to the end of the last.
-        busy_ms: Time in which compute worked.
-        copy_ms: Time in which a copy was under way, either way.
+        busy_ms: Time in which compute was busy.
+        copy_ms: Time in which a copy ran, in either direction.
         d2h_ms: Time of the copies to the host, added up.
         h2d_ms: Time of the copies to the device, added up.
-        d2h_gib: What they moved.
-        h2d_gib: What they moved.
-        covered_share: Share of copy_ms during which a kernel ran; 1 where nothing was copied.
+        d2h_gib: Size of the copies to the host.
+        h2d_gib: Size of the copies to the device.
+        covered_share: Share of copy_ms during which a kernel ran; 1 without copies.
         exposed_ms: Time in which compute waited for a copy.
-        late_host_ms: Time in which compute stood still because the host had not handed over its next kernel.
+        late_host_ms: Time in which compute was idle because the host had not launched its next kernel.
         num_d2h: Copies to the host.
         num_h2d: Copies to the device.
     """
@@ -93,12 +90,12 @@ class CopyUse:
 
 
 class StepTrace(NamedTuple):
-    """What a profiler saw of one step.
+    """The profile of one step.
 
     Args:
         kernels: Work of the compute stream, in the order of its starts; on a CPU the operators.
         copies: Copies of at least 1 MiB between device and host.
-        names: (name, times run, microseconds in all) of kernels or operators, most time first.
+        names: (name, count, total microseconds) of kernels or operators, longest first.
     """
 
     kernels: list[Kernel]
@@ -113,7 +110,7 @@ class StepProfile:
         is_cuda: Whether there is a GPU; on a CPU the operators are recorded.
 
     Cost:
-        Waits for the device twice, and writes and reads a trace: about a second for each 10,000 kernels.
+        Two host syncs, and a trace that is written and read: about a second for each 10,000 kernels.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -129,7 +126,7 @@ class StepProfile:
         self._profile.start()
 
     def stop(self) -> StepTrace | None:
-        """Wait for the device and return what was recorded; None where nothing was begun."""
+        """Wait for the device and return the profile; None if none was started."""
         if self._profile is None:
             return None
         if self._is_cuda:
@@ -160,9 +157,7 @@ class StepProfile:
 
 
 def _outermost(events: Iterable[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """Operators of the CPU that lie in no other operator of their thread: (name, start, end), in the order of
-    their starts.
-    """
+    """Return the outermost CPU operators of each thread as (name, start, end), in the order of their starts."""
     found: list[tuple[str, float, float]] = []
     ends: dict[Any, float] = {}
     operators = (event for event in events if event.get("ph") == "X" and event.get("cat") == "cpu_op")
@@ -186,7 +181,7 @@ def _by_name(work: Iterable[tuple[str, float, float]]) -> list[tuple[str, int, f
 def shares_over_time(
     intervals: Sequence[tuple[float, float]], *, begin: float, end: float, num_slices: int
 ) -> list[float]:
-    """Return for equal slices of a time the share of each that disjoint intervals, in order, take.
+    """Return the share of each of equal time slices that disjoint intervals, in order, cover.
 
     Example:
         >>> shares_over_time([(0.0, 1.0), (2.0, 2.5)], begin=0.0, end=4.0, num_slices=4)
@@ -237,11 +232,11 @@ def read_events(events: Iterable[dict[str, Any]]) -> tuple[list[Kernel], list[Co
 
 
 def copy_use(kernels: Sequence[Kernel], copies: Sequence[Copy]) -> CopyUse:
-    """Return what the copies of a step did.
+    """Evaluate the copies of a step.
 
     Args:
-        kernels: Of the compute stream, in the order of their starts.
-        copies: Between device and host.
+        kernels: Kernels of the compute stream, in the order of their starts.
+        copies: Copies between device and host.
     """
     working = merge((kernel.start, kernel.end) for kernel in kernels)
     copying = merge((copy.start, copy.end) for copy in copies)
@@ -298,7 +293,7 @@ def total(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
-    """Return the length of what two lists of disjoint intervals, each in order, have in common."""
+    """Return the length of the intersection of two lists of disjoint intervals, each in order."""
     shared, one, other = 0.0, 0, 0
     while one < len(first) and other < len(second):
         start, end = max(first[one][0], second[other][0]), min(first[one][1], second[other][1])

@@ -1,6 +1,4 @@
-"""Pictures of a report as inline SVG and plain HTML: they stretch to any width, so their labels stand in HTML
-beside them.
-"""
+"""Charts of a report as inline SVG and plain HTML; they stretch to any width, so their labels are in HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-# Units of a picture; it is stretched to the width of the page, in which text inside it would be distorted.
+# Units of a chart. It is stretched to the width of the page, which would distort text in it.
 WIDTH, HEIGHT = 600.0, 150.0
 _GIB = 2**30
 
@@ -19,7 +17,7 @@ def draw_curve(points: Sequence[Sequence[float]], *, name: str) -> Markup:
 
     Args:
         points: In the order of their steps; at least one.
-        name: What is drawn, for screen readers.
+        name: Title, for screen readers.
     """
     steps = [(first + last) / 2 for first, last, _ in points]
     values = [value for _, _, value in points]
@@ -43,12 +41,12 @@ def draw_curve(points: Sequence[Sequence[float]], *, name: str) -> Markup:
 def draw_columns(
     moments: Sequence[tuple[str, float]], *, top: float, name: str, kind_of: Callable[[str], str]
 ) -> Markup:
-    """Return columns side by side, each with a class and a tooltip.
+    """Return a bar chart; each bar has a class and a tooltip.
 
     Args:
         moments: (label, value) from left to right; at least one.
         top: Value of the full height.
-        name: What is drawn.
+        name: Title.
         kind_of: CSS class of a label.
     """
     width = WIDTH / len(moments)
@@ -62,12 +60,12 @@ def draw_columns(
 
 
 def draw_lane(shares: Sequence[float], *, kind: str, name: str) -> Markup:
-    """Return a strip of equal slices of time; the share of a slice in which the lane works is its height.
+    """Return a strip of equal time slices; the height of a slice is the share in which the stream is busy.
 
     Args:
         shares: In [0, 1], from left to right.
         kind: CSS class.
-        name: What is drawn.
+        name: Title.
     """
     width = WIDTH / max(1, len(shares))
     strip = Markup("").join(
@@ -92,7 +90,7 @@ def moment_kind(label: str) -> str:
 
 
 def layer_kind(layer: Mapping[str, Any]) -> str:
-    """Return the CSS class of what becomes of a layer's activations."""
+    """Return the CSS class of the treatment of a layer's activations."""
     if layer["is_kept"]:
         return "kept"
     places = {layer["input"], *layer["values"].values()}

@@ -1,4 +1,4 @@
-"""What a run is: model, method, options, versions and command, as plain values without secrets."""
+"""Describe a run: model, method, options, versions and command, as plain values without secrets."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ _TRAINER_OPTIONS = (
     "num_nodes",
     "world_size",
 )
-# The last part of the name of an option, and texts that are secrets whatever they are called. "max_tokens" and
-# "tokenizer" are none.
+# Last parts of option names, and patterns of texts, that mark secrets; "max_tokens" and "tokenizer" are no secrets.
 _SECRET_NAME = re.compile(
     r"(?:^|[._-])(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth)$",
     re.IGNORECASE,
@@ -65,7 +64,7 @@ def describe_model(pl_module: pl.LightningModule) -> dict[str, Any]:
         facts["name"] = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
         facts["module"] = f"{type(model).__name__} in {type(pl_module).__name__}"
         facts["num_layers"] = len(decoder_layers(model))
-    # A FineTuner knows what it was asked to load; the configuration of a model with random weights has no name.
+    # A FineTuner knows the name of its model; the configuration of a model with random weights has none.
     name = getattr(getattr(pl_module, "source", None), "name", None)
     if isinstance(name, str):
         facts["name"] = name
@@ -105,7 +104,7 @@ def describe_options(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict
 
 
 def _own_options(owner: object) -> dict[str, Any]:
-    """Arguments of a constructor that the object holds under their names, as plain values; the rest is left out."""
+    """Return the arguments of a constructor that the object stores under their names, as plain values."""
     found = {}
     for name in inspect.signature(type(owner).__init__).parameters:
         value = vars(owner).get(name)
@@ -117,12 +116,12 @@ def _own_options(owner: object) -> dict[str, Any]:
 
 
 def describe_checkpoints(trainer: pl.Trainer) -> dict[str, str]:
-    """Return where the ModelCheckpoints of a Trainer wrote the last and the best checkpoint, as far as they did."""
+    """Return the paths of the last and the best checkpoint of a Trainer's ModelCheckpoints, if any."""
     found: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             best = callback.best_model_path
-            # Without a value to watch the "best" one is the newest.
+            # Without a monitored value the "best" checkpoint is the newest.
             paths = {
                 "last": callback.last_model_path or ("" if callback.monitor else best),
                 "best": best if callback.monitor else "",
@@ -164,8 +163,7 @@ def describe_command(words: Sequence[str] | None = None) -> str:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return plain values with secrets replaced, by the names of keys and by the look of texts, and numbers that are
-    not finite as None.
+    """Return plain values with secrets replaced (found by keys and patterns), and NaN and infinity as None.
 
     Example:
         >>> without_secrets({"api_key": "x", "max_tokens": 9, "loss": float("nan"), "note": "Bearer hf_abcdefghijk"})

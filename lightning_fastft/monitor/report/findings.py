@@ -1,6 +1,4 @@
-"""Findings of a run as plain values for its report: the memory plan, the profiled step, the host waits, what
-became of the rows.
-"""
+"""Findings of a run as plain values for its report: memory plan, profiled step, host syncs and data rows."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
     from lightning_fastft.planner.plan import Plan, StepCost
 
-# Slices of time of a drawn lane, and kernels or operators that are listed.
+# Number of time slices per stream, and of listed kernels or operators.
 _NUM_SLICES = 200
 _NUM_LONGEST = 10
 _MOST_NAME = 200
@@ -25,11 +23,11 @@ _LANES = {"compute": "compute", "d2h": "copies to the host", "h2d": "copies to t
 
 
 class Watched(Protocol):
-    """What a HostWaitDetector has found."""
+    """Results of a HostWaitDetector."""
 
     @property
     def waits(self) -> Mapping[HostWait, int]:
-        """Waits and how often they came."""
+        """Host syncs and their counts."""
 
     @property
     def num_watched(self) -> int:
@@ -37,9 +35,7 @@ class Watched(Protocol):
 
 
 def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
-    """Return a memory plan: what is predicted, what becomes of each layer, memory over the step, and its picture
-    as text.
-    """
+    """Return a memory plan: predictions, treatment of each layer, memory over the step, and its chart as text."""
     found = plan.prediction
     layers = [
         {
@@ -64,13 +60,13 @@ def describe_plan(cost: StepCost, plan: Plan) -> dict[str, Any]:
 
 
 def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool, why_not: str) -> dict[str, Any]:
-    """Return what the profiled step did: times, copies and how they overlap, lanes, and what took longest.
+    """Return the profiled step: times, copies and their overlap, streams, and the longest kernels.
 
     Args:
-        trace: None where no step was profiled.
-        step: The step that was to be profiled; None for none.
+        trace: None if no step was profiled.
+        step: The step chosen for the profile; None for none.
         is_cuda: Whether the run was on a GPU; a CPU has no copies.
-        why_not: Why no step was profiled, where that is known.
+        why_not: Why no step was profiled, if known.
     """
     if trace is None or not trace.kernels:
         asked = (
@@ -105,7 +101,7 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
 
 
 def describe_waits(watched: Watched | None, *, is_cuda: bool) -> dict[str, Any]:
-    """Return the host waits of the watched steps, line by line; None is for a run that was to watch no step."""
+    """Return the host syncs of the watched steps by line of code; None if no step was watched by choice."""
     if watched is None or not watched.num_watched:
         why_not = (
             "No step was watched: profile_step is None."
@@ -130,7 +126,7 @@ def describe_waits(watched: Watched | None, *, is_cuda: bool) -> dict[str, Any]:
 
 
 def find_max_tokens(trainer: pl.Trainer) -> int | None:
-    """Return how many tokens a pack may hold, where the data module of this package knows."""
+    """Return the most tokens of a pack, if the data module is of this package."""
     from lightning_fastft.training.datamodule import PackedDataModule
 
     datamodule = getattr(trainer, "datamodule", None)
@@ -138,7 +134,7 @@ def find_max_tokens(trainer: pl.Trainer) -> int | None:
 
 
 def describe_rows(trainer: pl.Trainer) -> list[str]:
-    """Return what became of the rows of the training data, where the data module of this package knows."""
+    """Return the counts of training rows, if the data module is of this package."""
     from lightning_fastft.training.datamodule import PackedDataModule
 
     datamodule = getattr(trainer, "datamodule", None)

@@ -1,4 +1,4 @@
-"""Losses of optimizer steps in bounded memory, and what they are over all ranks."""
+"""Losses of optimizer steps in bounded memory, on one rank and over all ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from lightning_fastft.monitor.report.sums import Curve
 
-# Losses behind "first" and "final": at most so many optimizer steps.
+# "First" and "final" loss are means over at most this many optimizer steps.
 NUM_ENDS = 20
 
 
 class WindowLosses:
-    """Losses of micro-batches, brought to one for each optimizer step.
+    """Combine the losses of micro-batches into one for each optimizer step.
 
-    In a window of accumulation a micro-batch's loss is its sum over (labelled tokens of the window / micro-batches), so
-    alone it says how many labelled tokens it has as much as how well they are predicted. The mean over the
-    micro-batches is that over the window's labelled tokens.
+    Under accumulation a micro-batch's loss is its sum divided by (labelled tokens of the window / micro-batches), so a
+    single one also depends on its number of labelled tokens. The mean over the micro-batches is the mean over the
+    window's labelled tokens.
 
     Example:
         >>> window = WindowLosses()
@@ -31,9 +31,7 @@ class WindowLosses:
         self._sum, self._num = 0.0, 0
 
     def add(self, loss: float, *, is_last: bool) -> float | None:
-        """Take the loss of a micro-batch; return that of the step where it ends one and every loss of its window
-        was finite.
-        """
+        """Add the loss of a micro-batch; return the loss of the step at its end if all losses were finite."""
         self.num_not_finite += not math.isfinite(loss)
         self._sum, self._num = self._sum + loss, self._num + 1
         if not is_last:
@@ -44,12 +42,10 @@ class WindowLosses:
 
 
 class StepLosses:
-    """The losses of optimizer steps: a curve, the first and the last ones, and all of it as the mean over ranks once
-    the run is over.
+    """Losses of optimizer steps: a curve, the first and the last ones, and their means over ranks after the run.
 
-    What a rank notes is its part of the loss: the sum over its labelled tokens of a step, divided by (labelled tokens
-    of all ranks / ranks). Their plain mean over ranks is therefore the loss over the labelled tokens of all, which is
-    what is trained on.
+    A rank records its part of the loss: the sum over its labelled tokens of a step, divided by (labelled tokens of all
+    ranks / ranks). The plain mean over ranks is therefore the training loss over the labelled tokens of all ranks.
 
     Example:
         >>> losses = [StepLosses(), StepLosses()]
@@ -71,13 +67,12 @@ class StepLosses:
         self._last: deque[tuple[int, float]] = deque(maxlen=NUM_ENDS)
 
     def add(self, step: int, loss: float, *, is_last: bool) -> None:
-        """Take the loss of a micro-batch; is_last says that the step is made with it."""
+        """Add the loss of a micro-batch; is_last marks the last one of an optimizer step."""
         mean = self._window.add(loss, is_last=is_last)
         self.num_not_finite = self._window.num_not_finite
         if not is_last:
             return
-        # A step without a finite loss has its place too: ranks that made the same steps then have curves of the same
-        # steps.
+        # A step without a finite loss is recorded too, so that curves of all ranks have the same steps.
         self.curve.add(step, 0.0 if mean is None else mean, weight=0.0 if mean is None else 1.0)
         if mean is not None:
             if len(self._first) < NUM_ENDS:
@@ -85,7 +80,7 @@ class StepLosses:
             self._last.append((step, mean))
 
     def first(self, num_steps: int) -> float | None:
-        """Return the mean of the first finite losses, of so many steps at most; None without any."""
+        """Return the mean of the first finite losses, of at most this many steps; None without any."""
         return _mean(list(self._first.values())[:num_steps])
 
     def final(self, num_steps: int) -> float | None:
@@ -93,21 +88,20 @@ class StepLosses:
         return _mean([loss for _, loss in self._last][-num_steps:])
 
     def to_array(self) -> np.ndarray:
-        """Return everything as numbers, as many on every rank: what ranks hand each other."""
+        """Return all values as an array of the same size on every rank, for the gather."""
         ends_E2 = np.full((2, NUM_ENDS, 2), -1.0)
         for end_E2, noted in zip(ends_E2, (list(self._first.items()), list(self._last))):
             end_E2[: len(noted)] = np.reshape(noted, (-1, 2))
         return np.concatenate([[self.num_not_finite], ends_E2.ravel(), self.curve.to_array().ravel()])
 
     def take_mean(self, array_RV: np.ndarray) -> bool:
-        """Take the mean over ranks in place of the own part; a point without a finite loss on one of them is no longer
-        there.
+        """Replace the values of this rank by means over ranks; drop points without a finite loss on a rank.
 
         Args:
-            array_RV: ``to_array`` of every rank, the own one among them.
+            array_RV: ``to_array`` of every rank, including this one.
 
         Returns:
-            Whether all ranks noted the same steps; nothing is changed where they did not.
+            Whether all ranks recorded the same steps; if not, nothing changes.
         """
         num_ends = 1 + 4 * NUM_ENDS
         curve_RPC = array_RV[:, num_ends:].reshape(len(array_RV), -1, 5)
@@ -122,7 +116,7 @@ class StepLosses:
 
 
 def _common_means(steps_REC: np.ndarray) -> dict[int, float]:
-    """Return the mean over ranks of the steps that all of them have; a step of -1 is none."""
+    """Return the mean over ranks of the steps that all ranks have; step -1 means no step."""
     by_rank = [{int(step): float(loss) for step, loss in steps_EC if step >= 0} for steps_EC in steps_REC]
     common = [step for step in by_rank[0] if all(step in losses for losses in by_rank)]
     return {step: sum(losses[step] for losses in by_rank) / len(by_rank) for step in common}

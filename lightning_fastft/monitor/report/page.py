@@ -266,14 +266,14 @@ anywhere.</p>
 def render_page(data: Mapping[str, Any]) -> str:
     """Return the page of a report.
 
-    Every figure stands in a ``<data>`` element that holds it in full, so that page and JSON can be compared. All texts
-    are escaped.
+    Every figure is in a ``<data>`` element with its full value, so that page and JSON can be compared. All texts are
+    escaped.
 
     Args:
-        data: What ``RunReport`` writes as JSON.
+        data: The JSON of ``RunReport``.
 
     Returns:
-        HTML of one file: no script, no link, no address of a network.
+        A self-contained HTML page without scripts, links or network addresses.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters.update(number=_show_number, percent=_show_percent)
@@ -298,5 +298,5 @@ def _show_percent(share: float) -> str:
 
 
 def _show(value: float, text: str) -> str:
-    """A figure for people, with the figure of the JSON beside it."""
+    """A figure as text, with its value in the JSON."""
     return Markup('<data value="{}">{}</data>').format(repr(value), text)

@@ -1,4 +1,4 @@
-"""What a long run leaves behind in bounded memory: curves, a spread of times, lengths of documents."""
+"""Statistics of a long run in bounded memory: curves, a spread of times, lengths of documents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_POINTS = 512
-# Neighbouring bins of a spread differ by this factor, so that its percentiles are right to half a percent.
+# Ratio of neighbouring bins of a spread; its percentiles are exact to half a percent.
 _BIN_FACTOR = 1.01
-# Bins of document lengths, at most; where the longest is more than so many times the shortest, they grow by a factor.
+# Most bins of document lengths; if the longest is more than this many times the shortest, bins grow geometrically.
 _MOST_LENGTHS = 12
 _MOST_SPAN = 8
 
@@ -51,7 +51,7 @@ class Curve:
         self._sums: list[list[float]] = []
 
     def add(self, step: int, value: float, weight: float = 1.0) -> None:
-        """Add what a step contributes to the sum, and its weight."""
+        """Add the sum and the weight of a step."""
         if self._sums and self._sums[-1][2] < self.values_per_point:
             last = self._sums[-1]
             last[1], last[2], last[3], last[4] = step, last[2] + 1, last[3] + value, last[4] + weight
@@ -73,8 +73,7 @@ class Curve:
         return array_PC
 
     def take_mean(self, array_RPC: np.ndarray) -> None:
-        """Take the mean of curves with the same steps in place of the own one; a point that has no weight in one of
-        them has none.
+        """Replace the curve by the mean of curves with the same steps; a point without weight in one of them has none.
 
         Args:
             array_RPC: ``to_array`` of each.
@@ -98,7 +97,7 @@ class Curve:
 
 
 class Spread:
-    """Percentiles of any number of positive values, right to half a percent, in bounded memory.
+    """Percentiles of any number of positive values, exact to half a percent, in bounded memory.
 
     Example:
         >>> spread = Spread()
@@ -114,13 +113,13 @@ class Spread:
         self._count: Counter[int] = Counter()
 
     def add(self, value: float) -> None:
-        """Count a value; what is not above 0 counts as the smallest."""
+        """Count a value; values of 0 or less count as the smallest."""
         self.num_values += 1
         self.total += value
         self._count[round(math.log(max(value, 1e-9)) / math.log(_BIN_FACTOR))] += 1
 
     def percentile(self, percent: float) -> float:
-        """Return the value below which this part of the values lies; 0 without values."""
+        """Return a quantile of the values; 0 without values."""
         left = percent / 100 * self.num_values
         for number in sorted(self._count):
             left -= self._count[number]
@@ -136,7 +135,7 @@ class PackSums:
         self.num_packs = self.num_tokens = self.num_real_tokens = self.num_labelled = self.num_documents = (
             self.longest
         ) = 0
-        # Documents by their length: as many numbers as the longest has tokens.
+        # Number of documents of each length.
         self._count = np.zeros(64, dtype=np.int64)
 
     def add(self, context: Any) -> tuple[int, int]:
@@ -161,8 +160,7 @@ class PackSums:
         """Return plain values for JSON; None where there was no pack.
 
         Args:
-            max_tokens: What a pack may hold, which fill is a share of; None where nobody knows, and then fill is None
-                too.
+            max_tokens: Most tokens of a pack; None if unknown, and then fill is None too.
         """
         if not self.num_packs:
             return None
@@ -181,7 +179,7 @@ class PackSums:
         }
 
     def _lengths(self) -> list[dict[str, int]]:
-        """Documents by length, in bins over the lengths that occur."""
+        """Return the numbers of documents by length, in bins."""
         found = np.flatnonzero(self._count)
         if not len(found):
             return []
