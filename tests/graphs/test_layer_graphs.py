@@ -22,6 +22,8 @@ from tests.support.layer_pairs import add_lora, build, fuse, layers_of
 from tests.support.packs import make_batch, relative_error
 from tests.support.two_ranks import run_two_ranks
 
+pytestmark = pytest.mark.covering
+
 # Packs of 32 tokens: documents of one kind, then of two others.
 PACKS = (
     (7, 1, 12, 12),

@@ -25,6 +25,8 @@ from lightning_fastft.moe.install import install_bincount_router
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.truth import Watch
 
+pytestmark = pytest.mark.covering
+
 FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3", "llama4_text", "nemotron_h")
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 

@@ -29,6 +29,8 @@ from lightning_fastft.hf.sharding import (
 )
 from tests.support.tiny_models import TINY, build_tiny
 
+pytestmark = pytest.mark.covering
+
 NUM_RANKS = 2
 CPU = torch.device("cpu")
 SEED = 7

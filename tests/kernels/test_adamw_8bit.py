@@ -145,10 +145,14 @@ def copy_rows(rows):
     return [Row(*(None if tensor is None else tensor.clone() for tensor in row)) for row in rows]
 
 
+def plural(name):
+    return "copies" if name == "copy" else f"{name}s"
+
+
 def make_table(rows, Table=TensorTable):
     columns = dict(zip(Row._fields, zip(*rows)))
     del columns["grad"]
-    return Table(columns.pop("param"), **{f"{name}s": column for name, column in columns.items()})
+    return Table(columns.pop("param"), **{plural(name): column for name, column in columns.items()})
 
 
 def check_row(row, old, options, scale):
@@ -253,7 +257,7 @@ def check_mixed(functions, *, device="cpu", Table=TensorTable):
     averages = [[torch.zeros_like(each, dtype=FP32) for each in wide] for _ in range(2)]
     alone = [[each.clone() for each in column] for column in (wide, *averages)]
     owners = [row.owner for row in rows]
-    together = {f"{name}s": [*column, *([None] * 2)] for name, column in lists.items()}
+    together = {plural(name): [*column, *([None] * 2)] for name, column in lists.items()}
     together |= {
         "exp_avgs": [*lists["exp_avg"], *averages[0]],
         "exp_avg_sqs": [*lists["exp_avg_sq"], *averages[1]],

@@ -18,6 +18,8 @@ from lightning_fastft.kernels.attention.op import (
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.packing.context import BatchContext
 
+pytestmark = pytest.mark.covering
+
 FLEX_WARNING = "ignore:flex_attention called without torch.compile"
 SCALE = 0.3
 

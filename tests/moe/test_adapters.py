@@ -20,6 +20,8 @@ from tests.moe.test_install import assert_same, distance, results, run
 from tests.support.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
 from tests.support.tiny_models import build_tiny
 
+pytestmark = pytest.mark.covering
+
 # A family per layout: stacks as (E, O, I) and as (E, I, O) with biases.
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -23,6 +23,8 @@ from tests.packing.bad_rows import BAD_ROWS, MAX_TOKENS, NUM_GOOD, POSITIONS, VO
 from tests.packing.conftest import MARKED, build_tokenizer
 from tests.support.processes import children_of, is_there
 
+pytestmark = pytest.mark.covering
+
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 

@@ -23,6 +23,8 @@ from tests.support.packs import (
 )
 from tests.support.tiny_models import DENSE, MOE, TINY, VOCABULARY, WINDOW, build_tiny
 
+pytestmark = pytest.mark.covering
+
 CPU_BACKENDS = ("sdpa", "reference")
 
 

@@ -9,6 +9,8 @@ from tests.support.host_waits import count_host_waits
 from tests.support.packs import make_batch
 from tests.support.tiny_models import MOE, TINY, build_tiny
 
+pytestmark = pytest.mark.covering
+
 
 @pytest.mark.parametrize(
     "wait",

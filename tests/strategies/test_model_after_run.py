@@ -26,6 +26,8 @@ from tests.support.processes import children_of
 from tests.support.token_weighting_worker import CONFIG
 from tests.support.training_parts import VOCAB_SIZE, PlainModule, packed_loader, quiet_trainer, tiny_llama
 
+pytestmark = pytest.mark.covering
+
 HOOKS = (
     "setup",
     "on_fit_start",
