@@ -2,6 +2,7 @@
 compute.
 """
 
+import gc
 import random
 
 import pytest
@@ -117,23 +118,30 @@ def test_a_step_under_offload_waits_for_nothing():
             model(**batch).loss.backward()
 
 
+def allocated_bytes():
+    """Memory of this process, without what earlier tests left in reference cycles."""
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
 def test_nothing_leaks_over_200_steps_nor_after_the_end():
+    gc.collect()
     model, batches = make_model("llama")
     planned = PlannedModel(model, batches)
-    before = torch.cuda.memory_allocated()
+    before = allocated_bytes()
     planned.follow(all_on_host(planned.value_names))
     found = {}
     for step in range(200):
         planned.gradients(1)
         if step in (2, 199):
-            torch.cuda.synchronize()
-            found[step] = (planned.use(), torch.cuda.memory_allocated())
+            found[step] = (planned.use(), allocated_bytes())
     assert found[2] == found[199]
     engine = planned.stack.engine
     planned.patcher.undo()
     assert describe_use(engine)["pinned_bytes"] == describe_use(engine)["staging_bytes"] == 0
     model.zero_grad(set_to_none=True)
-    assert torch.cuda.memory_allocated() <= before
+    assert allocated_bytes() <= before
 
 
 def test_an_exception_in_the_backward_leaves_a_clean_next_step(deterministic):
