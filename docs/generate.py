@@ -1,7 +1,7 @@
-"""Write docs/support.md and docs/options.md from the package itself, and the tables of docs/numbers.md and
+"""Write docs/support.md and docs/options.md from the package, and the tables of docs/numbers.md and
 docs/reliability.md from benchmarks/*.csv.
 
-Command: python docs/generate.py        (tests compare all but the timed steps of numbers.md with what this would write)
+Command: python docs/generate.py        (tests compare its output with the pages, except the timed steps of numbers.md)
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lightning_fastft.moe.install import install_bincount_router
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results.csv"
 HEAD = "<!-- Written by `python docs/generate.py`; edit the package, not this file. -->\n"
-# Beyond the families that are compared document by document: more mixtures, and what many people ask for.
+# Families that no test compares document by document: more mixtures, and families that users often request.
 MORE_FAMILIES = (
     *("qwen2_moe", "deepseek_v2", "phimoe", "granitemoe", "ernie4_5_moe", "llama4_text"),
     *("phi", "gemma", "cohere", "olmo2", "stablelm", "gpt2", "opt", "qwen3_next", "mamba2"),
 )
-# Enough for each kind of layer: DeepSeek's and GLM's first three are dense.
+# Enough to include every kind of layer: the first three of DeepSeek and GLM are dense.
 NUM_LAYERS = 4
 YES, NO = "yes", "-"
 _ENTRY = re.compile(r"^    (\*{0,2}\w+): (.*)$")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Cost|Source|Example|Attributes):$")
-# Figures of a run that say what it was: time, rate and memory.
+# Metrics of a run that the tables show: time, rate, memory, host syncs and gradient cosines.
 MEASURES = {
     ("step", "ms"): "ms per step",
     ("tokens", "tokens/s"): "tokens/s",
@@ -56,20 +56,19 @@ MEASURES = {
 
 
 def write_support() -> str:
-    """Return the table of model families and what serves them, as the package's own judges say it of models on
-    the meta device.
-    """
+    """Return docs/support.md: the package's own checks of each family, run on models on the meta device."""
     lines = [
         HEAD,
-        "# Model families and what serves them\n",
-        "A model is served when its attention is on transformers' attention interface. *Tested*: packed documents "
-        "against one document at a",
-        "time, gradients included (`pytest tests/patches/test_packed.py`). *On the interface*: nothing speaks against "
-        "it and it is not among the",
-        "tested; its kernels are those that take its head shape. *Refused*: a packed batch raises "
-        "`UnsupportedModelError` with the reason",
-        "below. The family is the `model_type` of",
-        "the text configuration.\n",
+        "# Supported model families\n",
+        "The family is the `model_type` of the text configuration. Packed training needs transformers' "
+        "attention interface. The",
+        "column *packed documents* has one of three values:",
+        "",
+        "- *tested*: packed documents are compared with one document at a time, gradients included",
+        "  (`pytest tests/patches/test_packed.py`).",
+        "- *on the interface*: the family is accepted but not among the tested ones. Its head shape decides "
+        "which kernels run.",
+        "- *refused*: a packed batch raises `UnsupportedModelError` with the reason below.\n",
         "| family | packed documents | attention kernels | `FusedKernels` | `BincountRouter` | `quantization='nf4'` |",
         "|---|---|---|---|---|---|",
     ]
@@ -85,12 +84,14 @@ def write_support() -> str:
             f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |"
         )
     lines += [
-        "\n`attention` chooses among the kernels of a row: flash varlen, cuDNN, FlexAttention, torch's SDPA with a "
-        "dense mask, plain PyTorch. Which",
-        "one ran is in the table that `fit` logs. LoRA and full fine-tuning, offload, packed loss, the guards and the "
-        "reports work with every family",
-        "that is not refused. `BincountRouter` on a dense model, or `FusedKernels` on another family, does nothing and "
-        "says so.\n",
+        "\nThe option `attention` chooses one of the kernels in a row: flash varlen, cuDNN, FlexAttention, "
+        "torch's SDPA with a",
+        "dense mask, or plain PyTorch. The table that `fit` logs shows which one ran.",
+        "",
+        "LoRA and full fine-tuning, offload, packed loss, the guards and the reports work with every family "
+        "that is not refused.",
+        "",
+        "`BincountRouter` on a dense model, or `FusedKernels` on another family, changes nothing and reports it.\n",
         "## Refused, and why\n",
         *refusals,
         "",
@@ -101,7 +102,7 @@ def write_support() -> str:
         "| LoRA, QLoRA, full fine-tuning | yes | yes | yes |",
         "| activations planned, offloaded | yes | yes | yes |",
         "| `FusedKernels` | yes | yes | yes |",
-        "| `BincountRouter` | yes | yes | refused: stacks in pieces |",
+        "| `BincountRouter` | yes | yes | refused: sharded experts |",
         "| `FusedAdamW` | yes | yes | torch.optim.AdamW |",
         "| `fastft export` of its checkpoints | yes | yes | `FineTuner.save_pretrained` |",
     ]
@@ -109,7 +110,7 @@ def write_support() -> str:
 
 
 def build_on_meta(family: str) -> Any:
-    """Return a model of a family with its default sizes and few layers, without memory."""
+    """Return a model of a family on the meta device, with its default sizes and few layers."""
     config = AutoConfig.for_model(family)
     kinds = getattr(config, "layer_types", None)
     config.num_hidden_layers = NUM_LAYERS
@@ -120,21 +121,24 @@ def build_on_meta(family: str) -> Any:
 
 
 def _describe_default_lora() -> list[str]:
-    """Return what LoRA without targets adapts of each mixture in the table of families, as tiny models show it."""
+    """Return the form of default LoRA for each mixture in the table of families, found with tiny models."""
     forms = {family: form for family in (*FAMILIES, *MORE_FAMILIES) if (form := _judge_default_lora(family))}
     return [
         "## Default LoRA on mixtures\n",
-        "`FineTuner(lora={...})` without `target_modules` and `target_parameters` takes one of two forms, by how PEFT "
-        "reads the family's",
-        "checkpoints. *linear*: every linear layer of the text part but the head, with shared experts and dense "
-        "layers; no routed expert",
-        "and no router that is not a plain linear layer. *experts*: the stacks of all routed experts and the router, "
-        "with every linear layer",
-        "that is not called `gate_proj`, `up_proj`, `down_proj` or `gate`: shared experts and dense feed-forward "
-        "layers of those names get",
-        "none. Name the targets of a mixture ([guide](guide.md#mixture-of-experts)). A test builds every mixture that "
-        "transformers has and",
-        "finds it in one of the forms (`pytest tests/hf/test_default_lora.py`).\n",
+        "`FineTuner(lora={...})` without `target_modules` and `target_parameters` takes one of two forms, "
+        "depending on how PEFT",
+        "reads the family's checkpoints:",
+        "",
+        "- *linear*: adapts every linear layer of the text part except the head, including shared experts "
+        "and dense layers. It",
+        "  adapts no routed expert, and a router only if it is a plain linear layer.",
+        "- *experts*: adapts the stacks of all routed experts, the router, and every linear layer not named "
+        "`gate_proj`,",
+        "  `up_proj`, `down_proj` or `gate`. Shared experts and dense feed-forward layers with those names "
+        "get no adapter.",
+        "",
+        "Name the targets of a mixture yourself ([guide](guide.md#mixture-of-experts)). A test builds every mixture in",
+        "transformers and checks that it takes one of the forms (`pytest tests/hf/test_default_lora.py`).\n",
         "| family | default LoRA |",
         "|---|---|",
         *(f"| `{family}` | {form} |" for family, form in forms.items()),
@@ -143,7 +147,7 @@ def _describe_default_lora() -> list[str]:
 
 
 def _judge_default_lora(family: str) -> str:
-    """Return the form that default LoRA takes on a family; empty where it is dense."""
+    """Return the form that default LoRA takes on a family, or "" for a dense one."""
     model = build_model(family)
     if isinstance(model, str) or not any(".experts." in name for name, _ in model.named_parameters()):
         return ""
@@ -153,7 +157,7 @@ def _judge_default_lora(family: str) -> str:
 
 
 def _judge_packing(family: str, model: Any) -> tuple[str, str]:
-    """Return what is said of packed documents, and why they are refused."""
+    """Return the state of packed documents and the reason for a refusal."""
     try:
         check_servable(model)
     except UnsupportedModelError as error:
@@ -162,7 +166,7 @@ def _judge_packing(family: str, model: Any) -> tuple[str, str]:
 
 
 def _judge_experts(model: Any) -> str:
-    """Return whether the router serves the experts of a model."""
+    """Return whether `BincountRouter` supports the experts of a model."""
     patcher = ModelPatcher()
     try:
         return YES if install_bincount_router(model, patcher)[0].state == "active" else "dense"
@@ -173,7 +177,7 @@ def _judge_experts(model: Any) -> str:
 
 
 def _judge_nf4(model: Any) -> str:
-    """Return what a quantised base of the family holds in 4 bits."""
+    """Return which weights of a quantised base are held in 4 bits."""
     try:
         return "linear layers and experts" if check_experts(model) else "linear layers"
     except FastFTError:
@@ -181,16 +185,17 @@ def _judge_nf4(model: Any) -> str:
 
 
 def write_options() -> str:
-    """Return every public class with its options, their types, defaults and meaning."""
+    """Return docs/options.md: every public class with its options, their types, defaults and meaning."""
     lines = [
         HEAD,
         "# Every option\n",
-        "From signatures and docstrings. In a config an option stands under `init_args`; on the command line it is "
-        "`--model.lora.r 16`,",
-        "`--data.max_tokens 8192`, `--trainer.strategy fastft`. `fastft fit --help` lists those of FineTuner and "
-        "PackedDataModule with those of",
-        "Lightning's Trainer, with `--trainer.callbacks.help lightning_fastft.RunReport` in place of `--help` those of "
-        "a callback.\n",
+        "This page is written from signatures and docstrings. In a config, write an option under "
+        "`init_args`. On the command",
+        "line, write `--model.lora.r 16`, `--data.max_tokens 8192` or `--trainer.strategy fastft`.",
+        "",
+        "`fastft fit --help` lists the options of FineTuner, PackedDataModule and Lightning's Trainer. For "
+        "the options of a",
+        "callback, replace `--help` with `--trainer.callbacks.help lightning_fastft.RunReport`.\n",
         "## Commands\n",
         f"```text\n{USAGE.format(configs=', '.join(config_names())).strip()}\n```\n",
         "## Configs that come with the package\n",
@@ -232,8 +237,9 @@ def _describe_public(name: str, value: Any) -> list[str]:
 
 
 def parse_docstring(text: str) -> dict[str, list[str]]:
-    """Return the sections of a docstring by title, their lines as they stand; what comes before the first is
-    "Summary".
+    """Return the unchanged lines of each section of a docstring, by title.
+
+    Lines before the first section are under "Summary".
     """
     sections: dict[str, list[str]] = {"Summary": []}
     title = "Summary"
@@ -284,9 +290,7 @@ def _cell(text: str) -> str:
 
 
 def write_results() -> str:
-    """Return one table for each workload of results.csv: time, rate and memory of each system, the newest row of
-    each.
-    """
+    """Return one table for each workload of results.csv, with the newest row of each system."""
     with RESULTS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     tables: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
@@ -314,7 +318,7 @@ def write_results() -> str:
 
 
 def format_figure(value: float) -> str:
-    """Return a figure with as many digits as it says something with.
+    """Return a figure with its significant digits.
 
     Example:
         >>> format_figure(2293.28), format_figure(14.94), format_figure(0.99983), format_figure(0.0)
@@ -326,28 +330,28 @@ def format_figure(value: float) -> str:
 
 
 def write_published() -> str:
-    """Return the table of published figures beside the rows of results.csv, as `python -m benchmarks.published
-    table` prints it.
+    """Return the table of published figures and our rows of results.csv.
+
+    `python -m benchmarks.published table` prints the same table.
     """
-    # Of this repository and not of the package: its root is on the path where this runs as a script or in tests.
+    # The module belongs to the repository, not to the package: its root is on the path in scripts and tests only.
     from benchmarks.published_table import read_rows, render
 
     return render(read_rows([RESULTS])) + "\n"
 
 
 def write_faults() -> str:
-    """Return the table of faults.csv: how many trials ended badly in the default stack and in ours, the newest
-    row of each.
-    """
-    # As above.
+    """Return the table of faults.csv: how many trials ended badly in the default stack and in ours (newest rows)."""
+    # Imported late for the same reason as in write_published.
     from benchmarks.faults.table import read_rows, render_table
 
     return render_table(read_rows())
 
 
 def replace_part(page: str, name: str, text: str) -> str:
-    r"""Return a page with another text behind the mark of a name: up to its mark of the end, or to the end of the page
-    where it has none.
+    r"""Return a page with the text after a named mark replaced.
+
+    The replaced text ends at the mark's end mark, or at the end of the page if there is none.
 
     Raises:
         ValueError: The page has no such mark.
