@@ -5,7 +5,7 @@
 #   make test-faults that each fault planted in a kernel turns its tests red, and the long half of kills, damage, signals, resume and dead ranks
 #   make test-lightning LIGHTNING=FOLDER   Lightning's own tests with our strategy as the default; FOLDER is a checkout of Lightning
 #   make docs        the pages of docs/ that are generated: families, options, results
-#   make test-seams  only the tests against transformers and PEFT
+#   make test-seams  only the quick tests against transformers and PEFT
 
 PYTHON ?= python3
 VENV := .venv
@@ -59,7 +59,7 @@ tests: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests
 
 test-seams: $(DEV_SETUP)
-	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault' $(SEAMS)
+	$(PY) -m pytest -q $(WORKERS) -m 'not gpu and not multi_gpu and not fault and not slow' $(SEAMS)
 
 test-faults: $(DEV_SETUP)
 	$(PY) -m pytest -q $(WORKERS) -m 'fault and not gpu and not multi_gpu' tests

@@ -37,7 +37,7 @@ def environment():
     os.environ.update(before)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_two_faults_end_badly_in_the_default_stack_and_well_in_ours(tmp_path, environment, capsys):
     assert command.main(["run", "--quick", "--only", "R2", "R3", "--out", str(tmp_path)]) == 0
     rows = {(row["fault"], row["stack"]): row for row in read_rows(tmp_path / "faults.csv")}
@@ -53,7 +53,7 @@ def test_two_faults_end_badly_in_the_default_stack_and_well_in_ours(tmp_path, en
     assert render_table(read_rows(tmp_path / "faults.csv")) in printed
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_a_bad_end_of_ours_is_seen(tmp_path, environment, monkeypatch, capsys):
     """Our loader without its digests is the default one."""
     monkeypatch.setattr("lightning_fastft.checkpoint.files._judge_file", lambda file: True)

@@ -40,7 +40,7 @@ def test_only_fp8_rows_have_wider_limits_and_they_say_so():
         assert not judge.judge({"0.q_proj.A": spoiled}, truth, limits=judge.limits_of("keep+fp8")).passed
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_a_row_of_ours_in_fp8_is_judged_and_one_that_did_not_compute_in_it_is_refused(tmp_path, monkeypatch):
     from benchmarks.ruler import plans
     from benchmarks.ruler.arms import ours, plain

@@ -547,7 +547,7 @@ def run_moe(root, tmp_path, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("name", "is_apart"), [pytest.param("tiny-moe-skewed", True, marks=pytest.mark.fault), ("tiny-gpt-oss", False)]
 )
@@ -585,7 +585,7 @@ def run_arm_here(cases, *, root, raw, device, module, **_):
     return ""
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_experts_in_nf4_are_the_same_for_plain_and_ours(root, tmp_path):
     """Both quantise what they read; the reference is made with transformers' experts on the same four bits."""
     files = files_of(root, "tiny-moe-qlora")
@@ -598,7 +598,7 @@ def test_experts_in_nf4_are_the_same_for_plain_and_ours(root, tmp_path):
     assert all(record["verdict"]["worst_cosine"][1] > 0.99999 for record in records)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-gpt-oss"])
 @pytest.mark.parametrize("spoil", [drop_last, forget_weights])
 def test_ours_with_a_fault_in_its_experts_gets_no_row(root, tmp_path, monkeypatch, spoil, name):
@@ -636,7 +636,6 @@ def run_script(call, **environment):
 
 # Over half a minute: with the long half of the other tests.
 @pytest.mark.fault
-@pytest.mark.slow
 def test_the_session_script_runs_on_a_cpu(root, tmp_path):
     shared = {"ROOT": str(root), "STEPS": "2", "WARMUP": "2", "GROW_GIB": "0"}
     options = "--shapes tiny-qwen3 --tokens 32 --adapters none --loads balanced"

@@ -195,7 +195,7 @@ def runs(rig):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_every_run_starts_from_the_same_adapters_and_agrees_to_the_bit(runs):
     assert {mode: run["reason"] for mode, run in runs.items()} == dict.fromkeys(runs, "")
     for run in runs.values():
@@ -207,7 +207,7 @@ def test_every_run_starts_from_the_same_adapters_and_agrees_to_the_bit(runs):
     assert [len(run["ms"]) for run in runs.values()] == [3] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_runs_used_what_their_names_say(runs):
     assert "engine" not in runs["recompute"]["description"]
     for mode, buffers in (("offload", 2), ("offload1", 1)):
@@ -222,14 +222,14 @@ def test_runs_used_what_their_names_say(runs):
     assert full["summary"]["median"] >= 80.0
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_a_failing_run_is_a_record_with_its_reason(rig):
     record = rig.measure(Run("auto=0.0000001", 256, num_steps=2))
     assert record["reason"].startswith("OptionError: No plan fits")
     assert rig.measure(Run("recompute", 256, num_steps=2))["reason"] == ""
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_a_budget_cuts_the_steps_and_the_record_says_so(rig):
     record = rig.measure(Run("recompute", 256, num_steps=50), deadline=0.0)
     assert record["summary"]["n"] == len(record["ms"]) == 3
@@ -246,7 +246,7 @@ def test_disagreement_sees_losses_and_gradients():
     assert "another norm" in disagreement(_run(gradient_norm=3.01), reference)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_check_plan_refuses_wrong_gradients(monkeypatch, rig):
     calls = []
 
@@ -551,7 +551,7 @@ def test_budgets_lie_between_the_ends(tmp_path, monkeypatch):
 # Whole calls
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_buffers_call_flushes_rows_and_goes_on_where_it_ended(tmp_path, capsys):
     arguments = ["buffers", "--out", str(tmp_path), "--device", "cpu", "--steps", "2", "--cells", "tiny@256"]
     assert offload.main([*arguments, "--modes", "recompute"]) == 0
@@ -646,7 +646,6 @@ def test_every_rank_gets_its_own_packs_and_the_window_divides_the_loss():
 
 # Over half a minute: with the long half of the other tests.
 @pytest.mark.fault
-@pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one_with_accumulation(tmp_path, capsys):
     arguments = ["--out", str(tmp_path), "--device", "cpu", "--workload", "tiny", "--tokens", "256", "--steps", "2"]
     assert multi_gpu.main(["multi", *arguments]) == 0

@@ -414,7 +414,7 @@ def leave_router_out(monkeypatch):
     monkeypatch.setattr(published_arms, "BincountRouter", NoRouter)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("spoil", "mode", "reason"),
     [
@@ -440,7 +440,7 @@ def shift_bits(call):
     return lambda self, x, index, weight: call(self, x, index, weight) * 1.00001
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_wrong_gradients_and_other_bits_get_no_row(fresh, tmp_path, monkeypatch):
     mode = "once+two+published+sdpa"
     (right,) = run(fresh, tmp_path, mode)
@@ -467,7 +467,7 @@ def refuse_when_deterministic(call):
     return forward
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_a_kernel_without_a_deterministic_form_promises_no_bits_and_is_measured(fresh, tmp_path, monkeypatch):
     monkeypatch.setattr(
         moe_layer, "published_experts_forward", refuse_when_deterministic(moe_layer.published_experts_forward)
@@ -525,7 +525,7 @@ def test_a_case_that_kills_its_process_does_not_stop_those_behind_it(tmp_path, m
     assert processes.calls == [["b"]]
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_a_command_writes_rows_and_table_also_when_it_is_told_to_stop(root, tmp_path, monkeypatch):
     raw = tmp_path / "raw.jsonl"
 
@@ -579,7 +579,7 @@ def cut_a_token(call):
     return pad
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_the_padded_loop_and_ours_do_the_same_work(fresh, tmp_path):
     padded = run(fresh, tmp_path, "padded+recompute", "padded+keep", system="plain", workload="tiny-llama", num_steps=2)
     packed = run(fresh, tmp_path, "recompute+fused", "keep+fused@full", workload="tiny-llama", num_steps=2)
@@ -601,7 +601,7 @@ def test_the_padded_loop_and_ours_do_the_same_work(fresh, tmp_path):
     assert "of its tokens are real" in text
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize("spoil", [leave_padding_visible, cut_a_token])
 def test_a_padded_loop_that_trains_something_else_gets_no_row(fresh, tmp_path, monkeypatch, spoil):
     monkeypatch.setattr(published_padded, "pad_documents", spoil(pad_documents))

@@ -404,7 +404,7 @@ def test_check_batch_refuses_other_tokens_and_labels():
             sft.check_batch({**batch, key: batch[key].roll(1)}, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_plain_and_ours_have_the_same_gradients_and_get_rows(records):
     from benchmarks.ruler.arms import ours, plain
 
@@ -425,7 +425,7 @@ def test_plain_and_ours_have_the_same_gradients_and_get_rows(records):
     assert len(written) == 4 * 7
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_a_system_whose_documents_see_each_other_is_refused(records, monkeypatch):
     from benchmarks.ruler.arms import ours, plain
 
@@ -457,7 +457,7 @@ def test_one_arm_cannot_stop_another(files, root, tmp_path):
     assert late["reason"].startswith("not started")
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_an_arm_that_hangs_is_stopped(files, root, tmp_path, monkeypatch):
     sleeper = tmp_path / "sleeper"
     sleeper.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
@@ -553,7 +553,7 @@ def test_gains_are_speed_and_the_published_formula():
     assert (gain["saved_ms"], gain["saved_forward_ms"], gain["formula_ms"]) == (10.0, 5.0, 20.0)
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_metadata_arms_build_as_often_as_their_name_says(root, tmp_path):
     arguments = [
         "--workload",

@@ -63,6 +63,7 @@ def test_dead_rank_ends_one_that_hears_nothing_of_it_long_before_the_timeout(tmp
     assert "rank 0 when it was killed" in end.report
 
 
+@pytest.mark.fault
 def test_dead_rank_ends_one_whose_watchdog_starts_late(tmp_path):
     end = run_job(tmp_path, kind="kill_beside_one_that_is_busy", timeout_s=3600.0, slow_watchdog=0, limit_s=60.0)
     assert end.codes == [-9, -9], end.said[-4000:]
@@ -75,7 +76,8 @@ def test_rank_killed_in_a_save_is_blamed_alone_where_its_end_takes_another_one_a
     assert "Watchdog: rank 1 is dead" in end.report
 
 
-@pytest.mark.parametrize("kind", ["sleep", pytest.param("stop", marks=pytest.mark.fault)])
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["sleep", "stop"])
 def test_job_of_one_rank_that_stands_still_is_ended(tmp_path, kind):
     end = run_job(tmp_path, kind=kind, strategy="one", num_ranks=1, rank=0, timeout_s=TIMEOUT_S)
     assert end.codes == [-9], end.said[-4000:]

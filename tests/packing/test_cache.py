@@ -150,10 +150,8 @@ def test_tokenizer_that_no_worker_can_make_serves_in_this_process(monkeypatch, m
         assert tokens_of(tokenize_sources(values, **run, num_proc=2)) == alone
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.fault) for number in (signal.SIGTERM, signal.SIGHUP))],
-)
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_workers_end_with_the_process_that_started_them(number):
     parent = subprocess.Popen([sys.executable, "-m", "tests.packing.endless_rows"], stdout=subprocess.PIPE, text=True)
     workers = [int(pid) for pid in parent.stdout.readline().split()]

@@ -175,6 +175,7 @@ def test_thread_ends_with_the_iterator(how):
     assert have_ended(own)
 
 
+@pytest.mark.fault
 def test_interpreter_ends_with_an_iterator_open():
     program = (
         "from lightning_fastft.packing.stream import prefetch; import itertools; items = "
