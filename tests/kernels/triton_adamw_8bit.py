@@ -82,7 +82,7 @@ SCALE = (
     "grad "
     "*= tl.load(scale_ptr)\n"
 )
-ABSMAX_PLACE = "tl.pointer_type(tl.float32)) + start // _WIDTH + blocks\n    grad_ptrs"
+ABSMAX_PLACE = "tl.pointer_type(tl.float32)) + start // _WIDTH + blocks\n    )\n    grad_ptrs"
 SIGN = "tl.where(values < 0.0, _ZERO - tl.minimum(place, _ZERO), _ZERO + place)"
 FLAG = "num_readable = tl.where(tl.load(found_inf_ptr) == 0.0, num_readable, 0)"
 PARAM_STORE = "    tl.store(param_ptrs, rounded, mask=inside)\n    tl.store(avg_ptrs, _encode"

@@ -4,6 +4,7 @@ and large tensors.
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +77,7 @@ def poisoned(tensor):
 
 def load_with_fault(module, old, new, folder, *, except_in=None):
     """A copy of a module in which one piece of text, present exactly once, is replaced; what one function holds
-    does not count.
+    does not count. Text that the formatter wraps differently is found too.
     """
     source = Path(module.__file__).read_text()
     functions = [
@@ -84,6 +85,8 @@ def load_with_fault(module, old, new, folder, *, except_in=None):
     ]
     (kept,) = [ast.get_source_segment(source, node) for node in functions] if except_in else [""]
     before, after = source.split(kept) if kept else (source, "")
+    if old not in before + after:
+        old, new = _as_wrapped(old, new, before + kept + after)
     assert before.count(old) + after.count(old) == 1, (
         f"{old!r} stands {before.count(old) + after.count(old)} times in {module.__file__}"
     )
@@ -93,6 +96,14 @@ def load_with_fault(module, old, new, folder, *, except_in=None):
     faulty = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(faulty)
     return faulty
+
+
+def _as_wrapped(old, new, source):
+    """Return the text whose words equal those of old wherever its lines break, and new in its place."""
+    words = [r",?\s*\)" if word == ")" else re.escape(word) for word in re.findall(r"\w+|[^\w\s]", old)]
+    found = re.findall(r"\s*".join(words), source)
+    indent, end = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
+    return (found[0] if len(found) == 1 else old), new.removeprefix(indent).removesuffix(end)
 
 
 @contextmanager
