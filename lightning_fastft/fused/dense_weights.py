@@ -156,7 +156,7 @@ class DenseWeights:
         outs = dense[:num_outputs, :num_inputs].split([part.num_outputs for part in parts])
         if parts[0].is_packed:
             weights = [read_params4bit(part.weight) for part in parts]
-            dequantise_many([weight for weight in weights if weight is not None], outs=outs)
+            dequantise_many([weight for weight in weights if weight is not None], outs=outs, is_checked=False)
         else:
             with torch.no_grad():
                 for out, part in zip(outs, parts):
@@ -174,7 +174,7 @@ class DenseWeights:
         else:
             dense = self.gather(parts, num_inputs=num_inputs, dtype=dtype, num_extra=num_extra)
         blocks = [dense.new_empty(part.num_outputs, 0) if part.copy_b_OR is None else part.copy_b_OR for part in parts]
-        write_block_diagonal(dense[:, num_inputs:], blocks)
+        write_block_diagonal(dense[:, num_inputs:], blocks, is_checked=False)
         return dense
 
     def above_adapter(self, part: LinearPart, a_RI: torch.Tensor) -> torch.Tensor:

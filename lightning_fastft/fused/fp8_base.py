@@ -227,8 +227,8 @@ class Fp8Weight:
         """
         self.owner.begin()
         weight_OI, scales = self._read(parts, is_transposed=False)
-        rows = quantise_rows(_in_rows(x_TI), backend=self.owner.backend)
-        return multiply(rows, weight_OI, scales.scale_O, dtype=x_TI.dtype, backend=self.owner.backend)
+        rows = quantise_rows(_in_rows(x_TI), backend=self.owner.backend, is_checked=False)
+        return multiply(rows, weight_OI, scales.scale_O, dtype=x_TI.dtype, backend=self.owner.backend, is_checked=False)
 
     def backward_product(self, parts: Sequence[LinearPart], d_TO: torch.Tensor) -> torch.Tensor:
         """Return ``d @ W``.
@@ -237,8 +237,8 @@ class Fp8Weight:
             As forward_product.
         """
         weight_IO, scales = self._read(parts, is_transposed=True)
-        rows = quantise_rows(_in_rows(d_TO), factor_I=scales.factor_O, backend=self.owner.backend)
-        return multiply(rows, weight_IO, None, dtype=d_TO.dtype, backend=self.owner.backend)
+        rows = quantise_rows(_in_rows(d_TO), factor_I=scales.factor_O, backend=self.owner.backend, is_checked=False)
+        return multiply(rows, weight_IO, None, dtype=d_TO.dtype, backend=self.owner.backend, is_checked=False)
 
     def memory(self) -> list[torch.Tensor]:
         """Return the held tensors, whose addresses stay the same until release."""
@@ -261,7 +261,12 @@ class Fp8Weight:
             forward_OI, scales = self._forward, self._scales
             if forward_OI is None or scales is None or self._forward_key != self._key:
                 found = [
-                    quantise_rows(_in_rows(part.weight), round_scales_to_power_of_2=True, backend=self.owner.backend)
+                    quantise_rows(
+                        _in_rows(part.weight),
+                        round_scales_to_power_of_2=True,
+                        backend=self.owner.backend,
+                        is_checked=False,
+                    )
                     for part in parts
                 ]
                 forward_OI = self._forward = _put(self._forward, torch.cat([rows.values_TI for rows in found]))
@@ -293,6 +298,7 @@ class Fp8Weight:
             scales=scales.scale_O.split(sizes),
             is_transposed=is_transposed,
             backend=self.owner.backend,
+            is_checked=False,
         )
         return values, scales
 

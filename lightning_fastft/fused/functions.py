@@ -82,6 +82,7 @@ def norm_rows(x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tenso
     Cost:
         As rms_norm_forward; saves x_TD.
     """
+    x_TD = _read_rows(x_TD)
     out = _NormRows.apply(x_TD, norm.weight_D, norm.form)
     return out if isinstance(out, tuple) else (out, x_TD)
 
@@ -101,6 +102,7 @@ def norm_project(
         As rms_norm_forward and product; saves x_TD, the adapters' low-rank rows and low-precision factors, and trained
         weights.
     """
+    x_TD = _read_rows(x_TD)
     out = _NormProject.apply(fused_linear, norm.form, session, x_TD, norm.weight_D, *fused_linear.tensors())
     return out if isinstance(out, tuple) else (out, x_TD)
 
@@ -228,7 +230,7 @@ class _NormRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TD, weight_D)
         ctx.form = form
-        y_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
+        y_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD
         return (y_TD, x_TD) if ctx.needs_input_grad[0] else y_TD
 
     @staticmethod
@@ -291,7 +293,9 @@ class _SplitHeads(torch.autograd.Function):
         # Keys and values have no gradient here if attention passes shares.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
-        heads = qk_rope_heads(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
+        heads = qk_rope_heads(
+            qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, is_checked=False
+        )
         return heads.q_THW, heads.k_TGW, heads.v_TGW
 
     @staticmethod
@@ -313,6 +317,7 @@ class _SplitHeads(torch.autograd.Function):
             q_weight_W=q_weight_W,
             k_weight_W=k_weight_W,
             needs_weight=needs_weight,
+            is_checked=False,
         )
         d_weights = (
             None if d is None or weight is None or not needs else d.to(weight.dtype)
@@ -401,7 +406,7 @@ class _NormFeedForward(torch.autograd.Function):
             ctx.save_for_backward(*saved)
             if session.is_last(DOWN_VALUE):
                 return unneeded(x_TD, x_TD.shape[-1])
-        out = product(call.down, gate_forward(gate_up_TP, form=call.gate_form), addend_TO=x_TD)
+        out = product(call.down, gate_forward(gate_up_TP, form=call.gate_form, is_checked=False), addend_TO=x_TD)
         if session is None:
             ctx.save_for_backward(*saved, *(() if out.low_TR is None else (out.low_TR,)))
         return out.y_TO
@@ -435,7 +440,7 @@ class _ProjectNormAdd(torch.autograd.Function):
         saved_x = (x_TI,) if any(ctx.needs_input_grad[6:]) else ()
         ctx.save_for_backward(out_TD, weight_D, *low, *fused_linear.watched_tensors(), *saved_x)
         # Round before the addition, as the model does.
-        return rms_norm_forward(out_TD, weight_D, form=form).y_TD.add_(residual_TD)
+        return rms_norm_forward(out_TD, weight_D, form=form, is_checked=False).y_TD.add_(residual_TD)
 
     @staticmethod
     @once_differentiable
@@ -482,7 +487,9 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         session = call.session
         gate_up_TP, *low = _project_normed(session, GATE_UP_VALUE, call.gate_up, x_TD, weight_D, form=call.norm_form)
         (out_TD,) = _value(
-            session, DOWN_VALUE, lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form)).y_TO,)
+            session,
+            DOWN_VALUE,
+            lambda: (product(call.down, gate_forward(gate_up_TP, form=call.gate_form, is_checked=False)).y_TO,),
         )
         # Without the session, which belongs to a forward.
         ctx.call, ctx.post_form, ctx.num_low = call._replace(session=None), post_form, len(low)
@@ -490,7 +497,7 @@ class _FeedForwardBetweenNorms(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_D, post_weight_D, gate_up_TP, out_TD, *low, *watched)
         if session is not None and session.is_last(POST_NORM_POINT):
             return unneeded(x_TD, x_TD.shape[-1])
-        return rms_norm_forward(out_TD, post_weight_D, form=post_form).y_TD.add_(x_TD)
+        return rms_norm_forward(out_TD, post_weight_D, form=post_form, is_checked=False).y_TD.add_(x_TD)
 
     @staticmethod
     @once_differentiable
@@ -548,7 +555,10 @@ def _project_normed(
         session,
         name,
         lambda: _held(
-            product(fused_linear, rms_norm_forward(x_TD, weight_D, form=form, out=rows_for(fused_linear, x_TD)).y_TD)
+            product(
+                fused_linear,
+                rms_norm_forward(x_TD, weight_D, form=form, out=rows_for(fused_linear, x_TD), is_checked=False).y_TD,
+            )
         ),
     )
 
@@ -594,7 +604,7 @@ def _normed_gradients(
             fused_linear, x_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors, factor_I=factor_D
         )
     elif any(needs_tensors):
-        h_TD = rms_norm_forward(x_TD, weight_D, form=form).y_TD
+        h_TD = rms_norm_forward(x_TD, weight_D, form=form, is_checked=False).y_TD
         gradients = parameter_gradients(fused_linear, h_TD, d_y_TC, low_TR, d_low_TR, needs=needs_tensors)
     return (*norm_gradients, *gradients)
 
@@ -632,7 +642,9 @@ def _block_gradients(
     d_act_TF, d_low_TR, a_RF = rows_gradients_apart(down, d_out_TD)
     # The gate's backward reads these rows next, so it adds the gradient from the adapter.
     addend = None if d_low_TR is None or a_RF is None else LowRankRows(d_low_TR, _read_rows(a_RF))
-    gate = gate_backward(d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]))
+    gate = gate_backward(
+        d_act_TF, gate_up_TP, form=call.gate_form, addend=addend, need_act=any(needs[num_needs:]), is_checked=False
+    )
     del d_act_TF, addend
     d_gate_up_TP = gate.d_gate_up_NP
     d_down: list[torch.Tensor | None] = [None] * len(down.tensors())
@@ -689,6 +701,7 @@ def _norm_gradients(
         needs_weight=needs_weight,
         out=None if reader is None else gradients_for(reader, x_TD),
         rstd_out=rstd_out,
+        is_checked=False,
     )
     d_weight_D = gradients.d_weight_D
     return gradients.d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)

@@ -120,7 +120,9 @@ def product(fused_linear: FusedLinear, x_TI: torch.Tensor, *, addend_TO: torch.T
     for part, columns, ranks in zip(fused_linear.parts, _columns(fused_linear.parts), _ranks(fused_linear.parts)):
         if part.copy_b_OR is not None:
             piece_TO = y_TO[:, columns]
-            add_low_rank(piece_TO, low_TR[:, ranks], part.copy_b_OR.T, residual_TN=addend_TO, out=piece_TO)
+            add_low_rank(
+                piece_TO, low_TR[:, ranks], part.copy_b_OR.T, residual_TN=addend_TO, out=piece_TO, is_checked=False
+            )
     return Product(y_TO, low_TR)
 
 
@@ -154,7 +156,7 @@ def rows_gradients(
         return None, low_rows_gradient(fused_linear, d_TO)
     d_x_TI, d_low_TR, a_RI = rows_gradients_apart(fused_linear, d_TO)
     if d_low_TR is not None and a_RI is not None:
-        add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI)
+        add_low_rank(d_x_TI, d_low_TR, a_RI, out=d_x_TI, is_checked=False)
     return d_x_TI, d_low_TR
 
 

@@ -52,7 +52,8 @@ def uses_triton(backend: str, device: torch.device, *, dtype: torch.dtype | None
         >>> uses_triton("auto", torch.device("cpu"))
         False
     """
-    check_choice("backend", backend, BACKENDS)
+    if backend != "auto":
+        check_choice("backend", backend, BACKENDS)
     is_able = device.type == "cuda" and (dtype is None or dtype in TRITON_DTYPES)
     if backend == "triton" and not is_able:
         takes = "tensors" if dtype is None else "bf16, fp16 and fp32"

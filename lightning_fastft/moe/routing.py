@@ -240,9 +240,9 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_TK, *order, *held, *watched)
         if point is not None and point.session.is_last(point.last):
             return x_TD.new_full((1,), float("nan")).expand(x_TD.shape)
-        act_NF = gate_forward(_with_gate(held[0], has_gate=call.has_gate), form=call.form)
+        act_NF = gate_forward(_with_gate(held[0], has_gate=call.has_gate), form=call.form, is_checked=False)
         y_ND, *_ = _product(act_NF, second, order.end_E)
-        return combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK)
+        return combine_rows(y_ND, order.place_TK, order.end_E, weight_TK=weight_TK, is_checked=False)
 
     @staticmethod
     @once_differentiable
@@ -265,13 +265,18 @@ class _RoutedExperts(torch.autograd.Function):
             form=call.form,
             weight_N=weight_N,
             need_act=any(needs[_PER_LINEAR:]),
+            is_checked=False,
         )
         d_gate_up_NP = gate.d_gate_up_NP if call.has_gate else gate.d_gate_up_NP[:, : gate_up_NP.shape[1]]
         del d_act_NF, gate_up_NP
         d_first: list[torch.Tensor | None] = [None] * _PER_LINEAR
         d_second = d_first
         if gate.act_NF is not None:
-            low_2 = None if second.a_ERI is None else grouped_mm(gate.act_NF, second.a_ERI.transpose(1, 2), end_E)
+            low_2 = (
+                None
+                if second.a_ERI is None
+                else grouped_mm(gate.act_NF, second.a_ERI.transpose(1, 2), end_E, is_checked=False)
+            )
             rows = _Rows(gate.act_NF, d_y_ND, low_2, d_low_2, weight_N)
             d_second = _parameter_gradients(
                 rows, second, end_E, needs=needs[_PER_LINEAR:], wanted=ctx.wanted[_PER_LINEAR:]
@@ -280,7 +285,7 @@ class _RoutedExperts(torch.autograd.Function):
         del d_y_ND
 
         d_x_ND, d_low_1 = _input_gradient(d_gate_up_NP, first, end_E)
-        d_x_TD = combine_rows(d_x_ND, place_TK, end_E) if needs_x else None
+        d_x_TD = combine_rows(d_x_ND, place_TK, end_E, is_checked=False) if needs_x else None
         del d_x_ND
         if any(needs[:_PER_LINEAR]):
             rows = _Rows(
@@ -372,7 +377,7 @@ def _cast_linear(
 def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return a factor of shape (E, R, columns) in dtype, contiguous; itself where it is so."""
     if _is_expert_last(factor):
-        return pack_expert_first(factor.permute(2, 1, 0), dtype=dtype)
+        return pack_expert_first(factor.permute(2, 1, 0), dtype=dtype, is_checked=False)
     return factor.to(dtype).contiguous()
 
 
@@ -410,9 +415,11 @@ def _input_gradient(d_NO: Rows, linear: _Linear, end_E: torch.Tensor) -> tuple[t
     """Return the gradient of a product's input, and of the adapter's low-rank rows without its scale."""
     weight_EOI = dense_weight(linear.weight_EIO).transpose(1, 2)
     if linear.a_ERI is None or linear.b_ERO is None:
-        return grouped_mm(d_NO, weight_EOI, end_E), None
-    d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E)
-    return grouped_mm(d_NO, weight_EOI, end_E, low_NR=d_low_NR, low_ERO=linear.a_ERI, low_scale=linear.scale), d_low_NR
+        return grouped_mm(d_NO, weight_EOI, end_E, is_checked=False), None
+    d_low_NR = grouped_mm(d_NO, linear.b_ERO.transpose(1, 2), end_E, is_checked=False)
+    return grouped_mm(
+        d_NO, weight_EOI, end_E, low_NR=d_low_NR, low_ERO=linear.a_ERI, low_scale=linear.scale, is_checked=False
+    ), d_low_NR
 
 
 class _Rows(NamedTuple):
@@ -436,9 +443,11 @@ def _parameter_gradients(
     def gradient(left: Rows, right: Rows, *, index: int, scale: float = 1.0) -> torch.Tensor:
         want = wanted[index]
         assert want is not None
-        grad = grouped_weight_grad(left, right, end_E, dtype=want.dtype, scale=scale, row_weight_N=weight_N)
+        grad = grouped_weight_grad(
+            left, right, end_E, dtype=want.dtype, scale=scale, row_weight_N=weight_N, is_checked=False
+        )
         # Autograd takes a gradient as it is where it lies in memory as its parameter does, and copies any other.
-        return unpack_expert_last(grad).permute(2, 1, 0) if want.is_expert_last else grad
+        return unpack_expert_last(grad, is_checked=False).permute(2, 1, 0) if want.is_expert_last else grad
 
     weight, bias, a, b = (None,) * _PER_LINEAR
     if needs[0]:

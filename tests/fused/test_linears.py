@@ -509,7 +509,7 @@ def packed(fused_linear, monkeypatch):
     monkeypatch.setattr(
         dense_weights,
         "dequantise_many",
-        lambda weights, *, outs: [out.copy_(weight) for out, weight in zip(outs, weights)],
+        lambda weights, *, outs, is_checked: [out.copy_(weight) for out, weight in zip(outs, weights)],
     )
     return fused_linear._replace(parts=tuple(part._replace(is_packed=True) for part in fused_linear.parts))
 
@@ -580,7 +580,7 @@ def test_a_bias_is_read_in_every_call():
 
 BIASED_PRODUCT = linears._biased_product
 FAULTS = {
-    "adapters of another place": (dense_weights, "write_block_diagonal", lambda out, blocks: out.zero_()),
+    "adapters of another place": (dense_weights, "write_block_diagonal", lambda out, blocks, is_checked: out.zero_()),
     "weights lost": (dense_weights, "_copy_rows", lambda out, rows: out.zero_()),
     "biases lost": (linears, "_biased_product", lambda x_TI, weight_OI, parts: x_TI @ weight_OI.T),
     "biases of other layers": (

@@ -167,8 +167,8 @@ def gradients(model, batch, *, base, noise=0.0):
     """Loss and gradients of fused layers; noise is added to each product before it is rounded."""
     real = fp8_base.multiply
 
-    def noisy(rows, weight_OI, scale_O, *, dtype, backend):
-        y_TO = real(rows, weight_OI, scale_O, dtype=torch.float32, backend=backend)
+    def noisy(rows, weight_OI, scale_O, *, dtype, **options):
+        y_TO = real(rows, weight_OI, scale_O, dtype=torch.float32, **options)
         return (y_TO + noise * y_TO.abs().mean() * torch.randn_like(y_TO)).to(dtype)
 
     each = fused(model, base=base)

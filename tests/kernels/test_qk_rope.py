@@ -54,15 +54,25 @@ from triton.compiler import ASTSource
 from lightning_fastft.kernels.qk_rope import triton as rope
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 
-forms = [RopeForm(32, 8, width, has_norm=True) for width in (64, 128, 256)] + [RopeForm(14, 2, width) for width in (80, 192)]
-forms += [RopeForm(32, 2, 128, rotary_width=64, is_interleaved=True), RopeForm(20, 4, 128, is_interleaved=True, has_norm=True, is_weight_wide=True)]
-forms += [RopeForm(96, 8, 128, rotary_width=64, has_norm=True), RopeForm(3, 1, 96, rotary_width=72, has_norm=True, is_interleaved=True)]
+forms = [RopeForm(32, 8, width, has_norm=True) for width in (64, 128, 256)] + [
+    RopeForm(14, 2, width) for width in (80, 192)
+]
+forms += [
+    RopeForm(32, 2, 128, rotary_width=64, is_interleaved=True),
+    RopeForm(20, 4, 128, is_interleaved=True, has_norm=True, is_weight_wide=True),
+]
+forms += [
+    RopeForm(96, 8, 128, rotary_width=64, has_norm=True),
+    RopeForm(3, 1, 96, rotary_width=72, has_norm=True, is_interleaved=True),
+]
 
 
 def compile_for(kernel, dtype, capability, constants):
     signature = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     signature |= {name: "*fp32" for name in ("partial_ptr", "sum_ptr", "q_weight_ptr") if name in signature}
-    signature |= {name: "fp32" for name in ("eps", "weight_offset") if name in signature} | dict.fromkeys(constants, "constexpr")
+    signature |= {name: "fp32" for name in ("eps", "weight_offset") if name in signature} | dict.fromkeys(
+        constants, "constexpr"
+    )
     source = ASTSource(kernel, signature, constexprs=constants)
     triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": rope.NUM_WARPS})
 
@@ -75,7 +85,9 @@ for number, form in enumerate(forms):
     backward["NUM_SHARES"] = form.num_heads // form.num_kv_heads if number % 2 else 1
     compile_for(rope._forward_kernel, dtype, capability, forward)
     compile_for(rope._backward_kernel, dtype, capability, backward)
-compile_for(rope._add_partials_kernel, "fp32", 90, {"BLOCK_ROWS": rope.BLOCK_PARTIALS, "BLOCK_COLUMNS": rope.BLOCK_SUM_COLUMNS})
+compile_for(
+    rope._add_partials_kernel, "fp32", 90, {"BLOCK_ROWS": rope.BLOCK_PARTIALS, "BLOCK_COLUMNS": rope.BLOCK_SUM_COLUMNS}
+)
 """
 
 

@@ -20,7 +20,9 @@ MAX_BLOCKS = 4
 _DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
-def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *, backend: str = "auto") -> None:
+def write_block_diagonal(
+    out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *, backend: str = "auto", is_checked: bool = True
+) -> None:
     """Write blocks into a matrix, each below and to the right of the one before it, and zeros everywhere else.
 
     Args:
@@ -30,6 +32,7 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *
             device of out_OC; last axis contiguous, any row stride; in memory of their own.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Raises:
         ShapeError: A shape, dtype, device or layout is wrong.
@@ -49,23 +52,24 @@ def write_block_diagonal(out_OC: torch.Tensor, blocks: Sequence[torch.Tensor], *
                 [0., 2., 2., 0.],
                 [0., 2., 2., 0.]])
     """
-    check_tensor("out_OC", out_OC, ndim=2, dtypes=_DTYPES)
-    check_columns("out_OC", out_OC)
-    check_rows_apart("out_OC", out_OC)
-    if len(blocks) > MAX_BLOCKS or out_OC.shape[1] > MAX_COLUMNS:
-        raise ShapeError(
-            f"{len(blocks)} blocks in {out_OC.shape[1]} columns; at most {MAX_BLOCKS} and {MAX_COLUMNS} are served."
-        )
-    for number, block in enumerate(blocks):
-        check_tensor(f"blocks[{number}]", block, ndim=2, dtypes=(out_OC.dtype,))
-        check_columns(f"blocks[{number}]", block)
-        if block.device != out_OC.device:
-            raise ShapeError(f"blocks[{number}] is on {block.device}, out_OC on {out_OC.device}.")
-    num_rows, num_columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
-    if num_rows != out_OC.shape[0] or num_columns > out_OC.shape[1]:
-        raise ShapeError(
-            f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}."
-        )
+    if is_checked:
+        check_tensor("out_OC", out_OC, ndim=2, dtypes=_DTYPES)
+        check_columns("out_OC", out_OC)
+        check_rows_apart("out_OC", out_OC)
+        if len(blocks) > MAX_BLOCKS or out_OC.shape[1] > MAX_COLUMNS:
+            raise ShapeError(
+                f"{len(blocks)} blocks in {out_OC.shape[1]} columns; at most {MAX_BLOCKS} and {MAX_COLUMNS} are served."
+            )
+        for number, block in enumerate(blocks):
+            check_tensor(f"blocks[{number}]", block, ndim=2, dtypes=(out_OC.dtype,))
+            check_columns(f"blocks[{number}]", block)
+            if block.device != out_OC.device:
+                raise ShapeError(f"blocks[{number}] is on {block.device}, out_OC on {out_OC.device}.")
+        num_rows, num_columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
+        if num_rows != out_OC.shape[0] or num_columns > out_OC.shape[1]:
+            raise ShapeError(
+                f"The blocks have {num_rows} rows and {num_columns} columns together; out_OC is {tuple(out_OC.shape)}."
+            )
     with torch.no_grad():
         _choose(backend, out_OC).write_block_diagonal(out_OC, blocks)
 

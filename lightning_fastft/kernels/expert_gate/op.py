@@ -20,7 +20,9 @@ from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
 _DTYPES = (*TRITON_DTYPES, torch.float64)
 
 
-def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto") -> torch.Tensor:
+def gate_forward(
+    gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "auto", is_checked: bool = True
+) -> torch.Tensor:
     """Return the activation of each row, ``a(gate) * up`` in one of its forms.
 
     The arithmetic is fp32 (float64 for float64) and the result is rounded once. Rows are independent, so NaN stays in
@@ -32,6 +34,7 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "au
         form: Positions of gate and up, and the activation.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         act_NF: Shape (N, F), contiguous, dtype and device of gate_up_NP, no graph.
@@ -50,8 +53,9 @@ def gate_forward(gate_up_NP: torch.Tensor, *, form: GateForm, backend: str = "au
         >>> gate_forward(torch.tensor([[0.0, 100.0, 5.0, 2.0]]), form=GateForm())
         tensor([[  0., 200.]])
     """
-    _check_gate_up(gate_up_NP)
-    _check_form(form)
+    if is_checked:
+        _check_gate_up(gate_up_NP)
+        _check_form(form)
     with torch.no_grad():
         return _choose(backend, gate_up_NP).gate_forward(gate_up_NP, form=form)
 
@@ -66,6 +70,7 @@ def gate_backward(
     need_act: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> GateGradients:
     """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the rebuilt activation.
 
@@ -85,6 +90,7 @@ def gate_backward(
         out: Output tensor for d_gate_up_NP: a tensor like gate_up_NP, or gate_up_NP itself, which is overwritten.
             None for new memory.
         backend: As in ``gate_forward``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         d_gate_up_NP: Gradient of gate_up_NP, in its dtype and order of columns; contiguous, or ``out``.
@@ -109,16 +115,17 @@ def gate_backward(
         >>> gate_backward(d_act, gate_up, form=GateForm(), weight_N=weight).d_gate_up_NP
         tensor([[3., 0.]])
     """
-    _check_gate_up(gate_up_NP)
-    _check_form(form)
-    _check_d_act(d_act_NF, gate_up_NP)
-    if weight_N is not None:
-        _check_weight(weight_N, gate_up_NP)
-    if addend is not None:
-        _check_addend(addend, d_act_NF)
-    if out is not None:
-        check_alike("out", out, "gate_up_NP", gate_up_NP)
-        check_out(out, may_be={"gate_up_NP": gate_up_NP}, must_not_meet=(d_act_NF, *(addend or ())))
+    if is_checked:
+        _check_gate_up(gate_up_NP)
+        _check_form(form)
+        _check_d_act(d_act_NF, gate_up_NP)
+        if weight_N is not None:
+            _check_weight(weight_N, gate_up_NP)
+        if addend is not None:
+            _check_addend(addend, d_act_NF)
+        if out is not None:
+            check_alike("out", out, "gate_up_NP", gate_up_NP)
+            check_out(out, may_be={"gate_up_NP": gate_up_NP}, must_not_meet=(d_act_NF, *(addend or ())))
     module = _choose(backend, gate_up_NP)
     with torch.no_grad():
         return module.gate_backward(

@@ -25,6 +25,7 @@ def pack_expert_first(
     scale: float = 1.0,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``scale * b`` with the expert as the first axis instead of the last: ``out[e, r, o] = scale * b[o, r,
     e]``.
@@ -39,6 +40,7 @@ def pack_expert_first(
             for new memory.
         backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first if possible, else the
             second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         out_ERO: Shape (E, R, O), contiguous; device of b_ORE; no gradient.
@@ -57,7 +59,7 @@ def pack_expert_first(
         >>> pack_expert_first(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])).tolist()
         [[[1.0, 3.0]], [[2.0, 4.0]]]
     """
-    return _exchange("b_ORE", b_ORE, dtype=dtype, scale=scale, out=out, backend=backend)
+    return _exchange("b_ORE", b_ORE, dtype=dtype, scale=scale, out=out, backend=backend, is_checked=is_checked)
 
 
 def unpack_expert_last(
@@ -67,6 +69,7 @@ def unpack_expert_last(
     scale: float = 1.0,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``scale * d`` with the expert as the last axis instead of the first: ``out[o, r, e] = scale * d[e, r,
     o]``.
@@ -81,6 +84,7 @@ def unpack_expert_last(
             for new memory.
         backend: "triton" (CUDA; not float64), "reference" (plain PyTorch), or "auto": the first if possible, else the
             second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         out_ORE: Shape (O, R, E), contiguous; device of d_ERO; no gradient.
@@ -99,27 +103,25 @@ def unpack_expert_last(
         >>> unpack_expert_last(torch.tensor([[[1.0, 3.0]], [[2.0, 4.0]]]), scale=2.0).tolist()
         [[[2.0, 4.0]], [[6.0, 8.0]]]
     """
-    return _exchange("d_ERO", d_ERO, dtype=dtype, scale=scale, out=out, backend=backend)
+    return _exchange("d_ERO", d_ERO, dtype=dtype, scale=scale, out=out, backend=backend, is_checked=is_checked)
 
 
 def _exchange(
-    name: str, source: torch.Tensor, *, dtype: torch.dtype | None, scale: float, out: torch.Tensor | None, backend: str
+    name: str,
+    source: torch.Tensor,
+    *,
+    dtype: torch.dtype | None,
+    scale: float,
+    out: torch.Tensor | None,
+    backend: str,
+    is_checked: bool,
 ) -> torch.Tensor:
     """Check, choose and run: both directions exchange the first and the last axis."""
-    check_tensor(name, source, ndim=3, dtypes=_FLOATING)
-    if not source.is_contiguous():
-        raise ShapeError(
-            f"{name} has strides {source.stride()} for shape {tuple(source.shape)}; it must be contiguous: call "
-            ".contiguous() on it."
-        )
-    check_float("scale", scale, low=-float("inf"))
     dtype = dtype or (source.dtype if out is None else out.dtype)
-    if dtype not in _FLOATING:
-        raise ShapeError(f"dtype is {dtype}; allowed are bf16, fp16, fp32 and float64.")
+    if is_checked:
+        _check(name, source, dtype=dtype, scale=scale, out=out)
     if out is None:
         out = torch.empty(source.shape[::-1], dtype=dtype, device=source.device)
-    else:
-        _check_out(out, source, dtype=dtype)
     # The kernel serves neither side in float64.
     widest = torch.float64 if torch.float64 in (source.dtype, dtype) else source.dtype
     with torch.no_grad():
@@ -129,6 +131,21 @@ def _exchange(
         from lightning_fastft.kernels.expert_pack import triton
 
         return triton.exchange_ends(source, scale=scale, out=out)
+
+
+def _check(name: str, source: torch.Tensor, *, dtype: torch.dtype, scale: float, out: torch.Tensor | None) -> None:
+    """Refuse what the kernel would read wrongly."""
+    check_tensor(name, source, ndim=3, dtypes=_FLOATING)
+    if not source.is_contiguous():
+        raise ShapeError(
+            f"{name} has strides {source.stride()} for shape {tuple(source.shape)}; it must be contiguous: call "
+            ".contiguous() on it."
+        )
+    check_float("scale", scale, low=-float("inf"))
+    if dtype not in _FLOATING:
+        raise ShapeError(f"dtype is {dtype}; allowed are bf16, fp16, fp32 and float64.")
+    if out is not None:
+        _check_out(out, source, dtype=dtype)
 
 
 def _check_out(out: torch.Tensor, source: torch.Tensor, *, dtype: torch.dtype) -> None:

@@ -21,7 +21,12 @@ _INDICES = (torch.int32, torch.int64)
 
 
 def gather_rows(
-    x_TD: torch.Tensor, slot_N: torch.Tensor, *, num_experts_per_token: int, backend: str = "auto"
+    x_TD: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    num_experts_per_token: int,
+    backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the row of the token that each routed slot belongs to, bit for bit: ``x_TD[slot_N // K]``.
 
@@ -35,6 +40,7 @@ def gather_rows(
         num_experts_per_token: K, at least 1.
         backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
             elsewhere.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         y_ND: Shape (N, D), contiguous; dtype and device of x_TD; no gradient.
@@ -54,10 +60,11 @@ def gather_rows(
         >>> gather_rows(x, torch.tensor([3, 0, 1, 2]), num_experts_per_token=2).tolist()
         [[3.0, 4.0], [1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]
     """
-    _check_rows("x_TD", x_TD)
-    check_tensor("slot_N", slot_N, ndim=1, dtypes=_INDICES)
-    check_int("num_experts_per_token", num_experts_per_token, low=1)
-    _check_devices(x_TD=x_TD, slot_N=slot_N)
+    if is_checked:
+        _check_rows("x_TD", x_TD)
+        check_tensor("slot_N", slot_N, ndim=1, dtypes=_INDICES)
+        check_int("num_experts_per_token", num_experts_per_token, low=1)
+        _check_devices(x_TD=x_TD, slot_N=slot_N)
     if not uses_triton(backend, x_TD.device):
         with torch.no_grad():
             return reference.gather_rows(x_TD, slot_N, num_experts_per_token=num_experts_per_token)
@@ -75,6 +82,7 @@ def combine_rows(
     weight_TK: torch.Tensor | None = None,
     addend_TD: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return, for each token, the weighted sum of the rows of its routed slots: ``sum over k of weight_TK[t, k] *
     y_ND[place_TK[t, k]]``.
@@ -95,6 +103,7 @@ def combine_rows(
             contiguous; None for none.
         backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
             elsewhere. Both are bit-equal.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         Shape (T, D), contiguous; dtype and device of y_ND; no gradient.
@@ -116,26 +125,31 @@ def combine_rows(
         >>> combine_rows(y, place, end, weight_TK=torch.tensor([[0.5, 2.0], [1.0, 1.0]])).tolist()
         [[52.0], [10.0]]
     """
-    _check_rows("y_ND", y_ND)
-    check_tensor("place_TK", place_TK, ndim=2, dtypes=_INDICES)
-    check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES)
-    if place_TK.shape[1] < 1 or place_TK.numel() != y_ND.shape[0]:
-        raise ShapeError(
-            f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows: one row per place, K of at "
-            "least 1."
-        )
-    if end_E.shape[0] < 1:
-        raise ShapeError("end_E is empty; it needs an entry per expert, at least one.")
-    if weight_TK is not None and check_tensor("weight_TK", weight_TK, ndim=2, dtypes=_FLOATING).shape != place_TK.shape:
-        raise ShapeError(
-            f"weight_TK has shape {tuple(weight_TK.shape)}, place_TK has {tuple(place_TK.shape)}; they must be equal."
-        )
-    expected_shape = (place_TK.shape[0], y_ND.shape[1])
-    if addend_TD is not None and _check_rows("addend_TD", addend_TD).shape != expected_shape:
-        raise ShapeError(
-            f"addend_TD has shape {tuple(addend_TD.shape)}, the result has {expected_shape}; they must be equal."
-        )
-    _check_devices(y_ND=y_ND, place_TK=place_TK, end_E=end_E, weight_TK=weight_TK, addend_TD=addend_TD)
+    if is_checked:
+        _check_rows("y_ND", y_ND)
+        check_tensor("place_TK", place_TK, ndim=2, dtypes=_INDICES)
+        check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES)
+        if place_TK.shape[1] < 1 or place_TK.numel() != y_ND.shape[0]:
+            raise ShapeError(
+                f"place_TK has shape {tuple(place_TK.shape)}, y_ND has {y_ND.shape[0]} rows: one row per place, "
+                "K of at least 1."
+            )
+        if end_E.shape[0] < 1:
+            raise ShapeError("end_E is empty; it needs an entry per expert, at least one.")
+        if (
+            weight_TK is not None
+            and check_tensor("weight_TK", weight_TK, ndim=2, dtypes=_FLOATING).shape != place_TK.shape
+        ):
+            raise ShapeError(
+                f"weight_TK has shape {tuple(weight_TK.shape)}, place_TK has {tuple(place_TK.shape)}; "
+                "they must be equal."
+            )
+        expected_shape = (place_TK.shape[0], y_ND.shape[1])
+        if addend_TD is not None and _check_rows("addend_TD", addend_TD).shape != expected_shape:
+            raise ShapeError(
+                f"addend_TD has shape {tuple(addend_TD.shape)}, the result has {expected_shape}; they must be equal."
+            )
+        _check_devices(y_ND=y_ND, place_TK=place_TK, end_E=end_E, weight_TK=weight_TK, addend_TD=addend_TD)
     if not uses_triton(backend, y_ND.device):
         with torch.no_grad():
             return reference.combine_rows(y_ND, place_TK, end_E, weight_TK=weight_TK, addend_TD=addend_TD)

@@ -22,7 +22,9 @@ MAX_EXPERTS = 4096
 _MAX_SLOTS = 2**31 - 2**12
 
 
-def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = "auto") -> ExpertOrder:
+def sort_by_expert(
+    expert_TK: torch.Tensor, *, num_experts: int, backend: str = "auto", is_checked: bool = True
+) -> ExpertOrder:
     """Return the routed slots in the stable order of their experts, its inverse, and where each expert ends.
 
     Slots of one expert keep the order of their tokens. An id of num_experts or above, or below 0, names no expert
@@ -34,6 +36,7 @@ def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = 
         num_experts: E, between 1 and 4096.
         backend: "triton" (CUDA only), "reference" (plain PyTorch), or "auto": "triton" on CUDA and "reference"
             elsewhere. Both are bit-equal.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         An ``ExpertOrder`` of three contiguous int32 tensors on the device of expert_TK: slot_N, place_TK and end_E.
@@ -56,17 +59,18 @@ def sort_by_expert(expert_TK: torch.Tensor, *, num_experts: int, backend: str = 
         >>> order.place_TK.tolist()
         [[4, 0], [1, 5], [3, 2]]
     """
-    check_tensor("expert_TK", expert_TK, ndim=2, dtypes=(torch.int64, torch.int32))
-    check_int("num_experts", num_experts, low=1, high=MAX_EXPERTS)
-    if expert_TK.shape[1] < 1:
-        raise ShapeError(
-            f"expert_TK has shape {tuple(expert_TK.shape)}: each token needs at least one expert (K >= 1)."
-        )
-    if expert_TK.numel() > _MAX_SLOTS:
-        raise ShapeError(
-            f"expert_TK has {expert_TK.numel()} slots, at most {_MAX_SLOTS} can be numbered in int32: sort fewer "
-            "tokens at a time."
-        )
+    if is_checked:
+        check_tensor("expert_TK", expert_TK, ndim=2, dtypes=(torch.int64, torch.int32))
+        check_int("num_experts", num_experts, low=1, high=MAX_EXPERTS)
+        if expert_TK.shape[1] < 1:
+            raise ShapeError(
+                f"expert_TK has shape {tuple(expert_TK.shape)}: each token needs at least one expert (K >= 1)."
+            )
+        if expert_TK.numel() > _MAX_SLOTS:
+            raise ShapeError(
+                f"expert_TK has {expert_TK.numel()} slots, at most {_MAX_SLOTS} can be numbered in int32: sort fewer "
+                "tokens at a time."
+            )
     if not uses_triton(backend, expert_TK.device):
         return reference.sort_slots(expert_TK, num_experts=num_experts)
 

@@ -68,6 +68,7 @@ def quantise_rows(
     factor_I: torch.Tensor | None = None,
     round_scales_to_power_of_2: bool = False,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> Fp8Rows:
     """Return ``x * factor`` in e4m3, each row scaled so that its largest number becomes 448, or nearly so.
 
@@ -79,6 +80,7 @@ def quantise_rows(
         factor_I: Multiplied into the columns. Shape (I,), fp32 or bf16, contiguous; None for 1.
         round_scales_to_power_of_2: Round scales up, so that the largest number of a row lands between 224 and 448.
         backend: "triton" (CUDA), "reference" (plain PyTorch), or "auto": the first if possible, else the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         The rows, and the scale of each: its largest number over 448, at least 2^-100 / 448, or the next power of 2.
@@ -100,20 +102,21 @@ def quantise_rows(
         tensor([[ 1.0000, -2.0000],
                 [ 0.2500,  0.0000]])
     """
-    check_tensor("x_TI", x_TI, ndim=2, dtypes=TRITON_DTYPES)
-    check_columns("x_TI", x_TI)
-    check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
-    num_columns = x_TI.shape[1]
-    if num_columns == 0:
-        raise ShapeError("x_TI has no columns; a row without numbers has no largest one.")
-    if factor_I is not None:
-        check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32, torch.bfloat16))
-        if len(factor_I) != num_columns or factor_I.device != x_TI.device or not factor_I.is_contiguous():
-            raise ShapeError(
-                f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI "
-                f"asks for {num_columns} on "
-                f"{x_TI.device}, contiguous."
-            )
+    if is_checked:
+        check_tensor("x_TI", x_TI, ndim=2, dtypes=TRITON_DTYPES)
+        check_columns("x_TI", x_TI)
+        check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
+        num_columns = x_TI.shape[1]
+        if num_columns == 0:
+            raise ShapeError("x_TI has no columns; a row without numbers has no largest one.")
+        if factor_I is not None:
+            check_tensor("factor_I", factor_I, ndim=1, dtypes=(torch.float32, torch.bfloat16))
+            if len(factor_I) != num_columns or factor_I.device != x_TI.device or not factor_I.is_contiguous():
+                raise ShapeError(
+                    f"factor_I has {len(factor_I)} entries on {factor_I.device} with stride {factor_I.stride(0)}; x_TI "
+                    f"asks for {num_columns} on "
+                    f"{x_TI.device}, contiguous."
+                )
     with torch.no_grad():
         return _choose(backend, x_TI.device).quantise_rows(
             x_TI, factor_I=factor_I, round_scales_to_power_of_2=round_scales_to_power_of_2
@@ -181,6 +184,7 @@ def quantise_nf4(
     scales: Sequence[torch.Tensor],
     is_transposed: bool = False,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> None:
     """Write NF4 weights in e4m3, without a dense copy on the way; each number is rounded to e4m3 once, from fp32.
 
@@ -192,6 +196,7 @@ def quantise_nf4(
             every backend. Shape (O,), fp32, contiguous.
         is_transposed: Write (I, O), as a product over output columns reads it.
         backend: As in ``quantise_rows``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Raises:
         OptionError: I is no multiple of 64, numbers of weights and outputs differ, or the backend is unknown or cannot
@@ -214,45 +219,52 @@ def quantise_nf4(
         >>> (values.float() * scale)[0, :3]
         tensor([ 3., -3.,  3.])
     """
-    check_choice("backend", backend, BACKENDS)
-    check_bool("is_transposed", is_transposed)
-    if not len(weights) == len(values) == len(scales):
-        raise OptionError(
-            f"There are {len(weights)} weights, {len(values)} values and {len(scales)} scales; give one of each for "
-            "each weight."
-        )
-    axis = 0 if is_transposed else 1
-    for place, (weight, value, scale_O) in enumerate(zip(weights, values, scales)):
-        check_tensor(f"values[{place}]", value, ndim=2, dtypes=(FP8,))
-        check_columns(f"values[{place}]", value)
-        check_rows_apart(f"values[{place}]", value)
-        check_tensor(f"scales[{place}]", scale_O, ndim=1, dtypes=(torch.float32,))
-        num_inputs, num_outputs = value.shape[axis], value.shape[1 - axis]
-        if num_inputs % BLOCK_WEIGHTS or num_inputs != values[0].shape[axis]:
+    if is_checked:
+        check_choice("backend", backend, BACKENDS)
+        check_bool("is_transposed", is_transposed)
+        if not len(weights) == len(values) == len(scales):
             raise OptionError(
-                f"values[{place}] has {num_inputs} input columns, values[0] {values[0].shape[axis]}; give all the same "
-                f"multiple of {BLOCK_WEIGHTS}."
+                f"There are {len(weights)} weights, {len(values)} values and {len(scales)} scales; give one of "
+                "each for each weight."
             )
-        if (
-            value.device != values[0].device
-            or scale_O.device != value.device
-            or len(scale_O) != num_outputs
-            or not scale_O.is_contiguous()
-        ):
-            raise ShapeError(
-                f"scales[{place}] has {len(scale_O)} entries on {scale_O.device}, values[{place}] is "
-                f"{tuple(value.shape)} on {value.device}; give a "
-                f"contiguous scale for each of {num_outputs} output columns, all on one device."
-            )
-        _check_weight(weight)
-        _check_parts(weight, value)
+        axis = 0 if is_transposed else 1
+        for place, (weight, value, scale_O) in enumerate(zip(weights, values, scales)):
+            check_tensor(f"values[{place}]", value, ndim=2, dtypes=(FP8,))
+            check_columns(f"values[{place}]", value)
+            check_rows_apart(f"values[{place}]", value)
+            check_tensor(f"scales[{place}]", scale_O, ndim=1, dtypes=(torch.float32,))
+            num_inputs, num_outputs = value.shape[axis], value.shape[1 - axis]
+            if num_inputs % BLOCK_WEIGHTS or num_inputs != values[0].shape[axis]:
+                raise OptionError(
+                    f"values[{place}] has {num_inputs} input columns, values[0] {values[0].shape[axis]}; give all "
+                    f"the same multiple of {BLOCK_WEIGHTS}."
+                )
+            if (
+                value.device != values[0].device
+                or scale_O.device != value.device
+                or len(scale_O) != num_outputs
+                or not scale_O.is_contiguous()
+            ):
+                raise ShapeError(
+                    f"scales[{place}] has {len(scale_O)} entries on {scale_O.device}, values[{place}] is "
+                    f"{tuple(value.shape)} on {value.device}; give a "
+                    f"contiguous scale for each of {num_outputs} output columns, all on one device."
+                )
+            _check_weight(weight)
+            _check_parts(weight, value)
     if values:
         with torch.no_grad():
             _choose(backend, values[0].device).quantise_nf4(weights, values, scales, is_transposed=is_transposed)
 
 
 def multiply(
-    rows: Fp8Rows, weight_OI: torch.Tensor, scale_O: torch.Tensor | None, *, dtype: torch.dtype, backend: str = "auto"
+    rows: Fp8Rows,
+    weight_OI: torch.Tensor,
+    scale_O: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``rows @ weight^T`` with all scales applied.
 
@@ -262,6 +274,7 @@ def multiply(
         scale_O: Scales of its rows. Shape (O,), fp32, contiguous; None for 1.
         dtype: Of the result: bf16, with "reference" fp16 and fp32 too.
         backend: "triton" (torch's scaled GEMM, on CUDA), "reference", or "auto".
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         Shape (T, O), contiguous.
@@ -282,23 +295,24 @@ def multiply(
         tensor([[1., 4.],
                 [2., 2.]], dtype=torch.bfloat16)
     """
-    check_choice("dtype", dtype, TRITON_DTYPES)
-    for name, tensor in (("rows.values_TI", rows.values_TI), ("weight_OI", weight_OI)):
-        check_tensor(name, tensor, ndim=2, dtypes=(FP8,))
-    if rows.values_TI.shape[1] != weight_OI.shape[1] or not (
-        rows.values_TI.is_contiguous() and weight_OI.is_contiguous()
-    ):
-        raise ShapeError(
-            f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both need as many "
-            "columns, contiguous."
-        )
-    if scale_O is not None and (
-        scale_O.shape != weight_OI.shape[:1] or scale_O.dtype is not torch.float32 or not scale_O.is_contiguous()
-    ):
-        raise ShapeError(
-            f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI asks for {tuple(weight_OI.shape[:1])} in "
-            "fp32, contiguous."
-        )
+    if is_checked:
+        check_choice("dtype", dtype, TRITON_DTYPES)
+        for name, tensor in (("rows.values_TI", rows.values_TI), ("weight_OI", weight_OI)):
+            check_tensor(name, tensor, ndim=2, dtypes=(FP8,))
+        if rows.values_TI.shape[1] != weight_OI.shape[1] or not (
+            rows.values_TI.is_contiguous() and weight_OI.is_contiguous()
+        ):
+            raise ShapeError(
+                f"rows are {tuple(rows.values_TI.shape)}, weight_OI is {tuple(weight_OI.shape)}; both need as many "
+                "columns, contiguous."
+            )
+        if scale_O is not None and (
+            scale_O.shape != weight_OI.shape[:1] or scale_O.dtype is not torch.float32 or not scale_O.is_contiguous()
+        ):
+            raise ShapeError(
+                f"scale_O is {tuple(scale_O.shape)} {scale_O.dtype}; weight_OI asks for {tuple(weight_OI.shape[:1])} "
+                "in fp32, contiguous."
+            )
     module = _choose(backend, weight_OI.device)
     if module is not reference:
         if dtype is not torch.bfloat16 or any(size % ALIGNED_COLUMNS for size in weight_OI.shape):

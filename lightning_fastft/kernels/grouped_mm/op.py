@@ -42,6 +42,7 @@ def grouped_mm(
     low_scale: float = 1.0,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the product of each row with the matrix of its expert, plus the expert's bias and a scaled low-rank
     product where given.
@@ -64,6 +65,7 @@ def grouped_mm(
             arguments.
         backend: "torch" (torch.nn.functional.grouped_mm), "triton" (our own kernel), "reference" (a loop over experts),
             or "auto" (choose_backend).
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         out, or a new tensor: shape (N, O), dtype and device of x_NI; no gradient.
@@ -84,12 +86,15 @@ def grouped_mm(
         >>> grouped_mm(x, weight, torch.tensor([1, 3], dtype=torch.int32)).flatten()
         tensor([ 1., 20., 30.])
     """
-    addend = RowAddend(bias_EO, low_NR, low_ERO, check_float("low_scale", low_scale, low=-float("inf")))
-    _check_product(x_NI, weight_EIO, end_E, addend=addend, out_NO=out)
-    name = check_choice("backend", backend, BACKENDS)
+    addend = RowAddend(bias_EO, low_NR, low_ERO, low_scale)
+    if is_checked:
+        check_float("low_scale", low_scale, low=-float("inf"))
+        _check_product(x_NI, weight_EIO, end_E, addend=addend, out_NO=out)
+    name = backend
     if name == "auto":
         name = choose_backend(x_NI, weight_EIO, has_addend=not addend.is_empty)
     else:
+        check_choice("backend", name, BACKENDS)
         _check_forced(name, rows_of(x_NI), _why_not_torch(x_NI, weight_EIO) if name == "torch" else None)
     with plain_numbers(end_E.device.type):
         if name == "torch":
@@ -111,6 +116,7 @@ def grouped_weight_grad(
     scale: float = 1.0,
     row_weight_N: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the gradient of each expert's matrix: ``g[e] = scale * (w * x)[rows of e]^T @ d[rows of e]``, exactly 0
     for an expert without rows.
@@ -129,6 +135,7 @@ def grouped_weight_grad(
         scale: Factor on the whole gradient.
         row_weight_N: Factor on each row. Shape (N,); any floating dtype, any stride; None for 1.
         backend: "torch", "triton", "reference" or "auto" (choose_grad_backend).
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         Shape (E, I, O), contiguous, device of x_NI; no gradient.
@@ -150,26 +157,14 @@ def grouped_weight_grad(
         tensor([1., 8., 0.])
     """
     like = rows_of(x_NI)
-    _check_either("x_NI", x_NI, like=like)
-    _check_either("d_NO", d_NO, like=like)
-    _check_ends(end_E, like=like)
-    if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
-        raise ShapeError(
-            "x_NI and d_NO are gathered by different slots; both operands of a gradient have the same rows."
-        )
     dtype = dtype or like.dtype
-    if dtype not in _FLOATING or (dtype is torch.float64) != (like.dtype is torch.float64):
-        raise ShapeError(
-            f"dtype is {dtype} for rows in {like.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in "
-            "float64."
-        )
-    check_float("scale", scale, low=-float("inf"))
-    if row_weight_N is not None:
-        _check_row_weight(row_weight_N, num_rows=x_NI.shape[0], like=like)
-    name = check_choice("backend", backend, BACKENDS)
+    if is_checked:
+        _check_grad(x_NI, d_NO, end_E, dtype=dtype, scale=scale, row_weight_N=row_weight_N)
+    name = backend
     if name == "auto":
         name = choose_grad_backend(x_NI, d_NO, num_experts=end_E.shape[0], dtype=dtype)
     else:
+        check_choice("backend", name, BACKENDS)
         _check_forced(
             name,
             like,
@@ -256,10 +251,38 @@ def choose_grad_backend(x_NI: Rows, d_NO: Rows, *, num_experts: int, dtype: torc
     return "triton" if _why_not_torch_grad(x_NI, d_NO, num_experts=num_experts, dtype=dtype or like.dtype) else "torch"
 
 
+def _check_grad(
+    x_NI: Rows,
+    d_NO: Rows,
+    end_E: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    scale: float,
+    row_weight_N: torch.Tensor | None,
+) -> None:
+    """Refuse operands that have no common rows, and numbers for which the gradient is not defined."""
+    like = rows_of(x_NI)
+    _check_either("x_NI", x_NI, like=like)
+    _check_either("d_NO", d_NO, like=like)
+    _check_ends(end_E, like=like)
+    if isinstance(x_NI, GatheredRows) and isinstance(d_NO, GatheredRows) and not _have_same_slots(x_NI, d_NO):
+        raise ShapeError(
+            "x_NI and d_NO are gathered by different slots; both operands of a gradient have the same rows."
+        )
+    if dtype not in _FLOATING or (dtype is torch.float64) != (like.dtype is torch.float64):
+        raise ShapeError(
+            f"dtype is {dtype} for rows in {like.dtype}; allowed are bf16, fp16 and fp32, and float64 for rows in "
+            "float64."
+        )
+    check_float("scale", scale, low=-float("inf"))
+    if row_weight_N is not None:
+        _check_row_weight(row_weight_N, num_rows=x_NI.shape[0], like=like)
+
+
 def _copy_rows(rows: Rows) -> torch.Tensor:
     """Return rows as a tensor of shape (N, I)."""
     return (
-        gather_rows(rows.x_TI, rows.slot_N, num_experts_per_token=rows.num_slots_per_row)
+        gather_rows(rows.x_TI, rows.slot_N, num_experts_per_token=rows.num_slots_per_row, is_checked=False)
         if isinstance(rows, GatheredRows)
         else rows
     )

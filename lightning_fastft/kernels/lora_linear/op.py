@@ -22,6 +22,7 @@ def lora_addmm(
     scale: float,
     copy_a_RD: torch.Tensor | None = None,
     copy_b_NR: torch.Tensor | None = None,
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``base + scale * (x A^T) B^T``, computed from the copies, with gradients for the masters.
 
@@ -37,6 +38,7 @@ def lora_addmm(
         scale: Factor on the low-rank part.
         copy_a_RD: A in the dtype of x; None where the master has it.
         copy_b_NR: B in the dtype of x; None where the master has it.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         Shape, dtype and device of base.
@@ -56,7 +58,8 @@ def lora_addmm(
     """
     copy_a_RD = a_RD.detach() if copy_a_RD is None else copy_a_RD
     copy_b_NR = b_NR.detach() if copy_b_NR is None else copy_b_NR
-    _check(base, x, masters=(a_RD, b_NR), copies=(copy_a_RD, copy_b_NR))
+    if is_checked:
+        _check(base, x, masters=(a_RD, b_NR), copies=(copy_a_RD, copy_b_NR))
     return _LoraAddmm.apply(base, x, a_RD, b_NR, copy_a_RD, copy_b_NR, scale)
 
 

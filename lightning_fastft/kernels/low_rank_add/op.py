@@ -26,6 +26,7 @@ def add_low_rank(
     residual_TN: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return ``base + residual + low @ factor``.
 
@@ -44,6 +45,7 @@ def add_low_rank(
             or residual_TN itself, which is overwritten. None for new memory.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         sum_TN: Shape (T, N), dtype and device of base_TN, no graph; contiguous, or ``out``.
@@ -66,14 +68,15 @@ def add_low_rank(
         tensor([[  2.,  11., 101.],
                 [  3.,  21., 201.]])
     """
-    check_tensor("base_TN", base_TN, ndim=2, dtypes=_DTYPES)
-    check_columns("base_TN", base_TN)
-    _check_factors(low_TR, factor_RN, base_TN)
-    if residual_TN is not None:
-        check_alike("residual_TN", residual_TN, "base_TN", base_TN)
-    if out is not None:
-        check_alike("out", out, "base_TN", base_TN)
-        check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
+    if is_checked:
+        check_tensor("base_TN", base_TN, ndim=2, dtypes=_DTYPES)
+        check_columns("base_TN", base_TN)
+        _check_factors(low_TR, factor_RN, base_TN)
+        if residual_TN is not None:
+            check_alike("residual_TN", residual_TN, "base_TN", base_TN)
+        if out is not None:
+            check_alike("out", out, "base_TN", base_TN)
+            check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
     # Autocast would round what the reference multiplies.
     with plain_numbers(base_TN.device.type):
         return _choose(backend, base_TN).add_low_rank(base_TN, low_TR, factor_RN, residual_TN=residual_TN, out=out)

@@ -110,7 +110,9 @@ def dequantise(
     return out
 
 
-def dequantise_many(weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor], backend: str = "auto") -> None:
+def dequantise_many(
+    weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor], backend: str = "auto", is_checked: bool = True
+) -> None:
     """Write weights, such as those of q, k and v, to their outputs: what ``dequantise`` gives for each.
 
     Args:
@@ -118,6 +120,7 @@ def dequantise_many(weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor
         outs: Where they go, one for each: as ``out`` of ``dequantise``, all of one dtype on one device. They may be
             views of one buffer; no two may share an element.
         backend: As in ``dequantise``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Raises:
         OptionError: The columns of an output are no multiple of 64, the numbers of weights and outputs differ, or the
@@ -140,13 +143,14 @@ def dequantise_many(weights: Sequence[NF4Weight], *, outs: Sequence[torch.Tensor
         tensor([[-3.,  3., -3.,  0.,  0.],
                 [-3.,  3., -3.,  0.,  0.]])
     """
-    check_choice("backend", backend, BACKENDS)
-    if len(weights) != len(outs):
-        raise OptionError(f"There are {len(weights)} weights and {len(outs)} outs; give one out for each weight.")
-    for place, (weight, out) in enumerate(zip(weights, outs)):
-        _check_out(f"outs[{place}]", out, outs[0])
-        _check_weight(weight)
-        _check_parts(weight, out)
+    if is_checked:
+        check_choice("backend", backend, BACKENDS)
+        if len(weights) != len(outs):
+            raise OptionError(f"There are {len(weights)} weights and {len(outs)} outs; give one out for each weight.")
+        for place, (weight, out) in enumerate(zip(weights, outs)):
+            _check_out(f"outs[{place}]", out, outs[0])
+            _check_weight(weight)
+            _check_parts(weight, out)
     if not outs:
         return
     with torch.no_grad():

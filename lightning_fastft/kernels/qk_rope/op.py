@@ -40,6 +40,7 @@ def qk_rope_forward(
     k_weight_W: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> torch.Tensor:
     """Return the projection with its query and key heads normed and rotated, its value heads as they are.
 
@@ -62,6 +63,7 @@ def qk_rope_forward(
             gradient needs the raw heads). None for new memory.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
             the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         qkv_TC: Shape, dtype and device of the input; contiguous, or ``out``; no graph.
@@ -84,10 +86,11 @@ def qk_rope_forward(
         >>> qk_rope_forward(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form)
         tensor([[-2.,  1., -4.,  3.,  5.,  6.]])
     """
-    _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
-    if out is not None:
-        replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
-        _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
+    if is_checked:
+        _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
+        if out is not None:
+            replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
+            _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
     with torch.no_grad():
         return _choose(backend, qkv_TC).qk_rope_forward(
             qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W, out=out
@@ -103,6 +106,7 @@ def qk_rope_heads(
     q_weight_W: torch.Tensor | None = None,
     k_weight_W: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> Heads:
     """Return queries and keys normed and rotated, and values as they are, in three contiguous tensors, as attention
     reads them.
@@ -117,6 +121,7 @@ def qk_rope_heads(
         q_weight_W: As in ``qk_rope_forward``.
         k_weight_W: As q_weight_W, for the key heads.
         backend: As in ``qk_rope_forward``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         q_THW: Shape (T, num_heads, head_width), dtype and device of qkv_TC; contiguous; no graph.
@@ -139,7 +144,8 @@ def qk_rope_heads(
         >>> qk_rope_heads(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form).k_TGW
         tensor([[[-4.,  3.]]])
     """
-    _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
+    if is_checked:
+        _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
     with torch.no_grad():
         return _choose(backend, qkv_TC).qk_rope_heads(
             qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W
@@ -158,6 +164,7 @@ def qk_rope_backward(
     needs_weight: bool,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> RopeGradients:
     """Return the gradients of ``qk_rope_forward`` by its input and by the weights of the norms.
 
@@ -178,6 +185,7 @@ def qk_rope_backward(
         out: Output tensor for d_raw_TC: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself,
             which is overwritten. None for new memory.
         backend: As in ``qk_rope_forward``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         d_raw_TC: Gradient of the forward's input, shape (T, C), dtype and device of d_heads; contiguous, or ``out``.
@@ -205,33 +213,14 @@ def qk_rope_backward(
         >>> qk_rope_backward(d_heads, None, cos, sin, form=form, needs_weight=False).d_raw_TC
         tensor([[1., 2., 3., 4., 5., 6.]])
     """
-    _check_form(form)
-    check_choice("needs_weight", needs_weight, (False, True))
-    if needs_weight and not form.has_norm:
-        raise OptionError(
-            "needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False."
+    if is_checked:
+        _check_backward(
+            d_heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, needs_weight=needs_weight, out=out
         )
     raw_TC = qkv_TC if form.has_norm else None
-    given: tuple[torch.Tensor, ...]
-    if isinstance(d_heads, HeadGradients):
-        _check_heads(d_heads, form)
-        given, like_TC = (
-            tuple(d_heads),
-            d_heads.d_q_THW.new_empty((len(d_heads.d_q_THW), form.num_columns), device="meta"),
-        )
-    else:
-        _check_rows("d_heads", d_heads, form)
-        given, like_TC = (d_heads,), d_heads
-    device = given[0].device
-    _check_raw(qkv_TC, like_TC, form, device=device)
-    _check_angles(cos_TW, sin_TW, like_TC, form, device=device)
-    _check_weights(q_weight_W, k_weight_W, like_TC, form, device=device)
-    if out is not None:
-        replaceable = (raw_TC,) if isinstance(d_heads, HeadGradients) else (d_heads, raw_TC)
-        kept = (*given, raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
-        _check_out(out, like_TC, device=device, replaceable=replaceable, kept=kept)
+    first = d_heads.d_q_THW if isinstance(d_heads, HeadGradients) else d_heads
     with torch.no_grad():
-        return _choose(backend, given[0]).qk_rope_backward(
+        return _choose(backend, first).qk_rope_backward(
             d_heads,
             raw_TC,
             cos_TW,
@@ -266,6 +255,46 @@ def _check_forward(
     _check_rows("qkv_TC", qkv_TC, form)
     _check_angles(cos_TW, sin_TW, qkv_TC, form, device=qkv_TC.device)
     _check_weights(q_weight_W, k_weight_W, qkv_TC, form, device=qkv_TC.device)
+
+
+def _check_backward(
+    d_heads: torch.Tensor | HeadGradients,
+    qkv_TC: torch.Tensor | None,
+    cos_TW: torch.Tensor,
+    sin_TW: torch.Tensor,
+    form: RopeForm,
+    q_weight_W: torch.Tensor | None,
+    k_weight_W: torch.Tensor | None,
+    *,
+    needs_weight: bool,
+    out: torch.Tensor | None,
+) -> None:
+    """Refuse what a backward would read wrongly."""
+    _check_form(form)
+    check_choice("needs_weight", needs_weight, (False, True))
+    if needs_weight and not form.has_norm:
+        raise OptionError(
+            "needs_weight is True, but the form has no norm and therefore no weights. Pass needs_weight=False."
+        )
+    raw_TC = qkv_TC if form.has_norm else None
+    given: tuple[torch.Tensor, ...]
+    if isinstance(d_heads, HeadGradients):
+        _check_heads(d_heads, form)
+        given, like_TC = (
+            tuple(d_heads),
+            d_heads.d_q_THW.new_empty((len(d_heads.d_q_THW), form.num_columns), device="meta"),
+        )
+    else:
+        _check_rows("d_heads", d_heads, form)
+        given, like_TC = (d_heads,), d_heads
+    device = given[0].device
+    _check_raw(qkv_TC, like_TC, form, device=device)
+    _check_angles(cos_TW, sin_TW, like_TC, form, device=device)
+    _check_weights(q_weight_W, k_weight_W, like_TC, form, device=device)
+    if out is not None:
+        replaceable = (raw_TC,) if isinstance(d_heads, HeadGradients) else (d_heads, raw_TC)
+        kept = (*given, raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
+        _check_out(out, like_TC, device=device, replaceable=replaceable, kept=kept)
 
 
 def _check_form(form: RopeForm) -> None:

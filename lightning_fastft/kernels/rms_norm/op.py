@@ -37,6 +37,7 @@ def rms_norm_forward(
     residual_TD: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> NormOutput:
     """Return ``weight * sum / rms(sum)`` of ``sum = x + residual``, and the sum.
 
@@ -54,6 +55,7 @@ def rms_norm_forward(
             memory.
         backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch, any D), or "auto": the first if possible,
             else the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         y_TD: Shape (T, D), dtype and device of x_TD, no graph; contiguous, or ``out``.
@@ -77,14 +79,15 @@ def rms_norm_forward(
         >>> rms_norm_forward(x, weight, form=NormForm(eps=0.0), residual_TD=torch.tensor([[1.0, 1.0]])).y_TD
         tensor([[1., 3.]])
     """
-    _check_rows("x_TD", x_TD)
-    _check_form(form)
-    _check_weight(weight_D, x_TD)
-    if residual_TD is not None:
-        check_alike("residual_TD", residual_TD, "x_TD", x_TD)
-    if out is not None:
-        check_alike("out", out, "x_TD", x_TD)
-        check_out(out, may_be={}, must_not_meet=(x_TD, weight_D, residual_TD))
+    if is_checked:
+        _check_rows("x_TD", x_TD)
+        _check_form(form)
+        _check_weight(weight_D, x_TD)
+        if residual_TD is not None:
+            check_alike("residual_TD", residual_TD, "x_TD", x_TD)
+        if out is not None:
+            check_alike("out", out, "x_TD", x_TD)
+            check_out(out, may_be={}, must_not_meet=(x_TD, weight_D, residual_TD))
     with torch.no_grad():
         return _choose(backend, x_TD).rms_norm_forward(x_TD, weight_D, form=form, residual_TD=residual_TD, out=out)
 
@@ -101,6 +104,7 @@ def rms_norm_backward(
     out: torch.Tensor | None = None,
     rstd_out: torch.Tensor | None = None,
     backend: str = "auto",
+    is_checked: bool = True,
 ) -> NormGradients:
     """Return the gradient of the sum, which is that of x and of the residual alike, and of the weight.
 
@@ -120,6 +124,7 @@ def rms_norm_backward(
         rstd_out: Output tensor for rstd_T of ``rms_norm_forward``, for a caller that did not keep it. Shape
             (T,), contiguous, fp32 (float64 for float64), separate memory; None for nowhere.
         backend: As in ``rms_norm_forward``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
     Returns:
         d_x_TD: Shape (T, D), dtype and device of sum_TD; contiguous, or ``out``.
@@ -143,28 +148,29 @@ def rms_norm_backward(
         >>> rms_norm_backward(ones, ones, weight, None, form=NormForm(eps=0.0), needs_weight=True)
         NormGradients(d_x_TD=tensor([[-1.,  1.]]), d_weight_D=tensor([1., 1.]))
     """
-    _check_rows("sum_TD", sum_TD)
-    _check_form(form)
-    _check_weight(weight_D, sum_TD)
-    check_choice("needs_weight", needs_weight, (False, True))
-    check_alike("d_y_TD", d_y_TD, "sum_TD", sum_TD)
-    if d_sum_TD is not None:
-        check_alike("d_sum_TD", d_sum_TD, "sum_TD", sum_TD)
-    if rstd_T is not None:
-        _check_rstd("rstd_T", rstd_T, sum_TD)
-    if out is not None:
-        check_alike("out", out, "sum_TD", sum_TD)
-        check_out(
-            out, may_be={"d_y_TD": d_y_TD, "d_sum_TD": d_sum_TD}, must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out)
-        )
-    if rstd_out is not None:
-        _check_rstd("rstd_out", rstd_out, sum_TD)
-        if any(
-            do_ranges_overlap(rstd_out, other)
-            for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD)
-            if other is not None
-        ):
-            raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
+    if is_checked:
+        _check_rows("sum_TD", sum_TD)
+        _check_form(form)
+        _check_weight(weight_D, sum_TD)
+        check_choice("needs_weight", needs_weight, (False, True))
+        check_alike("d_y_TD", d_y_TD, "sum_TD", sum_TD)
+        if d_sum_TD is not None:
+            check_alike("d_sum_TD", d_sum_TD, "sum_TD", sum_TD)
+        if rstd_T is not None:
+            _check_rstd("rstd_T", rstd_T, sum_TD)
+        if out is not None:
+            check_alike("out", out, "sum_TD", sum_TD)
+            check_out(
+                out, may_be={"d_y_TD": d_y_TD, "d_sum_TD": d_sum_TD}, must_not_meet=(sum_TD, weight_D, rstd_T, rstd_out)
+            )
+        if rstd_out is not None:
+            _check_rstd("rstd_out", rstd_out, sum_TD)
+            if any(
+                do_ranges_overlap(rstd_out, other)
+                for other in (d_y_TD, sum_TD, weight_D, rstd_T, d_sum_TD)
+                if other is not None
+            ):
+                raise ShapeError("rstd_out shares memory with an input. Give separate memory, or None.")
     with torch.no_grad():
         return _choose(backend, sum_TD).rms_norm_backward(
             d_y_TD,

@@ -1,0 +1,86 @@
+"""The keyword ``is_checked``: the same bits without checks, and an error with them."""
+
+import pytest
+import torch
+
+from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
+from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
+from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
+from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
+from lightning_fastft.kernels.expert_sort.op import sort_by_expert
+from lightning_fastft.kernels.fp8_linear.op import multiply, quantise_rows
+from lightning_fastft.kernels.grouped_mm.op import grouped_mm, grouped_weight_grad
+from lightning_fastft.kernels.lora_linear.op import lora_addmm
+from lightning_fastft.kernels.low_rank_add.op import add_low_rank
+from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_forward, qk_rope_heads
+from lightning_fastft.kernels.qk_rope.reference import RopeForm
+from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
+from lightning_fastft.kernels.rms_norm.reference import NormForm
+
+ROPE, NORM = RopeForm(num_heads=2, num_kv_heads=1, head_width=4), NormForm(eps=1e-6)
+END_E = torch.tensor([2, 3], dtype=torch.int32)
+PLACE_TK = torch.tensor([[2], [0], [1]])
+
+
+def rows(*shape):
+    return torch.linspace(-2.0, 3.0, torch.Size(shape).numel()).view(shape)
+
+
+# The first argument is the one that `test_checks_by_default` gives another number of axes.
+CALLS = {
+    rms_norm_forward: ((rows(3, 4), rows(4)), {"form": NORM}),
+    rms_norm_backward: ((rows(3, 4), rows(3, 4) + 1, rows(4), None), {"form": NORM, "needs_weight": True}),
+    qk_rope_forward: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
+    qk_rope_heads: ((rows(3, 16), rows(3, 4), rows(3, 4)), {"form": ROPE}),
+    qk_rope_backward: ((rows(3, 16), None, rows(3, 4), rows(3, 4)), {"form": ROPE, "needs_weight": False}),
+    gate_forward: ((rows(3, 4),), {"form": GateForm()}),
+    gate_backward: ((rows(3, 2), rows(3, 4)), {"form": GateForm(), "weight_N": rows(3), "need_act": True}),
+    add_low_rank: ((rows(3, 4), rows(3, 2), rows(2, 4)), {"residual_TN": rows(3, 4)}),
+    lora_addmm: ((rows(3, 4), rows(3, 2), rows(1, 2), rows(4, 1)), {"scale": 2.0}),
+    quantise_rows: ((rows(3, 4),), {"factor_I": rows(4)}),
+    grouped_mm: ((rows(3, 4), rows(2, 4, 5), END_E), {"bias_EO": rows(2, 5)}),
+    grouped_weight_grad: ((rows(3, 4), rows(3, 5), END_E), {"scale": 2.0, "row_weight_N": rows(3)}),
+    gather_rows: ((rows(3, 4), torch.tensor([2, 0, 1])), {"num_experts_per_token": 1}),
+    combine_rows: ((rows(3, 4), PLACE_TK, END_E), {"weight_TK": rows(3, 1)}),
+    sort_by_expert: ((PLACE_TK,), {"num_experts": 3}),
+    pack_expert_first: ((rows(3, 4, 2),), {"scale": 2.0}),
+    unpack_expert_last: ((rows(3, 4, 2),), {"scale": 2.0}),
+}
+
+
+def tensors_of(result):
+    return [result] if isinstance(result, torch.Tensor) else [part for part in result if part is not None]
+
+
+@pytest.mark.parametrize("operation", CALLS, ids=lambda operation: operation.__name__)
+def test_the_bits_are_those_of_a_checked_call(operation):
+    arguments, options = CALLS[operation]
+    checked = tensors_of(operation(*arguments, **options))
+    unchecked = tensors_of(operation(*arguments, **options, is_checked=False))
+    assert len(checked) == len(unchecked) > 0
+    for first, second in zip(checked, unchecked):
+        assert first.dtype is second.dtype
+        assert first.stride() == second.stride()
+        assert torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("operation", CALLS, ids=lambda operation: operation.__name__)
+def test_checks_by_default(operation):
+    (first, *others), options = CALLS[operation]
+    with pytest.raises(ShapeError):
+        operation(first[..., None][:, :0], *others, **options)
+
+
+def test_a_product_of_fp8_rows_has_the_bits_of_a_checked_one():
+    left, right = quantise_rows(rows(3, 4)), quantise_rows(rows(2, 4))
+    arguments, options = (left, right.values_TI, right.scale_T), {"dtype": torch.float32}
+    assert torch.equal(multiply(*arguments, **options), multiply(*arguments, **options, is_checked=False))
+
+
+def test_blocks_have_the_bits_of_a_checked_call():
+    outs = [torch.empty(3, 4) for _ in range(2)]
+    for out, is_checked in zip(outs, (True, False)):
+        write_block_diagonal(out, [rows(1, 1), rows(2, 3)], is_checked=is_checked)
+    assert torch.equal(*outs)
