@@ -12,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that wait for each other on a busy machine make a tiny step fifty times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Calls of kernels inside the package validate their arguments here too.
+os.environ.setdefault("FASTFT_CHECK_KERNELS", "1")
 
 import pytest
 import torch

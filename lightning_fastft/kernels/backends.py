@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -12,6 +13,18 @@ from lightning_fastft.core.errors import OptionError
 
 BACKENDS = ("auto", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Set for tests: calls inside the package, which pass is_checked=False, validate their arguments too.
+_CHECKS_EVERY_CALL = os.environ.get("FASTFT_CHECK_KERNELS") == "1"
+
+
+def must_check(is_checked: bool) -> bool:
+    """Return whether a call of a kernel validates its arguments: where it asks for it, and in tests always.
+
+    Example:
+        >>> must_check(True)
+        True
+    """
+    return is_checked or _CHECKS_EVERY_CALL
 
 
 def plain_numbers(device_type: str) -> AbstractContextManager[None]:

@@ -1,9 +1,12 @@
 """The keyword ``is_checked``: the same bits without checks, and an error with them."""
 
+import sys
+
 import pytest
 import torch
 
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.kernels import backends
 from lightning_fastft.kernels.block_diagonal.op import write_block_diagonal
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm
@@ -54,6 +57,12 @@ def tensors_of(result):
     return [result] if isinstance(result, torch.Tensor) else [part for part in result if part is not None]
 
 
+@pytest.fixture(autouse=True)
+def as_in_training(monkeypatch):
+    """Without the checks of every call that the tests ask for."""
+    monkeypatch.setattr(backends, "_CHECKS_EVERY_CALL", False)
+
+
 @pytest.mark.parametrize("operation", CALLS, ids=lambda operation: operation.__name__)
 def test_the_bits_are_those_of_a_checked_call(operation):
     arguments, options = CALLS[operation]
@@ -64,6 +73,21 @@ def test_the_bits_are_those_of_a_checked_call(operation):
         assert first.dtype is second.dtype
         assert first.stride() == second.stride()
         assert torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("operation", CALLS, ids=lambda operation: operation.__name__)
+def test_an_unchecked_call_calls_no_check(operation, monkeypatch):
+    arguments, options = CALLS[operation]
+    module = sys.modules[operation.__module__]
+    for name in [name for name in vars(module) if name.startswith(("check_", "_check"))]:
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("an argument was checked"))
+    operation(*arguments, **options, is_checked=False)
+
+
+def test_tests_check_every_call(monkeypatch):
+    monkeypatch.setattr(backends, "_CHECKS_EVERY_CALL", True)
+    with pytest.raises(ShapeError):
+        gate_forward(rows(3, 4, 1), form=GateForm(), is_checked=False)
 
 
 @pytest.mark.parametrize("operation", CALLS, ids=lambda operation: operation.__name__)

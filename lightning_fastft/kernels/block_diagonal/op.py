@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastft.core.checks import check_columns, check_rows_apart, check_tensor
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.block_diagonal import reference
 
 MAX_COLUMNS = 4096
@@ -52,7 +52,7 @@ def write_block_diagonal(
                 [0., 2., 2., 0.],
                 [0., 2., 2., 0.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         check_tensor("out_OC", out_OC, ndim=2, dtypes=_DTYPES)
         check_columns("out_OC", out_OC)
         check_rows_apart("out_OC", out_OC)

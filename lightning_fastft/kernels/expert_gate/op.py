@@ -13,7 +13,7 @@ import torch
 
 from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_float, check_out, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, GateGradients, LowRankRows
 
@@ -53,7 +53,7 @@ def gate_forward(
         >>> gate_forward(torch.tensor([[0.0, 100.0, 5.0, 2.0]]), form=GateForm())
         tensor([[  0., 200.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_gate_up(gate_up_NP)
         _check_form(form)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def gate_backward(
         >>> gate_backward(d_act, gate_up, form=GateForm(), weight_N=weight).d_gate_up_NP
         tensor([[3., 0.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_gate_up(gate_up_NP)
         _check_form(form)
         _check_d_act(d_act_NF, gate_up_NP)

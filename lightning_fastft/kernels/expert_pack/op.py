@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastft.core.checks import check_float, check_tensor, do_ranges_overlap
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.expert_pack import reference
 
 _FLOATING = (*TRITON_DTYPES, torch.float64)
@@ -118,7 +118,7 @@ def _exchange(
 ) -> torch.Tensor:
     """Check, choose and run: both directions exchange the first and the last axis."""
     dtype = dtype or (source.dtype if out is None else out.dtype)
-    if is_checked:
+    if must_check(is_checked):
         _check(name, source, dtype=dtype, scale=scale, out=out)
     if out is None:
         out = torch.empty(source.shape[::-1], dtype=dtype, device=source.device)

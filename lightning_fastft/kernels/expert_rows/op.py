@@ -13,7 +13,7 @@ import torch
 
 from lightning_fastft.core.checks import check_columns, check_int, check_tensor
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import uses_triton
+from lightning_fastft.kernels.backends import must_check, uses_triton
 from lightning_fastft.kernels.expert_rows import reference
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -60,7 +60,7 @@ def gather_rows(
         >>> gather_rows(x, torch.tensor([3, 0, 1, 2]), num_experts_per_token=2).tolist()
         [[3.0, 4.0], [1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_rows("x_TD", x_TD)
         check_tensor("slot_N", slot_N, ndim=1, dtypes=_INDICES)
         check_int("num_experts_per_token", num_experts_per_token, low=1)
@@ -125,7 +125,7 @@ def combine_rows(
         >>> combine_rows(y, place, end, weight_TK=torch.tensor([[0.5, 2.0], [1.0, 1.0]])).tolist()
         [[52.0], [10.0]]
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_rows("y_ND", y_ND)
         check_tensor("place_TK", place_TK, ndim=2, dtypes=_INDICES)
         check_tensor("end_E", end_E, ndim=1, dtypes=_INDICES)

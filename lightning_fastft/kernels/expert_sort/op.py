@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.core.checks import check_int, check_tensor
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import uses_triton
+from lightning_fastft.kernels.backends import must_check, uses_triton
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.reference import ExpertOrder
 
@@ -59,7 +59,7 @@ def sort_by_expert(
         >>> order.place_TK.tolist()
         [[4, 0], [1, 5], [3, 2]]
     """
-    if is_checked:
+    if must_check(is_checked):
         check_tensor("expert_TK", expert_TK, ndim=2, dtypes=(torch.int64, torch.int32))
         check_int("num_experts", num_experts, low=1, high=MAX_EXPERTS)
         if expert_TK.shape[1] < 1:

@@ -23,7 +23,7 @@ import torch
 
 from lightning_fastft.core.checks import check_bool, check_choice, check_columns, check_rows_apart, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.fp8_linear import reference
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS
@@ -102,7 +102,7 @@ def quantise_rows(
         tensor([[ 1.0000, -2.0000],
                 [ 0.2500,  0.0000]])
     """
-    if is_checked:
+    if must_check(is_checked):
         check_tensor("x_TI", x_TI, ndim=2, dtypes=TRITON_DTYPES)
         check_columns("x_TI", x_TI)
         check_bool("round_scales_to_power_of_2", round_scales_to_power_of_2)
@@ -219,7 +219,7 @@ def quantise_nf4(
         >>> (values.float() * scale)[0, :3]
         tensor([ 3., -3.,  3.])
     """
-    if is_checked:
+    if must_check(is_checked):
         check_choice("backend", backend, BACKENDS)
         check_bool("is_transposed", is_transposed)
         if not len(weights) == len(values) == len(scales):
@@ -295,7 +295,7 @@ def multiply(
         tensor([[1., 4.],
                 [2., 2.]], dtype=torch.bfloat16)
     """
-    if is_checked:
+    if must_check(is_checked):
         check_choice("dtype", dtype, TRITON_DTYPES)
         for name, tensor in (("rows.values_TI", rows.values_TI), ("weight_OI", weight_OI)):
             check_tensor(name, tensor, ndim=2, dtypes=(FP8,))

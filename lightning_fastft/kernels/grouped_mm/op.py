@@ -10,7 +10,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_float, check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import plain_numbers
+from lightning_fastft.kernels.backends import must_check, plain_numbers
 from lightning_fastft.kernels.expert_rows.op import gather_rows
 from lightning_fastft.kernels.grouped_mm import reference
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend, Rows, rows_of
@@ -87,7 +87,7 @@ def grouped_mm(
         tensor([ 1., 20., 30.])
     """
     addend = RowAddend(bias_EO, low_NR, low_ERO, low_scale)
-    if is_checked:
+    if must_check(is_checked):
         check_float("low_scale", low_scale, low=-float("inf"))
         _check_product(x_NI, weight_EIO, end_E, addend=addend, out_NO=out)
     name = backend
@@ -158,7 +158,7 @@ def grouped_weight_grad(
     """
     like = rows_of(x_NI)
     dtype = dtype or like.dtype
-    if is_checked:
+    if must_check(is_checked):
         _check_grad(x_NI, d_NO, end_E, dtype=dtype, scale=scale, row_weight_N=row_weight_N)
     name = backend
     if name == "auto":

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.kernels.backends import must_check
 
 
 def lora_addmm(
@@ -58,7 +59,7 @@ def lora_addmm(
     """
     copy_a_RD = a_RD.detach() if copy_a_RD is None else copy_a_RD
     copy_b_NR = b_NR.detach() if copy_b_NR is None else copy_b_NR
-    if is_checked:
+    if must_check(is_checked):
         _check(base, x, masters=(a_RD, b_NR), copies=(copy_a_RD, copy_b_NR))
     return _LoraAddmm.apply(base, x, a_RD, b_NR, copy_a_RD, copy_b_NR, scale)
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_fastft.core.checks import check_alike, check_columns, check_out, check_tensor
 from lightning_fastft.core.errors import ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, plain_numbers, uses_triton
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, plain_numbers, uses_triton
 from lightning_fastft.kernels.low_rank_add import reference
 
 _DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -68,7 +68,7 @@ def add_low_rank(
         tensor([[  2.,  11., 101.],
                 [  3.,  21., 201.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         check_tensor("base_TN", base_TN, ndim=2, dtypes=_DTYPES)
         check_columns("base_TN", base_TN)
         _check_factors(low_TR, factor_RN, base_TN)

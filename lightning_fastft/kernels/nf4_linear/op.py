@@ -15,7 +15,7 @@ import torch
 
 from lightning_fastft.core.checks import check_choice, check_int, check_tensor
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import BACKENDS, TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
@@ -143,7 +143,7 @@ def dequantise_many(
         tensor([[-3.,  3., -3.,  0.,  0.],
                 [-3.,  3., -3.,  0.,  0.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         check_choice("backend", backend, BACKENDS)
         if len(weights) != len(outs):
             raise OptionError(f"There are {len(weights)} weights and {len(outs)} outs; give one out for each weight.")

@@ -22,7 +22,7 @@ from lightning_fastft.core.checks import (
     is_same_memory,
 )
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.qk_rope import reference
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, Heads, RopeForm, RopeGradients
 
@@ -86,7 +86,7 @@ def qk_rope_forward(
         >>> qk_rope_forward(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form)
         tensor([[-2.,  1., -4.,  3.,  5.,  6.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
         if out is not None:
             replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
@@ -144,7 +144,7 @@ def qk_rope_heads(
         >>> qk_rope_heads(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), cos, sin, form=form).k_TGW
         tensor([[[-4.,  3.]]])
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
     with torch.no_grad():
         return _choose(backend, qkv_TC).qk_rope_heads(
@@ -213,7 +213,7 @@ def qk_rope_backward(
         >>> qk_rope_backward(d_heads, None, cos, sin, form=form, needs_weight=False).d_raw_TC
         tensor([[1., 2., 3., 4., 5., 6.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_backward(
             d_heads, qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W, needs_weight=needs_weight, out=out
         )

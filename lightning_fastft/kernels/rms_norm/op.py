@@ -20,7 +20,7 @@ from lightning_fastft.core.checks import (
     do_ranges_overlap,
 )
 from lightning_fastft.core.errors import OptionError, ShapeError
-from lightning_fastft.kernels.backends import TRITON_DTYPES, uses_triton
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
 from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.reference import NormForm, NormGradients, NormOutput, wide_dtype
 
@@ -79,7 +79,7 @@ def rms_norm_forward(
         >>> rms_norm_forward(x, weight, form=NormForm(eps=0.0), residual_TD=torch.tensor([[1.0, 1.0]])).y_TD
         tensor([[1., 3.]])
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_rows("x_TD", x_TD)
         _check_form(form)
         _check_weight(weight_D, x_TD)
@@ -148,7 +148,7 @@ def rms_norm_backward(
         >>> rms_norm_backward(ones, ones, weight, None, form=NormForm(eps=0.0), needs_weight=True)
         NormGradients(d_x_TD=tensor([[-1.,  1.]]), d_weight_D=tensor([1., 1.]))
     """
-    if is_checked:
+    if must_check(is_checked):
         _check_rows("sum_TD", sum_TD)
         _check_form(form)
         _check_weight(weight_D, sum_TD)
