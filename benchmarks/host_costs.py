@@ -9,6 +9,11 @@ files. On a busy machine the figures are those of a busy machine.
 - ``tokenise``: chat rows per second with the package's demo tokenizer, in this process: as they are, and with a control
   token in every question, which is read as plain text. The rows are generated, or those of a JSON-lines file with the
   columns of GSM8K: ``--rows gsm8k.jsonl``.
+
+``python -m benchmarks.host_costs --workload qwen3-0.6b-lora --root ROOT --device cuda`` measures instead what argument
+checks of kernels cost: milliseconds of steps of a pack of 64 tokens, so small that the host sets the pace, with fused
+layers and without CUDA graphs. Steps with checks in every call (as in the tests) and without alternate. ROOT is a
+folder that ``benchmarks.train_step build`` has filled.
 """
 
 from __future__ import annotations
@@ -23,14 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
 from transformers import AutoTokenizer
 
+from benchmarks.ruler.arms import ours
+from benchmarks.ruler.plans import parse_mode
+from benchmarks.ruler.workloads import FIRST_WORD, WORKLOADS, WorkloadFiles
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.demo.files import TURN_END, write_demo_files
 from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.hf.base_digest import digest_files
+from lightning_fastft.kernels import backends
 from lightning_fastft.packing.cache import tokenize_sources
 from lightning_fastft.packing.formats import FormatOptions
+from lightning_fastft.strategies.single_device import FastFTStrategy
 
 GB = 10**9
 BASE_GB, NUM_FILES = 137, 28
@@ -81,13 +94,68 @@ def with_control_tokens(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"messages": [change(turn) for turn in row["messages"]]} for row in rows]
 
 
+class StepTimes(Callback):
+    """Time steps, with argument checks of every kernel call in each second one.
+
+    Attributes:
+        milliseconds: Of the steps without checks and with, in this order, after the warm-up.
+    """
+
+    def __init__(self, *, num_warmup: int) -> None:
+        self.num_warmup = num_warmup
+        self.milliseconds: tuple[list[float], list[float]] = ([], [])
+        self._begin = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Switch the checks and start the clock."""
+        backends._CHECKS_EVERY_CALL = batch_idx % 2 == 1
+        self._synchronise()
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop the clock."""
+        self._synchronise()
+        if batch_idx >= self.num_warmup:
+            self.milliseconds[batch_idx % 2].append((time.perf_counter() - self._begin) * 1e3)
+
+    @staticmethod
+    def _synchronise() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def measure_checks(files: WorkloadFiles, *, num_steps: int, is_cuda: bool) -> None:
+    """Print what a step costs without and with argument checks of kernels."""
+    tuner = ours.make_tuner(files, optimizer="adamw_fused", is_cuda=is_cuda)
+    times = StepTimes(num_warmup=20)
+    strategy = FastFTStrategy(activations=parse_mode("keep+fused").checkpointing)
+    trainer = ours.make_trainer(strategy, times, max_steps=num_steps + times.num_warmup, is_cuda=is_cuda)
+    trainer.callbacks.append(FusedKernels())
+    ids = torch.arange(FIRST_WORD, FIRST_WORD + 64)
+    document = (ids, ids)
+    packs = [ours.make_batch([document]) for _ in range(num_steps + times.num_warmup)]
+    trainer.fit(tuner, torch.utils.data.DataLoader(packs, batch_size=None))
+    layers = tuner.model.config.num_hidden_layers
+    without, checked = (np.percentile(values, (10, 50, 90)) for values in times.milliseconds)
+    show("step, 64 tokens, kernels unchecked", without, "ms", repeats=num_steps // 2)
+    show("step, 64 tokens, every kernel call checked", checked, "ms", repeats=num_steps // 2)
+    show("checks, per layer", (checked - without) * 1e3 / layers, "us", repeats=num_steps // 2)
+
+
 def main() -> None:
-    """Measure and print all three."""
+    """Measure and print all three, or the checks of kernels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--num_rows", type=int, default=2000)
     parser.add_argument("--rows", type=Path, help="JSON lines with question and answer; generated where not given")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="measure argument checks of kernels on its model")
+    parser.add_argument("--root", type=Path, default=Path("/dev/shm/fastft"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
+    if given.workload is not None:
+        workload = WorkloadFiles(given.root, WORKLOADS[given.workload])
+        measure_checks(workload, num_steps=given.repeats * 20, is_cuda=given.device == "cuda")
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         blob = folder / "blob"
