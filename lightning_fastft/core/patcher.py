@@ -104,15 +104,17 @@ class ModelPatcher:
         """Undo every change, the last one first; a second call does nothing.
 
         Raises:
-            Exception: The first error of an undo; all the others have run.
+            Exception: An undo failed; all the others have run.
         """
         self._undo_to(0)
 
     def _undo_to(self, num_left: int) -> None:
-        if len(self._undo) > num_left:
-            try:
+        try:
+            while len(self._undo) > num_left:
                 self._undo.pop()()
-            finally:
+        finally:
+            # An undo failed: the others run all the same. One level deeper for each error, not for each change.
+            if len(self._undo) > num_left:
                 self._undo_to(num_left)
 
 

@@ -186,12 +186,15 @@ def prefetch(batches: Iterator[T], *, num_ahead: int = NUM_AHEAD) -> Iterator[T]
         >>> list(prefetch(iter("abc")))
         ['a', 'b', 'c']
     """
-    # Only this generator references the executor, so its thread ends with the generator.
     executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME, initializer=_same_device())
-    waiting = deque(executor.submit(next, batches, None) for _ in range(num_ahead))
-    while (batch := waiting.popleft().result()) is not None:
-        waiting.append(executor.submit(next, batches, None))
-        yield batch
+    try:
+        waiting = deque(executor.submit(next, batches, None) for _ in range(num_ahead))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(executor.submit(next, batches, None))
+            yield batch
+    finally:
+        # Python 3.12.0 to 3.12.3 keep the variables of a closed generator, so the thread must be told.
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _same_device() -> Callable[[], None]:

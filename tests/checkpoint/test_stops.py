@@ -141,7 +141,7 @@ stops.unwatch()
 
 def run_watched(limit_s, kind):
     process = subprocess.Popen(
-        [sys.executable, "-c", HUNG, str(limit_s), kind],
+        [sys.executable, "-W", "ignore", "-c", HUNG, str(limit_s), kind],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,5 +1,7 @@
 """ModelPatcher: every change is taken back, in reverse order, and state is shared, never copied."""
 
+import sys
+
 import pytest
 from torch import nn
 
@@ -46,3 +48,28 @@ def test_unknown_names_and_foreign_classes_are_refused():
         ModelPatcher().replace_module(model, "7", nn.Identity())
     with pytest.raises(SwapError, match="must extend Linear"):
         share_state(model[0], nn.Conv1d)
+
+
+def test_undo_of_many_changes_needs_no_deep_stack():
+    owner, patcher = nn.Module(), ModelPatcher()
+    for number in range(2 * sys.getrecursionlimit()):
+        patcher.set_attribute(owner, "number", number)
+    patcher.undo()
+    assert "number" not in vars(owner)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_stops_no_other_undo(error):
+    undone, patcher = [], ModelPatcher()
+
+    def fail(text):
+        undone.append(text)
+        raise error(text)
+
+    patcher.add_undo(lambda: undone.append("first change"))
+    patcher.add_undo(lambda: fail("second change"))
+    patcher.add_undo(lambda: fail("third change"))
+    with pytest.raises(error, match="second change") as caught:
+        patcher.undo()
+    assert "third change" in str(caught.value.__context__)
+    assert undone == ["third change", "second change", "first change"]
