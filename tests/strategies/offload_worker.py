@@ -41,17 +41,13 @@ CASES = {
         ("lora", "auto"),
         ("lora", "auto, held in part"),
         ("full", "offload"),
-        ("full", "auto"),
-        ("nf4", "offload"),
         ("nf4", "auto"),
         ("lora", "auto without a budget"),
     ],
     "fsdp": [
         ("full", "offload"),
-        ("full", "recompute"),
         ("full", "auto"),
         ("full", "auto, held in part"),
-        ("lora", "offload"),
         ("lora", "auto"),
     ],
 }
