@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_fastft.core.errors import MissingDependencyError
+from lightning_fastft.kernels.sizes import next_power_of_2
 from lightning_fastft.packing.context import BatchContext, VarlenArguments
 
 
@@ -71,15 +72,11 @@ def cudnn_attention(
 
 def _bucketed_offsets(context: BatchContext) -> VarlenArguments:
     """Return offsets with empty documents appended up to a power of two, and the longest document rounded up to one."""
-    num_missing = _next_power_of_two(context.num_documents) - context.num_documents
+    num_missing = next_power_of_2(context.num_documents) - context.num_documents
     last_1 = context.start_S1[-1:]
     return VarlenArguments(
-        torch.cat([context.start_S1, last_1.expand(num_missing)]), _next_power_of_two(context.max_length)
+        torch.cat([context.start_S1, last_1.expand(num_missing)]), next_power_of_2(context.max_length)
     )
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _load_attention() -> Callable[..., Any]:

@@ -186,7 +186,7 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
             (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
             (
                 max(need.head_width, need.value_width) > MAX_HEAD_WIDTH,
-                f"takes heads up to {MAX_HEAD_WIDTH} wide, not {need.head_width}",
+                f"takes heads up to {MAX_HEAD_WIDTH} wide, not {max(need.head_width, need.value_width)}",
             ),
             (need.has_softcap, "has no soft cap"),
         ),
@@ -211,11 +211,11 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
             (need.device_type == "cpu" and need.needs_grad, "has no backward on a CPU"),
             (
                 need.device_type == "cuda" and need.capability < AMPERE,
-                f"needs compute capability 8.0, this device has {need.capability}",
+                f"needs compute capability 8.0, this device has {need.capability[0]}.{need.capability[1]}",
             ),
             (
                 need.device_type == "cuda" and min(need.head_width, need.value_width) < 16,
-                f"needs heads at least 16 wide, not {need.head_width}",
+                f"needs heads at least 16 wide, not {min(need.head_width, need.value_width)}",
             ),
         ),
         "sdpa": (
