@@ -43,6 +43,7 @@ from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import NAME as ATTENTION_NAME
 from lightning_fastft.patches.attention import attend
 
@@ -70,6 +71,8 @@ class LayerForm(NamedTuple):
             layer's own attribute, if any.
         has_softcap: Attention gets the layer's soft cap. Gemma 3 has the attribute and does not use it: False.
         has_half_angles: The model has one angle for each pair of columns (gpt-oss), not one for each rotated column.
+        scales_late_queries: Queries beyond the positions of the pretraining are scaled (Ministral 3). Calls with such
+            positions run the layer's own forward.
         feed_forward: Classes of dense feed-forward blocks that compute ``down(act(gate(x)) * up(x))``.
         projections: Layers whose outputs side by side are queries, keys and values.
         gate_up: Layers of the block whose outputs side by side are gate and up.
@@ -82,6 +85,7 @@ class LayerForm(NamedTuple):
     has_config_window: bool = False
     has_softcap: bool = False
     has_half_angles: bool = False
+    scales_late_queries: bool = False
     feed_forward: tuple[str, ...] = ()
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -101,6 +105,8 @@ LAYERS = MappingProxyType(
         "Qwen2MoeDecoderLayer": LayerForm(feed_forward=("Qwen2MoeMLP",)),
         "Qwen3DecoderLayer": LayerForm(feed_forward=("Qwen3MLP",)),
         "Qwen3MoeDecoderLayer": LayerForm(feed_forward=("Qwen3MoeMLP",)),
+        "Qwen3VLTextDecoderLayer": LayerForm(feed_forward=("Qwen3VLTextMLP",)),
+        "Qwen3VLMoeTextDecoderLayer": LayerForm(feed_forward=("Qwen3VLMoeTextMLP",)),
         "GptOssDecoderLayer": LayerForm(is_norm_wide=True, has_half_angles=True),
         "Phi3DecoderLayer": LayerForm(
             has_config_window=True,
@@ -109,6 +115,14 @@ LAYERS = MappingProxyType(
             gate_up=("gate_up_proj",),
             dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
         ),
+        "CwmDecoderLayer": LayerForm(feed_forward=("CwmMLP",)),
+        "Glm4MoeDecoderLayer": LayerForm(feed_forward=("Glm4MoeMLP",)),
+        "MinistralDecoderLayer": LayerForm(feed_forward=("MinistralMLP",)),
+        "Ministral3DecoderLayer": LayerForm(
+            has_config_window=True, scales_late_queries=True, feed_forward=("Ministral3MLP",)
+        ),
+        "SmolLM3DecoderLayer": LayerForm(feed_forward=("SmolLM3MLP",)),
+        "GemmaDecoderLayer": LayerForm(is_norm_wide=True, norm_offset=1.0, feed_forward=("GemmaMLP",)),
         "Gemma2DecoderLayer": _GEMMA._replace(has_softcap=True, feed_forward=("Gemma2MLP",)),
         "Gemma3DecoderLayer": _GEMMA._replace(feed_forward=("Gemma3MLP",)),
     }
@@ -438,8 +452,23 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
         return None
     if torch.is_autocast_enabled(x.device.type) or layer.self_attn.config._attn_implementation != ATTENTION_NAME:
         return None
+    if vars(layer)[_FUSION_ATTRIBUTE].form.scales_late_queries and _longest(x, options) > _num_unscaled(
+        layer.self_attn.config
+    ):
+        return None
     found = _read_parts(layer, dtype=x.dtype)
     return None if isinstance(found, str) else found
+
+
+def _longest(x_BSD: torch.Tensor, options: dict[str, Any]) -> int:
+    """Return a bound of the positions of a call: the longest document of a pack, or the width of padded rows."""
+    context = options.get("context")
+    return context.max_length if isinstance(context, BatchContext) else x_BSD.shape[1]
+
+
+def _num_unscaled(config: Any) -> float:
+    """Return the number of positions whose queries are not scaled."""
+    return float(config.rope_parameters["original_max_position_embeddings"])
 
 
 def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
@@ -588,6 +617,9 @@ def _rope(
         _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
         for angle in angles
     )
+    if not getattr(attention, "use_rope", True):
+        # Layers without positions (SmolLM3): a rotation by nothing.
+        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     form = RopeForm(
         num_heads=num_query_columns // width,
         num_kv_heads=(num_columns - num_query_columns) // (2 * width),

@@ -166,8 +166,8 @@ def test_norms_round_where_their_family_does(family):
     has the form of the layers' own.
     """
     fused, plain = make_pair(build(family, "full", dtype=torch.bfloat16))
-    x = torch.randn(3, 50, fused.config.hidden_size).bfloat16()
-    assert torch.equal(fused.model.norm(x), plain.model.norm(x))
+    x = torch.randn(3, 50, fused.config.get_text_config().hidden_size).bfloat16()
+    assert torch.equal(fused.get_decoder().norm(x), plain.get_decoder().norm(x))
 
 
 @pytest.mark.parametrize(
@@ -702,12 +702,25 @@ def test_status_says_what_is_fused(family, reason):
     assert install_fused_layers(build(family, "full"), ModelPatcher()) == [("fused layers", "active", reason, "")]
 
 
+@pytest.mark.parametrize("lengths", [(32, 5), (33, 5)], ids=["at the limit", "above it"])
+def test_ministral3_with_scaled_queries_runs_its_own_layers(lengths):
+    fused, plain = make_pair(build("ministral3", "lora"))
+    batch = make_batch(lengths)
+    is_fused, found = is_served(fused, lambda: step(fused, batch))
+    assert is_fused == (max(lengths) <= 32)
+    assert_same_step(found, step(plain, batch), bound=1e-5)
+    # A whole row counts where no context says how long documents are.
+    with count_own_forwards(fused) as counts:
+        fused(input_ids=torch.full((1, max(lengths)), 5), use_cache=False)
+    assert (counts.attention == 0) == (max(lengths) <= 32)
+
+
 def test_unknown_families_are_left_alone():
     model, patcher = build_tiny("granite"), ModelPatcher()
     (status,) = install_fused_layers(model, patcher)
     assert (status.state, len(patcher)) == ("inactive", 0)
     assert status.reason.startswith(
-        "GraniteDecoderLayer is not served; served are the layers of Gemma2, Gemma3, GptOss, Llama"
+        "GraniteDecoderLayer is not served; served are the layers of Cwm, Gemma, Gemma2, Gemma3"
     )
     (status,) = install_fused_layers(nn.Linear(2, 2), patcher)
     assert status == ("fused layers", "inactive", "Linear holds no transformers model", "")

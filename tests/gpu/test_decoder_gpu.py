@@ -27,6 +27,21 @@ SIZES = {
 # Every expert serves every token, so that no rounding changes a choice.
 MODELS = {
     "qwen3": SIZES,
+    "qwen3_vl": {
+        **SIZES,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 8, 8]},
+    },
+    "smollm3": {**SIZES, "no_rope_layers": [1, 0, 1]},
+    "ministral3": {
+        **SIZES,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "gpt_oss": {
         **SIZES,
         "num_experts_per_tok": 4,

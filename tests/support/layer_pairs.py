@@ -44,13 +44,22 @@ FAMILIES = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, "head_dim": 8}),
+    "cwm": ("cwm", {}),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+    "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "qwen3_vl": ("qwen3_vl", {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "smollm3": ("smollm3", {}),
+    "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
     "gemma3": (
         "gemma3_text",
         {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "attention_bias": True, "rms_norm_eps": 1e-3},
     ),
 }
-DENSE = ("llama", "llama biased", "mistral", "qwen2", "qwen3", "phi3", "phi3 longrope", "gemma2", "gemma3")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_vl_moe")
+DENSE = tuple(family for family in FAMILIES if family not in MIXTURES)
 # Families that norm what the feed-forward block gives: the output of its last product is needed by the backward, so it
 # is a value.
 POST_NORMED = ("gemma2", "gemma3")
@@ -139,7 +148,7 @@ def use_exact_norms(model, *, is_plain):
     """
     ((_, causal),) = find_causal_models(model)
     norms = (
-        [causal.model.norm]
+        [causal.get_decoder().norm]
         if not is_plain
         else [module for module in causal.modules() if type(module).__name__.endswith("RMSNorm")]
     )

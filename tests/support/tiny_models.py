@@ -1,7 +1,7 @@
 """Two-layer models of every tested family, random weights, one builder for all tests."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCABULARY = 97
 WINDOW = 5
@@ -87,6 +87,42 @@ TINY = {
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
 }
+# More dense models, for fused layers alone.
+MORE_DENSE = {
+    "gemma": ("gemma", {}),
+    "ministral": ("ministral", _MIXED_WINDOWS),
+    "ministral3": (
+        "ministral3",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "cwm": (
+        "cwm",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **_MIXED_WINDOWS},
+    ),
+}
+# Models with an image tower; the overrides of build_tiny are those of the text part.
+_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+COMPOSITES = {
+    "qwen3_vl": {"rope_parameters": _MROPE},
+    "qwen3_vl_moe": {"rope_parameters": _MROPE, "decoder_sparse_step": 1, "mlp_only_layers": [0], **_EXPERTS},
+}
 # More mixture models, for the experts alone: their attention is not in the list of tested families.
 MORE_MOE = {
     "qwen2_moe": (
@@ -160,10 +196,15 @@ DENSE = tuple(name for name in TINY if name not in MOE)
 
 def build_tiny(name, *, attention="eager", experts=None, **overrides):
     """A tiny model in float32 with weights large enough that attention is far from uniform."""
-    model_type, differences = {**TINY, **MORE_MOE}[name]
-    config = AutoConfig.for_model(model_type, **{**_SHARED, **differences, **overrides})
+    auto_class = AutoModelForImageTextToText if name in COMPOSITES else AutoModelForCausalLM
+    if name in COMPOSITES:
+        text = {**_SHARED, **COMPOSITES[name], **overrides}
+        config = AutoConfig.for_model(name, text_config=text, vision_config=_TOWER, image_token_id=VOCABULARY - 1)
+    else:
+        model_type, differences = {**TINY, **MORE_DENSE, **MORE_MOE}[name]
+        config = AutoConfig.for_model(model_type, **{**_SHARED, **differences, **overrides})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    model = auto_class.from_config(
         config, attn_implementation=attention, **({"experts_implementation": experts} if experts else {})
     )
     with torch.no_grad():
