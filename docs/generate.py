@@ -22,12 +22,13 @@ import lightning_fastft
 from benchmarks.model_types import build_model
 from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
-from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
+from lightning_fastft.core.errors import FastFTError, OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import FAMILIES, check_servable
 from lightning_fastft.hf.lora import add_adapters
+from lightning_fastft.hf.mixers import MIXERS
 from lightning_fastft.moe.install import install_bincount_router
 
 DOCS = Path(__file__).parent
@@ -36,8 +37,10 @@ HEAD = "<!-- Written by `python docs/generate.py`; edit the package, not this fi
 # Families that no test compares document by document: more mixtures, and families that users often request.
 MORE_FAMILIES = (
     *("qwen2_moe", "deepseek_v2", "phimoe", "granitemoe", "ernie4_5_moe", "llama4_text"),
-    *("phi", "gemma", "cohere", "olmo2", "stablelm", "gpt2", "opt", "qwen3_next", "mamba2"),
+    *("phi", "gemma", "cohere", "olmo2", "stablelm", "gpt2", "opt", "minimax", "mamba2"),
 )
+# What a configuration leaves open in its defaults.
+LEFT_OPEN = {"lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}}
 # Enough to include every kind of layer: the first three of DeepSeek and GLM are dense.
 NUM_LAYERS = 4
 YES, NO = "yes", "-"
@@ -65,7 +68,7 @@ def write_support() -> str:
         "column *packed documents* has one of three values:",
         "",
         "- *tested*: packed documents are compared with one document at a time, gradients included",
-        "  (`pytest tests/patches/test_packed.py`).",
+        "  (`pytest tests/patches tests/mixers`).",
         "- *on the interface*: the family is accepted but not among the tested ones. Its head shape decides "
         "which kernels run.",
         "- *refused*: a packed batch raises `UnsupportedModelError` with the reason below.\n",
@@ -95,6 +98,7 @@ def write_support() -> str:
         "## Refused, and why\n",
         *refusals,
         "",
+        *_describe_hybrids(),
         *_describe_default_lora(),
         "## Strategies\n",
         "| | `fastft` | `fastft_ddp` | `fastft_fsdp` |",
@@ -109,12 +113,32 @@ def write_support() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _describe_hybrids() -> list[str]:
+    """Return the kinds of recurrent mixers and the families that have them."""
+    families: dict[str, list[str]] = {}
+    for model_type, family in MIXERS.items():
+        families.setdefault(family.kind, []).append(model_type)
+    return [
+        "## Recurrent mixers\n",
+        "Hybrids have layers with a recurrent mixer. In a packed batch each mixer starts anew at every document, in "
+        "the forward",
+        "and in the backward (`pytest tests/mixers`). A GPU needs a kernel that knows where documents begin; without "
+        "one a packed",
+        "batch raises `UnsupportedModelError`.\n",
+        "| mixer | families | CPU | GPU |",
+        "|---|---|---|---|",
+        *(f"| {kind} | {', '.join(names)} | each document alone | refused |" for kind, names in families.items()),
+        "",
+    ]
+
+
 def build_on_meta(family: str) -> Any:
     """Return a model of a family on the meta device, with its default sizes and few layers."""
-    config = AutoConfig.for_model(family)
+    config = AutoConfig.for_model(family, **LEFT_OPEN.get(family, {}))
     kinds = getattr(config, "layer_types", None)
+    name = getattr(config, "attribute_map", {}).get("layer_types", "layer_types")
     config.num_hidden_layers = NUM_LAYERS
-    if kinds and not isinstance(getattr(type(config), "layer_types", None), property):
+    if kinds and not isinstance(getattr(type(config), name, None), property):
         config.layer_types = kinds[:NUM_LAYERS]
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
@@ -151,7 +175,10 @@ def _judge_default_lora(family: str) -> str:
     model = build_model(family)
     if isinstance(model, str) or not any(".experts." in name for name, _ in model.named_parameters()):
         return ""
-    adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
+    try:
+        adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
+    except OptionError:
+        return "refused by PEFT: name `target_modules` without `out_proj`"
     trained = [name for name, param in adapted.named_parameters() if param.requires_grad]
     return "experts" if any(".experts." in name for name in trained) else "linear"
 

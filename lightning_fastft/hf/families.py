@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 
 _PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
 _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
@@ -39,6 +40,22 @@ FAMILIES = MappingProxyType(
         "glm4_moe": _PLAIN,
         "granite": _PLAIN,
         "smollm3": _PLAIN,
+        # Hybrids: attention and recurrent mixers (hf/mixers.py).
+        "lfm2": _PLAIN,
+        "lfm2_moe": _PLAIN,
+        "lfm3": _PLAIN,
+        "qwen3_next": _PLAIN,
+        "qwen3_5_text": _PLAIN,
+        "qwen3_5_moe_text": _PLAIN,
+        "olmo_hybrid": _PLAIN,
+        "kimi_linear": _WIDE_KEYS,
+        "bailing_hybrid": _WIDE_KEYS,
+        "nemotron_h": _PLAIN,
+        "granitemoehybrid": _PLAIN,
+        "falcon_h1": _PLAIN,
+        "bamba": _PLAIN,
+        "zamba2": _PLAIN,
+        "jamba": _PLAIN,
     }
 )
 
@@ -52,8 +69,11 @@ _REFUSED = MappingProxyType(
     }
 )
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "moe", "mlp"})
+# Layers with a mixer, served where the table of mixers describes the family.
+_MIXER_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+# KimiLinearAttention is the softmax attention of a hybrid.
 _MIXER = re.compile(
-    r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|LinearAttention"
+    r"Mamba|DeltaNet|DeltaAttention|ShortConv|RecurrentBlock|Lightning|SSM|Rwkv|xLSTM|mLSTM|(?<!Kimi)LinearAttention"
 )
 _FOREIGN_KEYWORD = re.compile(
     r"attention_interface\((?:[^()]|\([^()]*\))*\b(indices|block_indices|position_bias|sinks)="
@@ -173,18 +193,22 @@ def _find_obstacle(model: PreTrainedModel) -> str:
         return "its attention is not causal"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "use_bidirectional_attention is set in its configuration, so its attention is not causal"
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
+    known = _KNOWN_LAYER_TYPES | (_MIXER_LAYER_TYPES if mixer_family(model) else frozenset())
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if strange:
         return (
             f"it has layers of type {', '.join(strange)}, which carry state from one document into the next or "
             "choose keys by themselves"
         )
     decoder = model.get_decoder()
+    served = {id(part) for mixer in find_mixers(decoder, mixer_family(model)) for part in mixer.modules()}
     mixers = sorted(
         {
             type(module).__name__
             for module in _text_modules(decoder)
-            if _MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d)
+            if (_MIXER.search(type(module).__name__) or isinstance(module, nn.Conv1d))
+            # Some layers are named after the mixer inside them.
+            and not any(id(part) in served for part in module.modules())
         }
     )
     if mixers:
@@ -229,7 +253,8 @@ def _find_dropped_keywords(model: PreTrainedModel) -> str:
     """Say where the batch context would be lost on its way: decoder layers that call nothing with the keywords
     they are given.
     """
-    for layer_type in {type(layer) for layer in decoder_layers(model)}:
+    family = mixer_family(model)
+    for layer_type in {type(layer) for layer in decoder_layers(model) if holds_attention(layer, family)}:
         tree = _parse(layer_type.forward)
         if tree is not None and not any(
             keyword.arg is None for call in ast.walk(tree) if isinstance(call, ast.Call) for keyword in call.keywords

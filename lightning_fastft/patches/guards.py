@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
 
 # Types of decoder layers without attention.
@@ -18,7 +19,8 @@ _MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
 
 
 def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> None:
-    """Check in each forward that every attention layer reads the context, and that images have no text positions.
+    """Check in each forward that every attention layer and every mixer reads the context, and that images have no
+    text positions.
 
     Args:
         model: A causal language model.
@@ -49,7 +51,7 @@ def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None
 
 
 class _ReadGuard:
-    """Count how often the attention layers of one model read the context in one forward."""
+    """Count how often the attention layers and mixers of one model read the context in one forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -57,7 +59,10 @@ class _ReadGuard:
         num_without = sum(kind in _LAYERS_WITHOUT_ATTENTION for kind in layer_types)
         # Some families skip whole layers at random in training.
         skips_layers = bool(getattr(config, "layerdrop", 0.0))
-        self._num_expected = 0 if skips_layers else len(decoder_layers(model)) - num_without
+        family, layers = mixer_family(model), decoder_layers(model)
+        num_readers = sum(len(find_mixers(layer, family)) + holds_attention(layer, family) for layer in layers)
+        self._num_expected = 0 if skips_layers else num_readers - num_without
+        self._readers = "decoder layers" if family is None else "attention layers and mixers"
         self._name = f"{type(model).__name__} ({config.model_type})"
         self._num_before = 0
 
@@ -72,7 +77,7 @@ class _ReadGuard:
             return
         raise UnsupportedModelError(
             f"{self._name} read where documents begin in {context.num_reads - self._num_before} of "
-            f"{self._num_expected} decoder layers, so in the "
+            f"{self._num_expected} {self._readers}, so in the "
             "others documents of a pack would see each other. Train it with one document per row and its own "
             "attention."
         )

@@ -20,6 +20,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import check_servable, decoder_layers, find_causal_models, find_other_models
+from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.patches.attention import NAME, install_attention
 from lightning_fastft.patches.guards import install_guards, refuse_packed_batches
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
@@ -86,6 +87,7 @@ def install_packed_training(
         found = [
             install_attention(model, patcher),
             *install_document_rotary(model, patcher),
+            *install_mixers(model, patcher),
             install_head(model, patcher),
         ]
         if checkpointing is not None:

@@ -36,7 +36,7 @@ def test_table_of_families_is_what_the_judges_say(generate):
     assert all(rows[family][0] == "tested" for family in FAMILIES)
     assert rows["gpt_oss"][1:] == ["varlen, flex, reference", "yes", "yes", "linear layers and experts"]
     assert rows["llama"][2:] == ["yes", "dense", "linear layers"]
-    assert rows["qwen3_next"][:2] == ["refused", "-"]
+    assert rows["minimax"][:2] == ["refused", "-"]
 
 
 def test_page_of_options_is_what_signatures_say(generate):

@@ -18,8 +18,9 @@ PLACES = (
     *((f"checkpoint/{name}.py", (1, 0)) for name in ("archives", "atomic", "digests", "signing", "files")),
     ("activations/", (2, 0)),
     ("hf/", (3, 0)),
-    ("patches/", (4, 0)),
-    ("moe/", (4, 1)),
+    ("mixers/", (4, 0)),
+    ("patches/", (4, 1)),
+    ("moe/", (4, 2)),
     ("fused/", (5, 0)),
     ("graphs/", (6, 0)),
     ("estimate/", (6, 0)),
@@ -34,7 +35,7 @@ PLACES = (
 )
 # Third-party packages and the only places that may import them, at any depth of a file.
 # The estimate builds models on the meta device.
-_HUGGING_FACE = ("hf/", "patches/", "moe/", "fused/", "estimate/")
+_HUGGING_FACE = ("hf/", "mixers/", "patches/", "moe/", "fused/", "estimate/")
 ONLY_IN = {
     "lightning": (7, 11),
     "transformers": _HUGGING_FACE,

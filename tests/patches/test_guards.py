@@ -91,16 +91,7 @@ def test_a_layer_that_does_not_read_the_context_is_refused():
 
 
 def test_a_hybrid_is_refused_by_its_reads_even_without_the_gate_by_name(monkeypatch):
-    config = AutoConfig.for_model(
-        "qwen3_5_text",
-        **SIZES,
-        head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
+    config = AutoConfig.for_model("minimax", **SIZES, head_dim=8, layer_types=["linear_attention", "full_attention"])
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config)

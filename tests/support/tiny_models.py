@@ -190,6 +190,73 @@ MORE_MOE = {
         },
     ),
 }
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA = {"mamba_d_state": 8, "mamba_d_head": 16, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 24, **_EXPERTS}
+_KIMI = {
+    **TINY["deepseek_v3"][1],
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+# Hybrids, with a mixer and an attention layer each.
+HYBRIDS = {
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "num_dense_layers": 1, **_EXPERTS},
+    ),
+    "lfm3": ("lfm3", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "qwen3_next": ("qwen3_next", {**_DELTA_NET, **_SHARED_EXPERT}),
+    "qwen3_5_text": ("qwen3_5_text", _DELTA_NET),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA_NET, **_SHARED_EXPERT}),
+    "olmo_hybrid": ("olmo_hybrid", _DELTA_NET),
+    "kimi_linear": ("kimi_linear", _KIMI),
+    "bailing_hybrid": ("bailing_hybrid", _KIMI),
+    "nemotron_h_hybrid": (
+        "nemotron_h",
+        {
+            **MORE_MOE["nemotron_h"][1],
+            "layers_block_type": ["mamba", "moe", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 4,
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+            **_MAMBA,
+        },
+    ),
+    "falcon_h1": ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 64}),
+    "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "zamba2": (
+        "zamba2",
+        {
+            "layers_block_type": ["linear_attention", "hybrid"],
+            "n_mamba_heads": 4,
+            "mamba_d_state": 8,
+            "chunk_size": 4,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "jamba": ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2, "mamba_d_state": 8}),
+}
 MOE = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in TINY if name not in MOE)
 
@@ -201,7 +268,7 @@ def build_tiny(name, *, attention="eager", experts=None, **overrides):
         text = {**_SHARED, **COMPOSITES[name], **overrides}
         config = AutoConfig.for_model(name, text_config=text, vision_config=_TOWER, image_token_id=VOCABULARY - 1)
     else:
-        model_type, differences = {**TINY, **MORE_DENSE, **MORE_MOE}[name]
+        model_type, differences = {**TINY, **MORE_DENSE, **MORE_MOE, **HYBRIDS}[name]
         config = AutoConfig.for_model(model_type, **{**_SHARED, **differences, **overrides})
     torch.manual_seed(0)
     model = auto_class.from_config(

@@ -1,0 +1,5 @@
+"""Run the recurrent mixers of hybrid models (short convolutions, delta rules, state spaces) on packed documents.
+
+A model of a family in ``hf.mixers`` enters; the same model leaves, and no state and no convolution window of its mixers
+crosses the start of a document. Every change is recorded in the run's patcher. Read ``install``.
+"""

@@ -1,0 +1,206 @@
+"""Give every recurrent mixer of a model the documents of a pack one at a time.
+
+Axes: T tokens of the pack, D model width.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_fastft.core.errors import BackendError, ShapeError, UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.status import Status
+from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.mixers import MixerFamily, find_mixers, is_mixer, mixer_family
+from lightning_fastft.packing.context import BatchContext
+
+STATUS_NAME = "mixers"
+BY_DOCUMENT = "mixers by document"
+# Names of a mixer's cache, and of keywords that say where documents begin; the context says it here.
+_CACHES = ("past_key_values", "cache_params")
+_BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+
+
+class PackedMixer:
+    """Run a mixer's own forward once for each document of a packed batch; without a context it runs as it is.
+
+    Args:
+        mixer: A module that takes hidden states of shape (1, T, D) and keywords, and returns the shape that it takes.
+        family: The description of the model's mixers.
+    """
+
+    def __init__(self, mixer: nn.Module, family: MixerFamily) -> None:
+        self._mixer: Any = mixer
+        self._family = family
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what the mixer returns for each document alone, in the order of the pack.
+
+        Args:
+            hidden_states: Shape (1, T, D) with a context.
+            args: As the mixer takes them; with a context there are none.
+            kwargs: As the mixer takes them. The context is the keyword ``context`` or the attention mask; tensors of
+                shape (1, T, ...) are split with the hidden states.
+
+        Raises:
+            ShapeError: With a context, the hidden states are not one row of its tokens, or there is a cache.
+            BackendError: With a context, a keyword says where documents begin.
+            UnsupportedModelError: The pack is on a GPU.
+
+        Cost:
+            One call of the mixer for each document; no host sync of its own.
+        """
+        context, kwargs = _take_context(kwargs)
+        own_forward = type(self._mixer).forward
+        if context is None:
+            return own_forward(self._mixer, hidden_states, *args, **kwargs)
+        _check_packable(self._mixer, hidden_states, args, kwargs, context=context)
+        if hidden_states.is_cuda:
+            raise UnsupportedModelError(
+                f"{self._family.class_name} ({self._family.kind}) has no GPU kernel here that keeps the documents of a "
+                "pack apart. Train this model with one document per row and its own attention."
+            )
+        context.note_read(BY_DOCUMENT)
+        outputs, begin = [], 0
+        for length in context.lengths:
+            of_document = functools.partial(_slice, begin=begin, length=length, num_tokens=context.num_tokens)
+            outputs.append(
+                own_forward(
+                    self._mixer, of_document(hidden_states), **{name: of_document(x) for name, x in kwargs.items()}
+                )
+            )
+            begin += length
+        return torch.cat(outputs, dim=1)
+
+
+def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status]:
+    """Let every mixer of a model run on each document of a packed batch alone.
+
+    Args:
+        model: A causal language model, before or after adapters.
+        patcher: Undoes the change.
+
+    Returns:
+        Status "mixers" for a model with mixers, else nothing.
+
+    Raises:
+        UnsupportedModelError: The forward of a mixer was replaced on the instance.
+
+    Cost:
+        Host work once per run.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> install_mixers(LlamaForCausalLM(LlamaConfig(**sizes)), ModelPatcher())
+        []
+    """
+    family = mixer_family(model)
+    decoder: nn.Module = model.get_decoder()
+    mixers = [mixer for layer in decoder_layers(model) for mixer in find_mixers(layer, family)]
+    if family is None or not mixers:
+        return []
+    for mixer in mixers:
+        own_forward = vars(mixer).get("forward")
+        if isinstance(getattr(own_forward, "__self__", None), PackedMixer):
+            continue
+        if own_forward is not None:
+            raise UnsupportedModelError(
+                f"The forward of {type(mixer).__name__} was replaced on the instance, so it is unknown whether it "
+                "keeps the documents of a pack apart. Undo the replacement before training."
+            )
+        patcher.set_attribute(mixer, "forward", PackedMixer(mixer, family).forward)
+    patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
+    for layer in _silent_layers(decoder, family):
+        patcher.add_undo(layer.register_forward_pre_hook(_pass_context_as_mask, with_kwargs=True).remove)
+    return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, document by document")]
+
+
+def _take_context(kwargs: dict[str, Any]) -> tuple[BatchContext | None, dict[str, Any]]:
+    """Return the context among the keywords of a mixer, and the other keywords."""
+    given = (kwargs.get("context"), kwargs.get("attention_mask"))
+    context = next((value for value in given if isinstance(value, BatchContext)), None)
+    return context, {name: value for name, value in kwargs.items() if not isinstance(value, BatchContext)}
+
+
+def _check_packable(
+    mixer: nn.Module,
+    hidden_states: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    context: BatchContext,
+) -> None:
+    """Refuse a call whose result would differ from one document at a time."""
+    name = type(mixer).__name__
+    if hidden_states.ndim != 3 or hidden_states.shape[:2] != (1, context.num_tokens):
+        raise ShapeError(
+            f"{name} got hidden states {tuple(hidden_states.shape)} for a pack of {context.num_tokens} tokens: a "
+            "packed batch is one row."
+        )
+    if args or any(kwargs.get(cache) is not None for cache in _CACHES):
+        raise ShapeError(f"{name} was given a cache with a packed batch, which has none (use_cache=False).")
+    borders = [key for key in _BORDERS if kwargs.get(key) is not None]
+    if borders:
+        raise BackendError(
+            f"{name} was given {', '.join(borders)} with a batch context, which says where documents begin."
+        )
+
+
+def _slice(value: Any, *, begin: int, length: int, num_tokens: int) -> Any:
+    """Return the tokens of one document of a value with an axis of tokens, and any other value as it is."""
+    if isinstance(value, tuple):
+        return tuple(_slice(part, begin=begin, length=length, num_tokens=num_tokens) for part in value)
+    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
+        return value.narrow(1, begin, length)
+    return value
+
+
+def _hide_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the decoder: give the 2-D mask of a packed batch, all ones, one more axis.
+
+    transformers reads the values of a 2-D mask for its mixers, which is a host sync.
+    """
+    mask = kwargs.get("attention_mask")
+    if not isinstance(kwargs.get("context"), BatchContext) or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return None
+    return args, {**kwargs, "attention_mask": mask[:, None]}
+
+
+def _silent_layers(decoder: nn.Module, family: MixerFamily) -> list[nn.Module]:
+    """Return the modules that hold a mixer and do not pass it the keywords that they are given."""
+    return [
+        parent
+        for parent in decoder.modules()
+        for name, child in parent.named_children()
+        if is_mixer(child, family) and not _passes_keywords(type(parent).forward, name)
+    ]
+
+
+def _passes_keywords(forward: Callable[..., Any], name: str) -> bool:
+    """Whether a forward calls ``self.<name>(..., **keywords)``."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    return any(
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func) == f"self.{name}"
+        and any(keyword.arg is None for keyword in call.keywords)
+        for call in ast.walk(tree)
+    )
+
+
+def _pass_context_as_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a layer that drops keywords: its mixer finds the context in the place of the mask.
+
+    An argument reaches the mixer in a recompute of the layer too, where hooks do not run again.
+    """
+    context = kwargs.get("context")
+    return (args, {**kwargs, "attention_mask": context}) if isinstance(context, BatchContext) else None
