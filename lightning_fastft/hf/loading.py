@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_NAMES_IN_MESSAGE = 8
+_TOKENIZER_FILE = re.compile(r"^(tokenizer|vocab|merges|spiece|sentencepiece|tekken)|\.(model|tiktoken|vocab)$")
 
 
 class ModelSource:
@@ -116,7 +118,7 @@ class ModelSource:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer that stands beside the model; None for a configuration, which has none.
+        """Return the tokenizer that stands beside the model; None for a configuration or a folder, which has none.
 
         Raises:
             OptionError: Its files are nested without end, or have another shape than a tokenizer's.
@@ -124,6 +126,10 @@ class ModelSource:
         from transformers import AutoTokenizer
 
         if not isinstance(self.model, str) or self.model.endswith(".json"):
+            return None
+        folder = Path(self.model)
+        # For a folder without its files, transformers makes a tokenizer without a vocabulary: every text is one token.
+        if folder.is_dir() and not any(_TOKENIZER_FILE.search(path.name) for path in folder.iterdir()):
             return None
         try:
             with _BareErrors(self.model):

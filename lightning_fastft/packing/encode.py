@@ -95,7 +95,10 @@ class Formatter:
     def check_can_serve(self, format: str, *, file: str) -> None:
         """Raise DataError if this tokenizer cannot encode rows of a format."""
         if format != "input_ids" and self._tokenizer is None:
-            raise DataError(f"{file}: rows of format {format!r} need a tokenizer, and none was given.")
+            raise DataError(
+                f"{file}: rows of format {format!r} need a tokenizer, and there is none. Give "
+                "tokenizer, or save the tokenizer's files in the folder of the model."
+            )
         if format in ("messages", "conversations") and self._chat is None:
             raise DataError(
                 f"{file}: rows of format {format!r} need a chat template, and the tokenizer has none. Give "

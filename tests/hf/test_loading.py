@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 from lightning_fastft.hf.loading import ModelSource, build_model, check_finite
@@ -227,6 +229,16 @@ def test_sources_are_a_folder_a_file_a_dictionary_or_a_configuration(folder):
     assert {source.vocab_size for source in sources} == {97}
     assert sources[2].load_tokenizer() is None
     assert sources[3].load_tokenizer() is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_oss"])
+def test_folder_without_a_tokenizer_has_none(family, tmp_path):
+    # transformers would make one without a vocabulary for the first two, and fail for the third.
+    build_tiny(family).save_pretrained(tmp_path)
+    assert ModelSource(str(tmp_path)).load_tokenizer() is None
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    assert ModelSource(str(tmp_path)).load_tokenizer()("b")["input_ids"] == [1]
 
 
 def test_impossible_sources_are_refused():
