@@ -29,6 +29,7 @@ from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import FAMILIES, check_servable
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.hf.mixers import MIXERS
+from lightning_fastft.mixers.kernels import KINDS
 from lightning_fastft.moe.install import install_bincount_router
 
 DOCS = Path(__file__).parent
@@ -122,12 +123,15 @@ def _describe_hybrids() -> list[str]:
         "## Recurrent mixers\n",
         "Hybrids have layers with a recurrent mixer. In a packed batch each mixer starts anew at every document, in "
         "the forward",
-        "and in the backward (`pytest tests/mixers`). A GPU needs a kernel that knows where documents begin; without "
-        "one a packed",
-        "batch raises `UnsupportedModelError`.\n",
+        "and in the backward (`pytest tests/mixers`). A GPU needs a kernel that knows where documents begin "
+        "(`pip install",
+        "fla-core`); without one a packed batch raises `UnsupportedModelError`.\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
-        *(f"| {kind} | {', '.join(names)} | each document alone | refused |" for kind, names in families.items()),
+        *(
+            f"| {kind} | {', '.join(names)} | yes | {'with fla-core' if kind in KINDS else 'refused'} |"
+            for kind, names in families.items()
+        ),
         "",
     ]
 
@@ -178,7 +182,7 @@ def _judge_default_lora(family: str) -> str:
     try:
         adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
     except OptionError:
-        return "refused by PEFT: name `target_modules` without `out_proj`"
+        return "refused by PEFT"
     trained = [name for name, param in adapted.named_parameters() if param.requires_grad]
     return "experts" if any(".experts." in name for name in trained) else "linear"
 

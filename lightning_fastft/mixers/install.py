@@ -21,17 +21,22 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.mixers import MixerFamily, find_mixers, is_mixer, mixer_family
+from lightning_fastft.mixers.kernels import find_kernels, run_on_kernels
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "mixers"
-BY_DOCUMENT = "mixers by document"
+# Names under which the context counts reads.
+BY_DOCUMENT, ON_KERNELS = "mixers by document", "mixers on fla"
 # Names of a mixer's cache, and of keywords that say where documents begin; the context says it here.
 _CACHES = ("past_key_values", "cache_params")
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
 class PackedMixer:
-    """Run a mixer's own forward once for each document of a packed batch; without a context it runs as it is.
+    """Run a mixer on each document of a packed batch alone; without a context it runs as it is.
+
+    On a CPU its own forward runs once for each document. On a GPU it runs once, on kernels that know where documents
+    begin.
 
     Args:
         mixer: A module that takes hidden states of shape (1, T, D) and keywords, and returns the shape that it takes.
@@ -54,10 +59,10 @@ class PackedMixer:
         Raises:
             ShapeError: With a context, the hidden states are not one row of its tokens, or there is a cache.
             BackendError: With a context, a keyword says where documents begin.
-            UnsupportedModelError: The pack is on a GPU.
+            UnsupportedModelError: The pack is on a GPU, and there is no kernel for it.
 
         Cost:
-            One call of the mixer for each document; no host sync of its own.
+            On a CPU one call of the mixer for each document, on a GPU one call for the pack; no host sync of its own.
         """
         context, kwargs = _take_context(kwargs)
         own_forward = type(self._mixer).forward
@@ -65,10 +70,9 @@ class PackedMixer:
             return own_forward(self._mixer, hidden_states, *args, **kwargs)
         _check_packable(self._mixer, hidden_states, args, kwargs, context=context)
         if hidden_states.is_cuda:
-            raise UnsupportedModelError(
-                f"{self._family.class_name} ({self._family.kind}) has no GPU kernel here that keeps the documents of a "
-                "pack apart. Train this model with one document per row and its own attention."
-            )
+            functions = find_kernels(self._family)
+            context.note_read(ON_KERNELS)
+            return run_on_kernels(self._mixer, functions, hidden_states, context=context, **kwargs)
         context.note_read(BY_DOCUMENT)
         outputs, begin = [], 0
         for length in context.lengths:
@@ -93,7 +97,8 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
         Status "mixers" for a model with mixers, else nothing.
 
     Raises:
-        UnsupportedModelError: The forward of a mixer was replaced on the instance.
+        UnsupportedModelError: The forward of a mixer was replaced on the instance, or the model is on a GPU that has
+            no kernel for it.
 
     Cost:
         Host work once per run.
@@ -109,6 +114,8 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     mixers = [mixer for layer in decoder_layers(model) for mixer in find_mixers(layer, family)]
     if family is None or not mixers:
         return []
+    if any(parameter.is_cuda for parameter in mixers[0].parameters()):
+        find_kernels(family)
     for mixer in mixers:
         own_forward = vars(mixer).get("forward")
         if isinstance(getattr(own_forward, "__self__", None), PackedMixer):
@@ -122,7 +129,7 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
     for layer in _silent_layers(decoder, family):
         patcher.add_undo(layer.register_forward_pre_hook(_pass_context_as_mask, with_kwargs=True).remove)
-    return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, document by document")]
+    return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, each document alone")]
 
 
 def _take_context(kwargs: dict[str, Any]) -> tuple[BatchContext | None, dict[str, Any]]:

@@ -97,4 +97,5 @@ def test_default_lora_of_a_mixture_has_a_documented_form(model_type):
 
 def test_documented_mixtures_exist():
     assert set(documented()) <= set(MIXTURES)
-    assert set(documented().values()) == {"experts", "linear"}
+    assert set(documented().values()) == {"experts", "linear", "refused by PEFT"}
+    assert {name for name, form in documented().items() if form == "refused by PEFT"} == REFUSED

@@ -41,6 +41,7 @@ ONLY_IN = {
     "transformers": _HUGGING_FACE,
     "peft": _HUGGING_FACE,
     "bitsandbytes": _HUGGING_FACE,
+    "fla": ("mixers/",),
     "triton": ("kernels/*/triton.py",),
     "jsonargparse": ("cli/",),
 }

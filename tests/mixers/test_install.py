@@ -241,6 +241,7 @@ def test_per_token_keywords_are_split_with_the_hidden_states():
     install_mixers(model, ModelPatcher())
     mixer, x = mixers_of(model)[0], torch.randn(1, 5, 32)
     mask = torch.tensor([[1, 0, 1, 1, 0]])
+    mixer.requires_grad_(False)
     value = mixer(hidden_states=x, attention_mask=mask, context=context)
     assert_close(value[:, 3:], mixer(hidden_states=x[:, 3:], attention_mask=mask[:, 3:]))
     assert_close(value[:, :3], mixer(hidden_states=x[:, :3], attention_mask=mask[:, :3]))

@@ -1,0 +1,162 @@
+"""GPU kernels of mixers that know where documents begin: the convolution and the gated delta rule of fla-core.
+
+A mixer's own forward runs once on the whole pack, on a copy of its function in which the names of transformers' kernels
+stand for these. Nothing of transformers changes.
+
+Axes: T tokens of the pack, C channels of a convolution, K its taps, H heads, W width of a head, N chunks of documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.hf.mixers import Kind, MixerFamily
+from lightning_fastft.packing.context import BatchContext
+
+# Tokens of a chunk, in the convolution and in the delta rule of fla-core.
+_CHUNK = 64
+
+
+def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
+    """Return the packed kernels of a kind of mixer, by the names that transformers' code calls.
+
+    Raises:
+        UnsupportedModelError: The kind has no kernel here, or fla-core is not installed.
+    """
+    if family.kind not in _FUNCTIONS:
+        raise UnsupportedModelError(
+            f"{family.class_name} ({family.kind}) has no GPU kernel yet that keeps the documents of a pack apart. "
+            "Train this model with one document per row and its own attention."
+        )
+    try:
+        import fla.modules.causal_conv1d
+        import fla.ops.gated_delta_rule  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{family.class_name} ({family.kind}) needs the kernels of fla-core to keep the documents of a pack apart "
+            f"on a GPU, and they cannot be imported ({error}). Install them: pip install fla-core"
+        ) from error
+    return _FUNCTIONS[family.kind]
+
+
+def run_on_kernels(
+    mixer: nn.Module,
+    functions: dict[str, Callable[..., Any]],
+    hidden_states: torch.Tensor,
+    *,
+    context: BatchContext,
+    **keywords: Any,
+) -> torch.Tensor:
+    """Return what a mixer returns for each document alone, computed in one call on the whole pack.
+
+    Args:
+        mixer: A mixer.
+        functions: Packed kernels by the names that the mixer's code calls; each takes the keyword ``context``.
+        hidden_states: Shape (1, T, D).
+        context: The metadata of the pack, on the device of the hidden states.
+        keywords: The other keywords of the mixer.
+
+    Raises:
+        UnsupportedModelError: The mixer's code does not call one of the functions.
+    """
+    own = inspect.unwrap(type(mixer).forward)
+    missing = sorted(set(functions) - set(own.__code__.co_names))
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(mixer).__name__} of this version of transformers does not call {', '.join(missing)}, so its GPU "
+            "kernels cannot be told where documents begin. Train this model with one document per row."
+        )
+    bound = {name: functools.partial(function, context=context) for name, function in functions.items()}
+    forward = types.FunctionType(
+        own.__code__, {**own.__globals__, **bound}, own.__name__, own.__defaults__, own.__closure__
+    )
+    forward.__kwdefaults__ = own.__kwdefaults__
+    result: torch.Tensor = forward(mixer, hidden_states, **keywords)
+    return result
+
+
+def chunk_indices(context: BatchContext) -> torch.Tensor:
+    """Return (document, chunk inside it) of each chunk of the pack, shape (N, 2), int32, on the context's device.
+
+    Cost:
+        Built on the host once per batch and copied without a host sync.
+    """
+
+    def build() -> torch.Tensor:
+        chunks = [
+            (document, chunk)
+            for document, length in enumerate(context.lengths)
+            for chunk in range(-(-length // _CHUNK))
+        ]
+        # The source is pageable and staged by the driver, so the host does not wait.
+        return torch.tensor(chunks, dtype=torch.int32).to(context.device, non_blocking=True)
+
+    return context.once("chunk_indices", (context.device, _CHUNK), build)
+
+
+def _convolve(
+    x_1CT: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    context: BatchContext,
+    **keywords: Any,
+) -> torch.Tensor:
+    """Compute transformers' ``causal_conv1d_fn`` with weights (C, K), each document from zeros."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    out_1TC, _ = causal_conv1d(
+        x_1CT.transpose(1, 2).to(weight.dtype),
+        weight,
+        bias,
+        activation=activation,
+        cu_seqlens=context.start_S1,
+        chunk_indices=chunk_indices(context),
+    )
+    return out_1TC.transpose(1, 2).to(x_1CT.dtype)
+
+
+def _gated_delta_rule(
+    query_1THW: torch.Tensor,
+    key_1THW: torch.Tensor,
+    value_1THW: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    context: BatchContext,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute transformers' ``torch_chunk_gated_delta_rule``, each document from an empty state."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out_1THW, _ = chunk_gated_delta_rule(
+        query_1THW,
+        key_1THW,
+        value_1THW,
+        g=g,
+        beta=beta,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=context.start_S1,
+        chunk_indices=chunk_indices(context),
+    )
+    return out_1THW, None
+
+
+_FUNCTIONS: MappingProxyType[Kind, dict[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "short convolution": {"causal_conv1d_fn": _convolve},
+        "gated delta rule": {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _gated_delta_rule},
+    }
+)
+KINDS = tuple(_FUNCTIONS)

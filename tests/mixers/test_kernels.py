@@ -1,0 +1,114 @@
+"""A mixer on packed kernels: its own code in one call on the whole pack, with functions that know the documents.
+
+The functions here are transformers' own on each document; tests/gpu/test_mixers_gpu.py runs those of fla-core.
+"""
+
+import inspect
+import sys
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
+from lightning_fastft.mixers import install
+from lightning_fastft.mixers.install import install_mixers
+from lightning_fastft.mixers.kernels import KINDS, chunk_indices, find_kernels, run_on_kernels
+from tests.support.packs import assert_close, make_batch
+from tests.support.tiny_models import HYBRIDS, build_tiny
+
+LENGTHS = (7, 1, 12, 2, 9)
+NAMES = [
+    name
+    for name, (model_type, _) in HYBRIDS.items()
+    if MIXERS[model_type].kind in KINDS and model_type in CONFIG_MAPPING
+]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def first_mixer(model):
+    return find_mixers(model, mixer_family(model))[0]
+
+
+def by_document(mixer, kind):
+    """transformers' functions on each document, under the names that the mixer's code calls."""
+    home = inspect.unwrap(type(mixer).forward).__globals__
+
+    def convolve(x, *args, context, **keywords):
+        parts = x.split(context.lengths, dim=2)
+        return torch.cat([home["causal_conv1d_fn"](part, *args, **keywords) for part in parts], dim=2)
+
+    def rule(*args, g, beta, context, **keywords):
+        parts = zip(*(value.split(context.lengths, dim=1) for value in (*args, g, beta)))
+        function = home["torch_chunk_gated_delta_rule"]
+        return torch.cat([function(*part[:3], g=part[3], beta=part[4], **keywords)[0] for part in parts], dim=1), None
+
+    functions = {"causal_conv1d_fn": convolve}
+    return functions if kind == "short convolution" else functions | {"torch_chunk_gated_delta_rule": rule}
+
+
+def run(mixer, x, **keywords):
+    out = mixer(hidden_states=x, **keywords)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in mixer.named_parameters()}
+    mixer.zero_grad(set_to_none=True)
+    return out.detach().as_subclass(torch.Tensor), gradients
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_call_on_packed_kernels_is_each_document_alone(name, monkeypatch):
+    model, context = build_tiny(name), make_batch(LENGTHS).context
+    install_mixers(model, ModelPatcher())
+    mixer, x = first_mixer(model), torch.randn(1, sum(LENGTHS), 32)
+    truth, true_gradients = run(mixer, x, context=context)
+    monkeypatch.setattr(install, "find_kernels", lambda family: by_document(mixer, family.kind))
+    value, gradients = run(mixer, x.as_subclass(OnGpu), context=context)
+    assert context.backends_used == {install.BY_DOCUMENT: 1, install.ON_KERNELS: 1}
+    assert_close(value, truth)
+    assert_close(gradients, true_gradients)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_without_fla_a_gpu_is_refused_with_the_line_to_install_it(name, monkeypatch):
+    model, context = build_tiny(name), make_batch(LENGTHS).context
+    install_mixers(model, ModelPatcher())
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(UnsupportedModelError, match="pip install fla-core"):
+        first_mixer(model)(hidden_states=torch.zeros(1, 31, 32).as_subclass(OnGpu), context=context)
+    assert context.num_reads == 0
+
+
+@pytest.mark.parametrize("model_type", [name for name, family in MIXERS.items() if family.kind not in KINDS])
+def test_mixers_without_a_kernel_are_refused_by_name(model_type):
+    with pytest.raises(UnsupportedModelError, match=f"{MIXERS[model_type].class_name}.* no GPU kernel yet"):
+        find_kernels(MIXERS[model_type])
+
+
+def test_a_mixer_that_calls_other_functions_is_refused():
+    mixer = first_mixer(build_tiny("lfm2"))
+    functions = {**by_document(mixer, "short convolution"), "torch_chunk_gated_delta_rule": None}
+    with pytest.raises(UnsupportedModelError, match="does not call torch_chunk_gated_delta_rule"):
+        run_on_kernels(mixer, functions, torch.zeros(1, 31, 32), context=make_batch(LENGTHS).context)
+
+
+def test_transformers_keeps_its_own_functions():
+    mixer = first_mixer(build_tiny("lfm2"))
+    home = inspect.unwrap(type(mixer).forward).__globals__
+    before, own = home["causal_conv1d_fn"], type(mixer).forward
+    context = make_batch(LENGTHS).context
+    run_on_kernels(mixer, by_document(mixer, "short convolution"), torch.zeros(1, 31, 32), context=context)
+    assert home["causal_conv1d_fn"] is before
+    assert type(mixer).forward is own
+
+
+def test_chunks_of_a_pack_end_with_their_documents():
+    context = make_batch((3, 64, 130)).context
+    assert chunk_indices(context).tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [2, 2]]
+    assert chunk_indices(context) is chunk_indices(context)
