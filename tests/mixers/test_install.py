@@ -10,15 +10,19 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.callbacks.bincount_router import BincountRouter
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import BackendError, ShapeError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
 from lightning_fastft.mixers import install
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.patches.packed import install_packed_training
+from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.support.host_waits import count_host_waits
 from tests.support.packs import assert_close, make_batch, make_documents, run_one_by_one, run_packed, take_gradients
 from tests.support.tiny_models import HYBRIDS, VOCABULARY, build_tiny
+from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer
 from tests.support.truth import relative_error
 
 LENGTHS = (7, 1, 12, 2, 9)
@@ -191,7 +195,7 @@ def test_a_planted_leak_is_found(name, fault, monkeypatch):
     assert max(found.values()) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["lfm2", "granitemoehybrid", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid", "falcon_h1"])
 def test_a_mixer_that_does_not_read_is_refused(name):
     model = build_tiny(name)
     install_packed_training(model, ModelPatcher())
@@ -250,3 +254,23 @@ def test_per_token_keywords_are_split_with_the_hidden_states():
 def test_models_without_mixers_are_left_alone():
     assert install_mixers(build_tiny("llama"), patcher := ModelPatcher()) == []
     assert len(patcher) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3_next", {}), ("lfm2", {"layer_types": ["conv", "conv"]})],
+    ids=["hybrid", "no attention"],
+)
+def test_a_hybrid_trains_under_the_strategy(name, options, tmp_path):
+    module = PlainModule(build_tiny(name, **options))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("recompute"))
+    trainer = quiet_trainer(
+        tmp_path, strategy=strategy, max_steps=3, callbacks=[BincountRouter(), FusedKernels()], gradient_clip_val=None
+    )
+    trainer.fit(module, packed_loader(3))
+    assert trainer.global_step == 3
+    assert install.BY_DOCUMENT in strategy.packed_steps.backends_used
+    after = module.state_dict()
+    assert all(not torch.equal(before[key], after[key]) for key in before if ".conv" in key)
+    assert not any("forward" in vars(mixer) for mixer in mixers_of(module.model))
