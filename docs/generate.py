@@ -22,7 +22,7 @@ import lightning_fastft
 from benchmarks.model_types import build_model
 from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
-from lightning_fastft.core.errors import FastFTError, OptionError, UnsupportedModelError
+from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
@@ -179,10 +179,7 @@ def _judge_default_lora(family: str) -> str:
     model = build_model(family)
     if isinstance(model, str) or not any(".experts." in name for name, _ in model.named_parameters()):
         return ""
-    try:
-        adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
-    except OptionError:
-        return "refused by PEFT"
+    adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
     trained = [name for name, param in adapted.named_parameters() if param.requires_grad]
     return "experts" if any(".experts." in name for name in trained) else "linear"
 

@@ -16,6 +16,7 @@ import torch
 from lightning_fastft.core.checks import check_float, check_int, check_share
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.dtypes import seeded
+from lightning_fastft.hf.mixers import find_mixers, mixer_family
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -56,7 +57,8 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     Without ``target_modules`` and ``target_parameters`` every linear layer of the text part but the head gets an
     adapter ("all-linear"), which is what QLoRA found to be needed to match full fine-tuning; PEFT's own default is the
     query and value projections only. Towers for images and sound get none (text alone would leave them without
-    gradients), nor do routers that extend a linear layer and return more (phimoe). On a mixture of experts PEFT decides
+    gradients), nor do routers that extend a linear layer and return more (phimoe), nor output projections of Mamba
+    mixers, which PEFT refuses. On a mixture of experts PEFT decides
     by family: either no routed expert gets one, or all of them and the router do, and then linear layers named
     ``gate_proj``, ``up_proj``, ``down_proj`` or ``gate`` (shared experts, dense layers) get none. docs/support.md lists
     the families; ``target_modules`` and ``target_parameters`` choose.
@@ -80,7 +82,7 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     lora.task_type = TaskType.CAUSAL_LM
     if lora.target_modules is None and not lora.target_parameters:
         lora.target_modules = "all-linear"
-        outside = _not_text_linears(model)
+        outside = _unadapted_linears(model)
         if outside and lora.exclude_modules is None:
             lora.exclude_modules = outside
     check_patterns(lora, [name for name, _ in model.named_modules()])
@@ -99,15 +101,19 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     return adapted
 
 
-def _not_text_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of linear layers outside the text part, and of routers that extend a linear layer and
-    return more than it does.
+def _unadapted_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of linear layers that get no adapter by default: those outside the text part, routers that
+    extend a linear layer and return more than it does, and output projections of Mamba mixers.
     """
     text = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
+    family = mixer_family(model)
+    mamba = find_mixers(model, family) if family is not None and family.kind in ("Mamba", "Mamba-2") else []
+    barred = {id(part) for mixer in mamba for name, part in mixer.named_children() if name == "out_proj"}
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and (id(module) not in text or "Router" in type(module).__name__)
+        if isinstance(module, torch.nn.Linear)
+        and (id(module) not in text or id(module) in barred or "Router" in type(module).__name__)
     ]
 
 

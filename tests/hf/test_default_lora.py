@@ -9,16 +9,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.model_types import ALTERNATIVES, build_config
-from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.lora import add_adapters
+from tests.support.tiny_models import build_tiny
 
 SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 # PEFT takes these names of linear layers for parts of a stack, wherever in the model they are.
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate")
 NUM_EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Types that no default configuration builds tiny, and the one whose mixer PEFT refuses to adapt.
+# Types that no default configuration builds tiny.
 NOT_BUILT = {"dots3_note", "granitemoehybrid", "zaya"}
-REFUSED = {"nemotron_h"}
 
 
 def is_mixture(model_type):
@@ -56,6 +55,7 @@ def form_of(model):
         if isinstance(module, torch.nn.Linear)
         and id(module) in text
         and module is not model.get_output_embeddings()
+        and not name.endswith((".mamba.out_proj", ".mixer.out_proj"))
         and "Router" not in type(module).__name__
     }
     adapted = add_adapters(model, lora=LoraConfig(r=2), adapter_dtype=torch.float32)
@@ -87,15 +87,18 @@ def test_default_lora_of_a_mixture_has_a_documented_form(model_type):
     assert (model is None) == (model_type in NOT_BUILT)
     if model is None:
         return
-    if model_type in REFUSED:
-        with pytest.raises(OptionError, match="incompatible"):
-            form_of(model)
-        return
     form = form_of(model)
     assert documented().get(model_type, form) == form
 
 
 def test_documented_mixtures_exist():
     assert set(documented()) <= set(MIXTURES)
-    assert set(documented().values()) == {"experts", "linear", "refused by PEFT"}
-    assert {name for name, form in documented().items() if form == "refused by PEFT"} == REFUSED
+    assert set(documented().values()) == {"experts", "linear"}
+
+
+@pytest.mark.parametrize("name", ["nemotron_h_hybrid", "falcon_h1", "jamba"])
+def test_output_projections_of_mamba_mixers_get_no_default_adapter(name):
+    adapted = add_adapters(build_tiny(name), lora=LoraConfig(r=2), adapter_dtype=torch.float32)
+    trained = {key.split(".lora_")[0].rpartition(".")[2] for key, _ in adapted.named_parameters() if ".lora_A" in key}
+    assert {"in_proj", "o_proj"} <= trained
+    assert "out_proj" not in trained
