@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # The tests against transformers and PEFT; what looks at our code only is left out.
-SEAMS := tests/hf tests/patches tests/moe tests/fused --ignore=tests/hf/test_base_digest.py --ignore=tests/patches/test_weight_streaming.py
+SEAMS := tests/hf tests/patches tests/mixers tests/moe tests/fused --ignore=tests/hf/test_base_digest.py --ignore=tests/patches/test_weight_streaming.py
 
 # Compile modules to bytecode on import instead of all of them at install.
 PIP_OPTIONS := --no-compile

@@ -123,9 +123,10 @@ def _describe_hybrids() -> list[str]:
         "## Recurrent mixers\n",
         "Hybrids have layers with a recurrent mixer. In a packed batch each mixer starts anew at every document, in "
         "the forward",
-        "and in the backward (`pytest tests/mixers`). A GPU needs a kernel that knows where documents begin "
-        "(`pip install",
-        "fla-core`); without one a packed batch raises `UnsupportedModelError`.\n",
+        "and in the backward (`pytest tests/mixers`). On a GPU the kernels of fla-core are needed",
+        "(`pip install 'lightning_fastft[hybrid]'`); without them, or for a mixer that has none, a packed batch raises",
+        "`UnsupportedModelError`. These kernels were compared in Triton's interpreter and have not run on a GPU yet",
+        "(`pytest tests/gpu/test_mixers_gpu.py`).\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
         *(

@@ -43,7 +43,7 @@ def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
     except ImportError as error:
         raise UnsupportedModelError(
             f"{family.class_name} ({family.kind}) needs the kernels of fla-core to keep the documents of a pack apart "
-            f"on a GPU, and they cannot be imported ({error}). Install them: pip install fla-core"
+            f"on a GPU, and they cannot be imported ({error}). Install them: pip install 'lightning_fastft[hybrid]'"
         ) from error
     return _FUNCTIONS[family.kind]
 
