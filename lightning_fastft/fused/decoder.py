@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_fastft.activations.segments import unwatched
-from lightning_fastft.activations.values import find_session
+from lightning_fastft.activations.segments import Session, unwatched
+from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
@@ -73,6 +73,8 @@ class LayerForm(NamedTuple):
         has_half_angles: The model has one angle for each pair of columns (gpt-oss), not one for each rotated column.
         scales_late_queries: Queries beyond the positions of the pretraining are scaled (Ministral 3). Calls with such
             positions run the layer's own forward.
+        has_own_mixer: Attention, or the mixer in its place, runs as a module of its own; norms, additions and the
+            feed-forward block are fused.
         feed_forward: Classes of dense feed-forward blocks that compute ``down(act(gate(x)) * up(x))``.
         projections: Layers whose outputs side by side are queries, keys and values.
         gate_up: Layers of the block whose outputs side by side are gate and up.
@@ -86,13 +88,15 @@ class LayerForm(NamedTuple):
     has_softcap: bool = False
     has_half_angles: bool = False
     scales_late_queries: bool = False
+    has_own_mixer: bool = False
     feed_forward: tuple[str, ...] = ()
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     dropouts: tuple[str, ...] = ()
 
 
-_GEMMA = LayerForm(is_norm_wide=True, norm_offset=1.0, has_post_norms=True)
+_GEMMA_NORM = LayerForm(is_norm_wide=True, norm_offset=1.0)
+_GEMMA = _GEMMA_NORM._replace(has_post_norms=True)
 
 
 # By class of the decoder layer; tests compare each with transformers.
@@ -121,8 +125,12 @@ LAYERS = MappingProxyType(
         "Ministral3DecoderLayer": LayerForm(
             has_config_window=True, scales_late_queries=True, feed_forward=("Ministral3MLP",)
         ),
+        "Qwen2VLDecoderLayer": LayerForm(has_own_mixer=True, feed_forward=("Qwen2MLP",)),
+        "Qwen2_5_VLDecoderLayer": LayerForm(has_own_mixer=True, feed_forward=("Qwen2MLP",)),
+        "Qwen3NextDecoderLayer": _GEMMA_NORM._replace(has_own_mixer=True, feed_forward=("Qwen3NextMLP",)),
+        "Qwen3_5DecoderLayer": _GEMMA_NORM._replace(has_own_mixer=True, feed_forward=("Qwen3_5MLP",)),
         "SmolLM3DecoderLayer": LayerForm(feed_forward=("SmolLM3MLP",)),
-        "GemmaDecoderLayer": LayerForm(is_norm_wide=True, norm_offset=1.0, feed_forward=("GemmaMLP",)),
+        "GemmaDecoderLayer": _GEMMA_NORM._replace(feed_forward=("GemmaMLP",)),
         "Gemma2DecoderLayer": _GEMMA._replace(has_softcap=True, feed_forward=("Gemma2MLP",)),
         "Gemma3DecoderLayer": _GEMMA._replace(feed_forward=("Gemma3MLP",)),
     }
@@ -137,10 +145,12 @@ class _Fusion(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The products of a layer at present; without gate_up and down its feed-forward block runs as a module."""
+    """The products of a layer at present; attention without qkv and out, and a feed-forward block without gate_up and
+    down, run as modules.
+    """
 
-    qkv: FusedLinear
-    out: FusedLinear
+    qkv: FusedLinear | None
+    out: FusedLinear | None
     gate_up: FusedLinear | None
     down: FusedLinear | None
 
@@ -165,7 +175,7 @@ class _FusedLayer:
         **kwargs: Any,
     ) -> torch.Tensor:
         layer: Any = self
-        session = find_session(layer.self_attn)
+        session = _open_session(layer)
         with unwatched(session):
             parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
         if parts is None or position_embeddings is None:
@@ -178,18 +188,25 @@ class _FusedLayer:
             options |= {"use_cache": use_cache} if use_cache else {}
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
         fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if fusion.form.has_own_mixer:
+            with unwatched(session):
+                h_TD, x_TD = norm_rows(x_TD, _norm(layer.input_layernorm, fusion.form))
+            options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
+            out = _mix(layer, h_TD.view(hidden_states.shape), angles=position_embeddings, options=options)
+            x_TD = x_TD + out.reshape(x_TD.shape)
         with unwatched(session):
-            x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-            x_TD = _attend(
-                layer,
-                fusion,
-                parts,
-                x_TD,
-                shape=hidden_states.shape,
-                angles=position_embeddings,
-                mask=attention_mask,
-                options=kwargs,
-            )
+            if parts.qkv is not None and parts.out is not None:
+                x_TD = _attend(
+                    layer,
+                    fusion,
+                    (parts.qkv, parts.out),
+                    x_TD,
+                    shape=hidden_states.shape,
+                    angles=position_embeddings,
+                    mask=attention_mask,
+                    options=kwargs,
+                )
             has_post_norms = fusion.form.has_post_norms
             norm = _norm(
                 layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm, fusion.form
@@ -371,9 +388,13 @@ def _read_as_it_stands(layer: nn.Module) -> _Parts | str:
 
 
 def fused_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers of a model if all of them are fused, else none."""
+    """Return the decoder layers of a model if all of them are fused, attention included, else none."""
     layers = decoder_layers(model)
-    return layers if all(isinstance(layer, _FusedLayer) for layer in layers) else []
+    return layers if all(_is_fused_whole(layer) for layer in layers) else []
+
+
+def _is_fused_whole(layer: nn.Module) -> bool:
+    return isinstance(layer, _FusedLayer) and not vars(layer)[_FUSION_ATTRIBUTE].form.has_own_mixer
 
 
 def shared_memory(layer: nn.Module) -> list[torch.Tensor]:
@@ -448,9 +469,13 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
     """Return the products of a layer for one call, or None if the layer's own forward must serve it."""
     if cache is not None or angles is None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
-    if options.get("output_attentions") or getattr(layer.self_attn.config, "output_attentions", False):
+    if torch.is_autocast_enabled(x.device.type):
         return None
-    if torch.is_autocast_enabled(x.device.type) or layer.self_attn.config._attn_implementation != ATTENTION_NAME:
+    if not vars(layer)[_FUSION_ATTRIBUTE].form.has_own_mixer and (
+        options.get("output_attentions")
+        or getattr(layer.self_attn.config, "output_attentions", False)
+        or layer.self_attn.config._attn_implementation != ATTENTION_NAME
+    ):
         return None
     if vars(layer)[_FUSION_ATTRIBUTE].form.scales_late_queries and _longest(x, options) > _num_unscaled(
         layer.self_attn.config
@@ -487,16 +512,14 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     fusion: _Fusion | None = vars(layer).get(_FUSION_ATTRIBUTE)
     form = fusion.form if fusion is not None else LAYERS[type(layer).__name__]
     dense = fusion.dense if fusion is not None else DenseWeights()
-    attention = layer.self_attn
-    passed_over = [
-        attention,
-        *(layer._modules[name] for name in (*_NORMS, *(_POST_NORMS if form.has_post_norms else ()), *form.dropouts)),
-    ]
-    passed_over += [
-        attention._modules[name]
-        for name in (*form.projections, "o_proj", "q_norm", "k_norm")
-        if name in attention._modules
-    ]
+    norms = (*_NORMS, *(_POST_NORMS if form.has_post_norms else ()), *form.dropouts)
+    passed_over = [layer._modules[name] for name in norms]
+    products: list[tuple[Any, tuple[str, ...]]] = []
+    if not form.has_own_mixer:
+        attention = layer.self_attn
+        names = (*form.projections, "o_proj", "q_norm", "k_norm")
+        passed_over += [attention, *(attention._modules[name] for name in names if name in attention._modules)]
+        products += [(attention, form.projections), (attention, ("o_proj",))]
     is_known_block = _is_known_block(layer.mlp, form)
     if is_known_block:
         passed_over += [layer.mlp, *(layer.mlp._modules[name] for name in (*form.gate_up, "down_proj"))]
@@ -506,23 +529,20 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     drawing = next((name for name in form.dropouts if not _draws_nothing(layer._modules[name])), None)
     if drawing is not None:
         return f"{drawing} drops out in training"
+    if is_known_block:
+        products += [(layer.mlp, form.gate_up), (layer.mlp, ("down_proj",))]
     fused_linears: list[FusedLinear] = []
-    for module, names in [
-        (attention, form.projections),
-        (attention, ("o_proj",)),
-        (layer.mlp, form.gate_up),
-        (layer.mlp, ("down_proj",)),
-    ]:
-        if module is layer.mlp and not is_known_block:
-            continue
+    for place, (module, names) in enumerate(products):
         linears: Any = [module._modules[name] for name in names]
         fused_linear = fuse_linears(
             [read_part(linear, dtype=dtype, awaits_copies=awaits_copies) for linear in linears], dense
         )
         if isinstance(fused_linear, str):
             return fused_linear
-        fused_linears.append(in_fp8(fused_linear, linears, layer=layer, place=len(fused_linears), dtype=dtype))
-    return _Parts(*fused_linears, *((None, None) if not is_known_block else ()))  # type: ignore[arg-type]
+        fused_linears.append(in_fp8(fused_linear, linears, layer=layer, place=place, dtype=dtype))
+    of_attention = (None, None) if form.has_own_mixer else tuple(fused_linears[:2])
+    of_block = tuple(fused_linears[-2:]) if is_known_block else (None, None)
+    return _Parts(*of_attention, *of_block)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -557,10 +577,30 @@ def _eps(module: Any) -> float:
     return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
 
 
+def _open_session(layer: Any) -> Session | None:
+    """Return the open session of a layer; layers without attention have points of values in their block."""
+    if "self_attn" in layer._modules:
+        return find_session(layer.self_attn)
+    point = next((part for part in layer.mlp.modules() if SEGMENT_ATTRIBUTE in vars(part)), None)
+    return None if point is None else find_session(point)
+
+
+def _mix(
+    layer: Any, h_BSD: torch.Tensor, *, angles: tuple[torch.Tensor, torch.Tensor], options: dict[str, Any]
+) -> torch.Tensor:
+    """Return what attention, or the linear attention in its place, gives for normed hidden states."""
+    if "linear_attn" in layer._modules:
+        options = {name: value for name, value in options.items() if name != "position_ids"}
+        out: torch.Tensor = layer.linear_attn(hidden_states=h_BSD, cache_params=None, **options)
+        return out
+    out, _ = layer.self_attn(hidden_states=h_BSD, past_key_values=None, position_embeddings=angles, **options)
+    return out
+
+
 def _attend(
     layer: Any,
     fusion: _Fusion,
-    parts: _Parts,
+    products: tuple[FusedLinear, FusedLinear],
     x_TD: torch.Tensor,
     *,
     shape: torch.Size,
@@ -570,11 +610,12 @@ def _attend(
 ) -> torch.Tensor:
     """Return the residual stream after attention, shape (T, D)."""
     attention, session = layer.self_attn, find_session(layer.self_attn)
-    qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), parts.qkv, session=session)
+    qkv, projection = products
+    qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), qkv, session=session)
     # The input of the output projection is as wide as the query heads.
     shares = HeadShares()
     heads = split_heads(
-        qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=parts.out.num_inputs), shares
+        qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=projection.num_inputs), shares
     )
     # As attention layers hand them over: (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
@@ -597,9 +638,9 @@ def _attend(
     out_TI = out.reshape(x_TD.shape[0], -1)
     if fusion.form.has_post_norms:
         return project_norm_add(
-            out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), parts.out, session=session
+            out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), projection, session=session
         )
-    return project_add(out_TI, x_TD, parts.out, session=session)
+    return project_add(out_TI, x_TD, projection, session=session)
 
 
 def _rope(

@@ -119,7 +119,10 @@ _TOWER = {
     "deepstack_visual_indexes": [0],
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 COMPOSITES = {
+    "qwen2_vl": {"rope_parameters": _SECTIONS, "head_dim": 16, "hidden_size": 64},
+    "qwen2_5_vl": {"rope_parameters": _SECTIONS, "head_dim": 16, "hidden_size": 64},
     "qwen3_vl": {"rope_parameters": _MROPE},
     "qwen3_vl_moe": {"rope_parameters": _MROPE, "decoder_sparse_step": 1, "mlp_only_layers": [0], **_EXPERTS},
 }
