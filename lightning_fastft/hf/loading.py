@@ -127,9 +127,10 @@ class ModelSource:
 
         if not isinstance(self.model, str) or self.model.endswith(".json"):
             return None
-        folder = Path(self.model)
-        # For a folder without its files, transformers makes a tokenizer without a vocabulary: every text is one token.
-        if folder.is_dir() and not any(_TOKENIZER_FILE.search(path.name) for path in folder.iterdir()):
+        names = {path.name for path in Path(self.model).glob("*")}
+        # For a model without tokenizer files, transformers makes a tokenizer without a vocabulary: every text becomes
+        # one token.
+        if "config.json" in names and not any(map(_TOKENIZER_FILE.search, names)):
             return None
         try:
             with _BareErrors(self.model):
