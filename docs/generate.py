@@ -83,7 +83,8 @@ def write_support() -> str:
         if refusal:
             refusals.append(f"- `{family}`: {refusal}")
         kernels = ", ".join(FAMILIES.get(family, ())) or ("" if refusal else "by head shape")
-        fused = YES if any(type(module).__name__ in LAYERS for module in model.modules()) else NO
+        forms = [LAYERS[kind] for kind in {type(module).__name__ for module in model.modules()} & set(LAYERS)]
+        fused = NO if not forms else "norms and blocks" if forms[0].has_own_mixer else YES
         lines.append(
             f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |"
         )

@@ -118,7 +118,7 @@ class ModelSource:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer that stands beside the model; None for a configuration or a folder, which has none.
+        """Return the tokenizer saved with the model; None for a configuration, and for a folder without one.
 
         Raises:
             OptionError: Its files are nested without end, or have another shape than a tokenizer's.
