@@ -443,7 +443,9 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         if num_fused
         else ", without the blocks of experts"
     )
-    return Status(STATUS_NAME, "active", f"{len(layers)} layers of {model.config.get_text_config().model_type}{blocks}")
+    mixers = ", attention and mixers as modules" if any(form and form.has_own_mixer for form in forms.values()) else ""
+    family = model.config.get_text_config().model_type
+    return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
 
 
 @functools.cache
