@@ -92,7 +92,8 @@ def test_default_lora_of_a_mixture_has_a_documented_form(model_type):
 
 
 def test_documented_mixtures_exist():
-    assert set(documented()) <= set(MIXTURES)
+    # An older transformers has fewer.
+    assert {name for name in documented() if name in CONFIG_MAPPING} <= set(MIXTURES)
     assert set(documented().values()) == {"experts", "linear"}
 
 
