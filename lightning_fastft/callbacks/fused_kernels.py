@@ -8,13 +8,13 @@ from lightning.pytorch import LightningModule
 
 from lightning_fastft.callbacks.model_swaps import ModelSwaps
 from lightning_fastft.core.checks import check_choice
+from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
-    from lightning_fastft.core.status import Status
     from lightning_fastft.fused.decoder import FusedWeightBuffers
     from lightning_fastft.fused.fp8_base import Fp8Base
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
@@ -85,7 +85,9 @@ class FusedKernels(ModelSwaps):
     def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
         """Swap the decoder layers of every model inside root."""
         from lightning_fastft.fused.decoder import install_fp8_base, install_fused_layers
+        from lightning_fastft.fused.fp8_base import STATUS_NAME as FP8_STATUS
         from lightning_fastft.graphs.install import install_layer_graphs
+        from lightning_fastft.graphs.layer_graphs import STATUS_NAME as GRAPHS_STATUS
 
         # A FineTuner passes only its model, and makes low-precision copies of fp32 adapters later.
         statuses = install_fused_layers(root, patcher, awaits_copies=not isinstance(root, LightningModule))
@@ -97,6 +99,11 @@ class FusedKernels(ModelSwaps):
             install_layer_graphs(root, patcher, if_launch_bound=self.cuda_graphs == "auto") if self.cuda_graphs else []
         )
         self._weight_buffers = []
+        reason = "needs decoder layers that are fused as a whole, attention included"
+        if self.base_compute != "model_dtype" and not self._fp8:
+            statuses.append(Status(FP8_STATUS, "inactive", reason))
+        if self.cuda_graphs and not self._graphs:
+            statuses.append(Status(GRAPHS_STATUS, "inactive", reason))
         return statuses
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

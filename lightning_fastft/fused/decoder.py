@@ -189,14 +189,14 @@ class _FusedLayer:
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
         fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if fusion.form.has_own_mixer:
+        if parts.qkv is None or parts.out is None:
             with unwatched(session):
                 h_TD, x_TD = norm_rows(x_TD, _norm(layer.input_layernorm, fusion.form))
             options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
             out = _mix(layer, h_TD.view(hidden_states.shape), angles=position_embeddings, options=options)
             x_TD = x_TD + out.reshape(x_TD.shape)
-        with unwatched(session):
-            if parts.qkv is not None and parts.out is not None:
+        else:
+            with unwatched(session):
                 x_TD = _attend(
                     layer,
                     fusion,
@@ -207,6 +207,7 @@ class _FusedLayer:
                     mask=attention_mask,
                     options=kwargs,
                 )
+        with unwatched(session):
             has_post_norms = fusion.form.has_post_norms
             norm = _norm(
                 layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm, fusion.form
@@ -473,16 +474,15 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
         return None
     if torch.is_autocast_enabled(x.device.type):
         return None
-    if not vars(layer)[_FUSION_ATTRIBUTE].form.has_own_mixer and (
-        options.get("output_attentions")
-        or getattr(layer.self_attn.config, "output_attentions", False)
-        or layer.self_attn.config._attn_implementation != ATTENTION_NAME
-    ):
-        return None
-    if vars(layer)[_FUSION_ATTRIBUTE].form.scales_late_queries and _longest(x, options) > _num_unscaled(
-        layer.self_attn.config
-    ):
-        return None
+    form: LayerForm = vars(layer)[_FUSION_ATTRIBUTE].form
+    if not form.has_own_mixer:
+        config = layer.self_attn.config
+        if options.get("output_attentions") or getattr(config, "output_attentions", False):
+            return None
+        if config._attn_implementation != ATTENTION_NAME:
+            return None
+        if form.scales_late_queries and _longest(x, options) > _num_unscaled(config):
+            return None
     found = _read_parts(layer, dtype=x.dtype)
     return None if isinstance(found, str) else found
 
@@ -661,7 +661,7 @@ def _rope(
         for angle in angles
     )
     if not getattr(attention, "use_rope", True):
-        # Layers without positions (SmolLM3): a rotation by nothing.
+        # Layers without positions (SmolLM3): rotate by an angle of 0.
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     form = RopeForm(
         num_heads=num_query_columns // width,

@@ -57,11 +57,11 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     Without ``target_modules`` and ``target_parameters`` every linear layer of the text part but the head gets an
     adapter ("all-linear"), which is what QLoRA found to be needed to match full fine-tuning; PEFT's own default is the
     query and value projections only. Towers for images and sound get none (text alone would leave them without
-    gradients), nor do routers that extend a linear layer and return more (phimoe), nor output projections of Mamba
-    mixers, which PEFT refuses. On a mixture of experts PEFT decides
-    by family: either no routed expert gets one, or all of them and the router do, and then linear layers named
-    ``gate_proj``, ``up_proj``, ``down_proj`` or ``gate`` (shared experts, dense layers) get none. docs/support.md lists
-    the families; ``target_modules`` and ``target_parameters`` choose.
+    gradients). Neither do routers that extend a linear layer and return more (phimoe), nor output projections of Mamba
+    mixers, which PEFT refuses. On a mixture of experts PEFT decides by family: either no routed expert gets one, or all
+    of them and the router do, and then linear layers named ``gate_proj``, ``up_proj``, ``down_proj`` or ``gate``
+    (shared experts, dense layers) get none. docs/support.md lists the families; ``target_modules`` and
+    ``target_parameters`` choose.
 
     Args:
         model: The base model, quantised or not.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.decoder import LAYERS, fused_layers, install_fused_layers
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
@@ -114,3 +115,14 @@ def test_a_cache_and_generation_run_the_layers_own_forward(family):
     kinds = {type(layer) for layer in layers_of(plain)}
     patcher.undo()
     assert {type(layer) for layer in layers_of(fused)} == kinds
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"base_compute": "fp8_reference"}, "fp8 base"), ({"cuda_graphs": True}, "layer graphs")]
+)
+def test_what_needs_whole_layers_is_said_to_be_inactive(options, name):
+    model = build("qwen3_5_text", "lora")
+    statuses = {status.name: status for status in FusedKernels(**options).install(model, ModelPatcher())}
+    assert statuses["fused layers"].state == "active"
+    assert statuses[name].state == "inactive"
+    assert "attention" in statuses[name].reason
