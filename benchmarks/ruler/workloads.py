@@ -23,6 +23,8 @@ from benchmarks.ruler.tensors import TensorFiles
 
 LENGTHS_PATH = Path(__file__).parents[1] / "lengths" / "lognormal_mean512.json"
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# In hybrids also on the wide projections of gated delta layers; the two that give a number per head stay frozen.
+MIXER_MODULES = ("in_proj_qkv", "in_proj_z", "out_proj")
 # In mixture models: adapters on attention, and on the stacks of expert weights. PEFT names the wrapper of the first
 # stack after the one around it.
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -87,6 +89,12 @@ class Workload:
     def num_experts(self) -> int:
         """Experts of a layer; 0 in a dense model."""
         return int(self.model_config.get("num_experts", self.model_config.get("num_local_experts", 0)))
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Linear layers that get an adapter, by the last part of their names."""
+        modules = ATTENTION_MODULES if self.num_experts else TARGET_MODULES
+        return (*modules, *MIXER_MODULES) if "linear_num_value_heads" in self.model_config else modules
 
 
 def _qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, Any]:
@@ -178,6 +186,47 @@ def _gpt_oss(*, layers: int) -> dict[str, Any]:
     }
 
 
+def _qwen3_5(*, hidden: int, layers: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    """Qwen3.5: three gated delta layers, then one of attention with a gate."""
+    return {
+        "vocab_size": 248_320,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": False,
+        **others,
+    }
+
+
+_QWEN35_9B = _qwen3_5(hidden=4096, layers=32, kv_heads=4, intermediate_size=12_288)
+_QWEN35_35B_12L = _qwen3_5(
+    hidden=2048,
+    layers=12,
+    kv_heads=2,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
+_TINY_QWEN35 = {
+    **_qwen3_5(hidden=64, layers=4, kv_heads=2, intermediate_size=128),
+    "vocab_size": 160,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 1024,
+}
 _TINY_MOE = {**_TINY, "moe_intermediate_size": 24, "num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _TINY_GPT_OSS = {
     **{key: value for key, value in _TINY.items() if key != "rope_parameters"},
@@ -258,6 +307,9 @@ WORKLOADS = {
         *_with_routings("qwen3-30b-a3b-lora", "qwen3_moe", _qwen3_moe(layers=48)),
         *_with_routings("gpt-oss-20b-12l-lora", "gpt_oss", _gpt_oss(layers=12)),
         *_with_routings("gpt-oss-20b-lora", "gpt_oss", _gpt_oss(layers=24)),
+        Workload("qwen3.5-9b-lora", "qwen3_5_text", _QWEN35_9B, None),
+        Workload("qwen3.5-9b-full", "qwen3_5_text", _QWEN35_9B, None, weights_of="qwen3.5-9b-lora", is_full=True),
+        Workload("qwen3.5-35b-a3b-12l-lora", "qwen3_5_moe_text", _QWEN35_35B_12L, None),
         *(
             Workload(
                 f"{name}{'-skewed' if is_skewed else ''}",
@@ -303,6 +355,17 @@ WORKLOADS = {
             lora_rank=4,
             lora_alpha=4,
             weights_of="tiny",
+        ),
+        Workload(
+            "tiny-qwen3.5",
+            "qwen3_5_text",
+            _TINY_QWEN35,
+            None,
+            max_tokens=256,
+            length_divisor=16,
+            num_packs=8,
+            lora_rank=4,
+            lora_alpha=4,
         ),
         Workload(
             "tiny-full",
@@ -548,11 +611,11 @@ def _write_model(files: WorkloadFiles, *, device: str, dtype: torch.dtype) -> di
         files.routing.write_text(json.dumps(_measure_routing(model, make_packs(files.workload)[0])))
     model.save_pretrained(files.model, max_shard_size="6GB")
     if files.workload.num_experts:
-        return _mixture_shapes(model)
+        return _mixture_shapes(model, files.workload)
     return {
         name: (*module.weight.shape, float(module.weight.detach().float().std()))
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] in TARGET_MODULES
+        if name.rpartition(".")[2] in files.workload.target_modules
     }  # fmt: skip
 
 
@@ -572,21 +635,28 @@ def _condition(model: Any, *, tied: bool) -> None:
         _set_std(model.lm_head, model.config.hidden_size**-0.5)
     branch = stream * BRANCH_SHARE / math.sqrt(2 * len(model.model.layers))
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        # Attention averages values, so its output is smaller than its input; 2 makes up for some of it. silu(gate) * up
-        # has 0.6 of its inputs' squares.
-        gains = [
-            (attention.q_proj, 1.0),
-            (attention.k_proj, 1.0),
-            (attention.v_proj, 1.0),
-            (attention.o_proj, 2.0 * branch),
-        ]
+        mlp = layer.mlp
+        gains = _mixer_gains(layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn, branch=branch)
         if hasattr(mlp, "experts"):
             _condition_experts(layer, branch=branch)
-        else:
-            gains += [(mlp.gate_proj, GATE_STD), (mlp.up_proj, GATE_STD), (mlp.down_proj, branch / (0.6 * GATE_STD**2))]
+        dense = getattr(mlp, "shared_expert", None) if hasattr(mlp, "experts") else mlp
+        if dense is not None:
+            # silu(gate) * up has 0.6 of its inputs' squares.
+            gains += [(dense.gate_proj, GATE_STD), (dense.up_proj, GATE_STD)]
+            gains += [(dense.down_proj, branch / (0.6 * GATE_STD**2))]
         for linear, gain in gains:
             _set_std(linear, gain / math.sqrt(linear.in_features))
+
+
+def _mixer_gains(mixer: Any, *, branch: float) -> list[tuple[Any, float]]:
+    """Return the projections of attention, or of the gated delta layer in its place, with the size of their outputs."""
+    if hasattr(mixer, "in_proj_qkv"):
+        # The output is normed and multiplied with silu(z), which has 0.6 of the size of z.
+        inputs = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
+        return [*((linear, 1.0) for linear in inputs), (mixer.out_proj, branch / 0.6)]
+    # Attention averages values, so its output is smaller than its input; 2 makes up for some of it.
+    inputs = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    return [*((linear, 1.0) for linear in inputs), (mixer.o_proj, 2.0 * branch)]
 
 
 def _set_std(module: torch.nn.Module, std: float) -> None:
@@ -597,7 +667,7 @@ def _condition_experts(layer: Any, *, branch: float) -> None:
     """Scale the expert stacks of one layer; draw what gpt-oss adds (biases, sinks), so that nothing is zero that
     a system could drop.
     """
-    mlp, attention, is_gpt_oss = layer.mlp, layer.self_attn, hasattr(layer.mlp, "router")
+    mlp, is_gpt_oss = layer.mlp, hasattr(layer.mlp, "router")
     router, experts = _router(mlp), mlp.experts
     # gpt-oss stores (experts, inputs, outputs), and its gate, (up + 1) * gate * sigmoid(1.7 gate), has 0.55 where
     # silu(gate) * up has 0.6 of squares.
@@ -610,6 +680,7 @@ def _condition_experts(layer: Any, *, branch: float) -> None:
         router.bias.normal_(std=0.1)
         experts.gate_up_proj_bias.normal_(std=0.1 * GATE_STD)
         experts.down_proj_bias.normal_(std=0.1 * branch)
+        attention = layer.self_attn
         attention.sinks.normal_()
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
             linear.bias.normal_(std=0.1)
@@ -695,14 +766,14 @@ def num_busy(num_experts: int) -> int:
     return max(1, num_experts // 10)
 
 
-def _mixture_shapes(model: Any) -> dict[str, tuple[int, int, float]]:
+def _mixture_shapes(model: Any, workload: Workload) -> dict[str, tuple[int, int, float]]:
     """Return rows and columns of B and A for every adapted weight by the name of its wrapper; stacks count all
     their experts' ranks apart.
     """
     found = {
         name: (*module.weight.shape, float(module.weight.detach().float().std()))
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] in ATTENTION_MODULES
+        if name.rpartition(".")[2] in workload.target_modules
     }
     for name, module in model.named_modules():
         if name.endswith(".mlp.experts"):
@@ -769,7 +840,7 @@ def lora_config(workload: Workload) -> Any:
         lora_alpha=workload.lora_alpha,
         lora_dropout=0.0,
         bias="none",
-        target_modules=list(ATTENTION_MODULES if workload.num_experts else TARGET_MODULES),
+        target_modules=list(workload.target_modules),
         target_parameters=[f"mlp.experts.{name}" for name in EXPERT_PARAMETERS.values()]
         if workload.num_experts
         else None,

@@ -1,16 +1,18 @@
 """The plain arm: transformers and PEFT as a user has them - fp32 adapters, Hugging Face's varlen attention and loss,
 8-bit AdamW, a short loop.
 
-Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss. Liger
-    patches the modelling module,
-so its modes come last in a process.
+Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss; with
+    "+padded" documents in padded rows instead of a pack, for models whose layers would carry state from one document of
+    a pack into the next. Liger patches the modelling module, so its modes come last in a process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.ruler.cases import (
     LEARNING_RATE,
@@ -25,9 +27,9 @@ from benchmarks.ruler.cases import (
     run_case,
 )
 from benchmarks.ruler.judge import load_start
-from benchmarks.ruler.workloads import WorkloadFiles, lora_config
+from benchmarks.ruler.workloads import IGNORED_LABEL, Pack, WorkloadFiles, lora_config
 
-MODES = ("recompute", "keep", "recompute+liger", "keep+liger")
+MODES = ("recompute", "keep", "recompute+liger", "keep+liger", "recompute+padded", "keep+padded")
 
 
 def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
@@ -57,7 +59,9 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
                 _apply_liger(model)
             load_start(model, start)
             set_checkpointing(model, enabled=recorder.case.mode.startswith("recompute"))
-            train(model, recorder, device=device, learning_rate=learning_rate_of(files.workload))
+            is_padded = "padded" in recorder.case.mode.split("+")
+            loop = train_padded if is_padded else train
+            loop(model, recorder, device=device, learning_rate=learning_rate_of(files.workload))
 
         run_case(recorder, body, log=log)
         model.zero_grad(set_to_none=True)
@@ -123,6 +127,68 @@ def train(model: Any, recorder: CaseRecorder, *, device: str, learning_rate: flo
         for step in range(recorder.num_total)
     ]
     train_rows(model, rows, recorder, device=device, learning_rate=learning_rate)
+
+
+def train_padded(
+    model: Any, recorder: CaseRecorder, *, device: str, learning_rate: float = LEARNING_RATE
+) -> None:
+    """Train on the recorder's packs as padded rows of about equal length, gradients accumulated over a pack."""
+    is_cuda = device == "cuda"
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(parameters, name=recorder.case.optimizer, is_cuda=is_cuda, learning_rate=learning_rate)
+    for step in range(recorder.num_total):
+        batch = pad_pack(recorder.pack_at(step), share=recorder.case.label_share)
+        recorder.batch_arrived(batch)
+        # The first token of a row is no target, labelled or not.
+        num_items = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+        losses = []
+        for rows in equal_rows(batch, max_tokens=recorder.pack_at(step).input_id_T.size):
+            on_device = {name: value.to(device, non_blocking=True) for name, value in rows.items()}
+            loss = model(**on_device, num_items_in_batch=num_items).loss
+            loss.backward()
+            losses.append(loss.detach())
+        recorder.backward_done(model, loss=torch.stack(losses).sum())
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if recorder.step_done():
+            break
+
+
+def pad_pack(pack: Pack, *, share: float) -> dict[str, torch.Tensor]:
+    """Return the documents of a pack as rows padded at the right, the longest first.
+
+    Example:
+        >>> import numpy as np
+        >>> pad_pack(Pack(input_id_T=np.arange(4, 9), lengths=[2, 3]), share=1.0)["input_ids"].tolist()
+        [[6, 7, 8], [4, 5, 0]]
+    """
+    documents = sorted(pack.documents(share), key=lambda document: -len(document[0]))
+    ids = [torch.from_numpy(ids) for ids, _ in documents]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(
+            [torch.from_numpy(labels) for _, labels in documents], batch_first=True, padding_value=IGNORED_LABEL
+        ),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
+
+
+def equal_rows(batch: dict[str, torch.Tensor], *, max_tokens: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the rows of a padded batch, the longest first, in groups of at most max_tokens with their padding.
+
+    Example:
+        >>> batch = {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 0]])}
+        >>> [group["attention_mask"].tolist() for group in equal_rows(batch, max_tokens=4)]
+        [[[1, 1, 1]], [[1], [1]]]
+    """
+    lengths = batch["attention_mask"].sum(dim=1).tolist()
+    begin = 0
+    while begin < len(lengths):
+        longest = lengths[begin]
+        end = begin + max(1, max_tokens // longest)
+        yield {name: value[begin:end, :longest] for name, value in batch.items()}
+        begin = end
 
 
 def train_rows(
