@@ -21,7 +21,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.mixers import MixerFamily, find_mixers, is_mixer, mixer_family
-from lightning_fastft.mixers.kernels import find_kernels, run_on_kernels
+from lightning_fastft.mixers.kernels import check_calls, find_kernels, run_on_kernels, without_kernels
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "mixers"
@@ -35,8 +35,8 @@ _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 class PackedMixer:
     """Run a mixer on each document of a packed batch alone; without a context it runs as it is.
 
-    On a CPU its own forward runs once for each document. On a GPU it runs once, on kernels that know where documents
-    begin.
+    On a CPU its own forward runs once for each document, in plain PyTorch whatever kernels are installed. On a GPU it
+    runs once, on kernels that know where documents begin.
 
     Args:
         mixer: A module that takes hidden states of shape (1, T, D) and keywords, and returns the shape that it takes.
@@ -66,6 +66,8 @@ class PackedMixer:
         """
         context, kwargs = _take_context(kwargs)
         own_forward = type(self._mixer).forward
+        if not hidden_states.is_cuda:
+            own_forward = without_kernels(own_forward)
         if context is None:
             return own_forward(self._mixer, hidden_states, *args, **kwargs)
         _check_packable(self._mixer, hidden_states, args, kwargs, context=context)
@@ -114,9 +116,9 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     mixers = [mixer for layer in decoder_layers(model) for mixer in find_mixers(layer, family)]
     if family is None or not mixers:
         return []
-    if any(parameter.is_cuda for parameter in mixers[0].parameters()):
-        find_kernels(family)
+    functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
     for mixer in mixers:
+        check_calls(type(mixer), functions)
         own_forward = vars(mixer).get("forward")
         if isinstance(getattr(own_forward, "__self__", None), PackedMixer):
             continue

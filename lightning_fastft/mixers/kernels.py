@@ -1,9 +1,9 @@
-"""GPU kernels of mixers that know where documents begin: the convolution and the gated delta rule of fla-core.
+"""The functions that a mixer's own forward calls: GPU kernels that know where documents begin, or plain PyTorch.
 
-A mixer's own forward runs once on the whole pack, on a copy of its function in which the names of transformers' kernels
-stand for these. Nothing of transformers changes.
+A forward runs on a copy of its function in which the names of transformers' kernels stand for these. Nothing of
+transformers changes.
 
-Axes: T tokens of the pack, C channels of a convolution, K its taps, H heads, W width of a head, N chunks of documents.
+Axes: T tokens of the pack, C channels of a convolution, K its taps, H heads, W width of a head.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.mixers import Kind, MixerFamily
+from lightning_fastft.mixers import kda
+from lightning_fastft.mixers.chunks import chunk_indices
 from lightning_fastft.packing.context import BatchContext
 
-# Tokens of a chunk, in the convolution and in the delta rule of fla-core.
-_CHUNK = 64
+# Activations of fla-core's convolution.
+_ACTIVATIONS = (None, "silu", "swish")
 
 
 def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
@@ -39,7 +41,8 @@ def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
         )
     try:
         import fla.modules.causal_conv1d
-        import fla.ops.gated_delta_rule  # noqa: F401
+        import fla.ops.gated_delta_rule
+        import fla.ops.kda  # noqa: F401
     except ImportError as error:
         raise UnsupportedModelError(
             f"{family.class_name} ({family.kind}) needs the kernels of fla-core to keep the documents of a pack apart "
@@ -68,39 +71,45 @@ def run_on_kernels(
     Raises:
         UnsupportedModelError: The mixer's code does not call one of the functions.
     """
-    own = inspect.unwrap(type(mixer).forward)
-    missing = sorted(set(functions) - set(own.__code__.co_names))
-    if missing:
-        raise UnsupportedModelError(
-            f"{type(mixer).__name__} of this version of transformers does not call {', '.join(missing)}, so its GPU "
-            "kernels cannot be told where documents begin. Train this model with one document per row."
-        )
+    check_calls(type(mixer), functions)
     bound = {name: functools.partial(function, context=context) for name, function in functions.items()}
-    forward = types.FunctionType(
-        own.__code__, {**own.__globals__, **bound}, own.__name__, own.__defaults__, own.__closure__
-    )
-    forward.__kwdefaults__ = own.__kwdefaults__
-    result: torch.Tensor = forward(mixer, hidden_states, **keywords)
+    result: torch.Tensor = _with_functions(type(mixer).forward, bound)(mixer, hidden_states, **keywords)
     return result
 
 
-def chunk_indices(context: BatchContext) -> torch.Tensor:
-    """Return (document, chunk inside it) of each chunk of the pack, shape (N, 2), int32, on the context's device.
+def check_calls(mixer_class: type[nn.Module], functions: dict[str, Callable[..., Any]]) -> None:
+    """Refuse a mixer whose code does not call each of some functions.
 
-    Cost:
-        Built on the host once per batch and copied without a host sync.
+    Raises:
+        UnsupportedModelError: It does not.
     """
+    missing = sorted(set(functions) - set(inspect.unwrap(mixer_class.forward).__code__.co_names))
+    if missing:
+        raise UnsupportedModelError(
+            f"{mixer_class.__name__} of this version of transformers does not call {', '.join(missing)}, so its GPU "
+            "kernels cannot be told where documents begin. Train this model with one document per row."
+        )
 
-    def build() -> torch.Tensor:
-        chunks = [
-            (document, chunk)
-            for document, length in enumerate(context.lengths)
-            for chunk in range(-(-length // _CHUNK))
-        ]
-        # The source is pageable and staged by the driver, so the host does not wait.
-        return torch.tensor(chunks, dtype=torch.int32).to(context.device, non_blocking=True)
 
-    return context.once("chunk_indices", (context.device, _CHUNK), build)
+def without_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward of transformers that calls the plain PyTorch form of its functions, which runs on any device.
+
+    transformers exchanges these functions for those of fla, mamba_ssm and causal_conv1d when it is imported, wherever
+    such a package can be imported, and calls them for tensors on a CPU too.
+    """
+    home, names = inspect.unwrap(forward).__globals__, inspect.unwrap(forward).__code__.co_names
+    plain = {name: inspect.unwrap(home[name]) for name in names if hasattr(home.get(name), "__wrapped__")}
+    return _with_functions(forward, plain)
+
+
+def _with_functions(forward: Callable[..., Any], functions: dict[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a forward in which some names stand for other functions."""
+    own = inspect.unwrap(forward)
+    copy = types.FunctionType(
+        own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
+    )
+    copy.__kwdefaults__ = own.__kwdefaults__
+    return copy
 
 
 def _convolve(
@@ -114,6 +123,12 @@ def _convolve(
 ) -> torch.Tensor:
     """Compute transformers' ``causal_conv1d_fn`` with weights (C, K), each document from zeros."""
     from fla.modules.causal_conv1d import causal_conv1d
+
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"The convolution of a mixer has the activation {activation!r}; its GPU kernel has 'silu' or none. Train "
+            "this model with one document per row."
+        )
 
     out_1TC, _ = causal_conv1d(
         x_1CT.transpose(1, 2).to(weight.dtype),
@@ -157,6 +172,7 @@ _FUNCTIONS: MappingProxyType[Kind, dict[str, Callable[..., Any]]] = MappingProxy
     {
         "short convolution": {"causal_conv1d_fn": _convolve},
         "gated delta rule": {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _gated_delta_rule},
+        "Kimi delta attention": {"causal_conv1d_fn": _convolve, **kda.FUNCTIONS},
     }
 )
 KINDS = tuple(_FUNCTIONS)

@@ -5,10 +5,12 @@ The functions here are transformers' own on each document; tests/gpu/test_mixers
 
 import inspect
 import sys
+import types
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -20,6 +22,11 @@ from tests.support.packs import assert_close, make_batch
 from tests.support.tiny_models import HYBRIDS, build_tiny
 
 LENGTHS = (7, 1, 12, 2, 9)
+# The recurrence of a kind, by the name that transformers' code calls.
+RULES = {
+    "gated delta rule": "torch_chunk_gated_delta_rule",
+    "Kimi delta attention": "chunk_kimi_delta_attention",
+}
 NAMES = [
     name
     for name, (model_type, _) in HYBRIDS.items()
@@ -47,11 +54,15 @@ def by_document(mixer, kind):
 
     def rule(*args, g, beta, context, **keywords):
         parts = zip(*(value.split(context.lengths, dim=1) for value in (*args, g, beta)))
-        function = home["torch_chunk_gated_delta_rule"]
+        function = home[RULES[kind]]
         return torch.cat([function(*part[:3], g=part[3], beta=part[4], **keywords)[0] for part in parts], dim=1), None
 
-    functions = {"causal_conv1d_fn": convolve}
-    return functions if kind == "short convolution" else functions | {"torch_chunk_gated_delta_rule": rule}
+    return {"causal_conv1d_fn": convolve} | ({RULES[kind]: rule} if kind in RULES else {})
+
+
+def is_kernel_of_transformers(value):
+    """Whether a function is one that transformers exchanges for that of an installed package."""
+    return "applicable_params" in getattr(getattr(value, "__code__", None), "co_freevars", ())
 
 
 def run(mixer, x, **keywords):
@@ -96,6 +107,35 @@ def test_a_mixer_that_calls_other_functions_is_refused():
     functions = {**by_document(mixer, "short convolution"), "torch_chunk_gated_delta_rule": None}
     with pytest.raises(UnsupportedModelError, match="does not call torch_chunk_gated_delta_rule"):
         run_on_kernels(mixer, functions, torch.zeros(1, 31, 32), context=make_batch(LENGTHS).context)
+
+
+def test_a_gpu_finds_other_code_before_the_first_step(monkeypatch):
+    model = build_tiny("lfm2")
+    functions = {**by_document(first_mixer(model), "short convolution"), "torch_chunk_gated_delta_rule": None}
+    monkeypatch.setattr(install, "find_kernels", lambda family: functions)
+    first_mixer(model).conv.weight = torch.nn.Parameter(first_mixer(model).conv.weight.as_subclass(OnGpu))
+    with pytest.raises(UnsupportedModelError, match="does not call torch_chunk_gated_delta_rule"):
+        install_mixers(model, patcher := ModelPatcher())
+    assert len(patcher) == 0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "kimi_linear", "falcon_h1", "jamba"])
+def test_a_cpu_calls_no_installed_kernel(name, monkeypatch):
+    """transformers takes the functions of any installed package, as it does here, for tensors on a CPU too."""
+    model, context = build_tiny(name), make_batch(LENGTHS).context
+    mixer, x = first_mixer(model), torch.randn(1, sum(LENGTHS), 32)
+    kernels = types.ModuleType("installed_kernels")
+    home = inspect.unwrap(type(mixer).forward).__globals__
+    for function in [key for key, value in home.items() if is_kernel_of_transformers(value)]:
+        setattr(kernels, function, lambda *args, **keywords: pytest.fail("a kernel was called on a CPU"))
+        monkeypatch.setitem(sys.modules, "installed_kernels", kernels)
+        wrap = use_kernel_func_from_hub_with_fallback(function, "installed_kernels")
+        monkeypatch.setitem(home, function, wrap(inspect.unwrap(home[function])))
+    with pytest.raises(pytest.fail.Exception):
+        mixer(hidden_states=x)
+    install_mixers(model, ModelPatcher())
+    mixer(hidden_states=x, context=context)
+    mixer(hidden_states=x)
 
 
 def test_transformers_keeps_its_own_functions():
