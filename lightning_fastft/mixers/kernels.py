@@ -21,7 +21,8 @@ from torch import nn
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.mixers import Kind, MixerFamily
 from lightning_fastft.mixers import kda
-from lightning_fastft.mixers.chunks import chunk_indices
+from lightning_fastft.mixers.chunks import chunk_indices, chunk_plan
+from lightning_fastft.mixers.delta_rule import delta_rule
 from lightning_fastft.packing.context import BatchContext
 
 # Activations of fla-core's convolution.
@@ -153,19 +154,12 @@ def _gated_delta_rule(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute transformers' ``torch_chunk_gated_delta_rule``, each document from an empty state."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.modules.norm.l2norm import l2norm
 
-    out_1THW, _ = chunk_gated_delta_rule(
-        query_1THW,
-        key_1THW,
-        value_1THW,
-        g=g,
-        beta=beta,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=context.start_S1,
-        chunk_indices=chunk_indices(context),
-    )
-    return out_1THW, None
+    rows = (query_1THW, key_1THW, value_1THW)
+    if use_qk_l2norm_in_kernel:
+        rows = (*(l2norm(x.contiguous()) for x in rows[:2]), value_1THW)
+    return delta_rule(*(x[0] for x in (*rows, g, beta)), chunk_plan(context))[None], None
 
 
 _FUNCTIONS: MappingProxyType[Kind, dict[str, Callable[..., Any]]] = MappingProxyType(

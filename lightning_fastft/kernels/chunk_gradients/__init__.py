@@ -1,0 +1,1 @@
+"""Gradients of queries, keys and decays in chunked linear attention."""

@@ -1,0 +1,160 @@
+"""Gradients of queries, keys and decays in chunked linear attention: gated delta rules and Mamba-2.
+
+A chunk is up to 64 tokens of a document. Inside it, with decays summed from its first token,
+``out_i = scale * (2^decay_i state q_i + sum_{j <= i} 2^(decay_i - decay_j) (q_i . k_j) v_j)`` and the state of the next
+chunk is ``2^decay_last state + sum_j 2^(decay_last - decay_j) k_j v_j``. The values of a gated delta rule are
+``v = u - w state``.
+
+Axes: T tokens, H heads of queries and keys, J heads of values, K and V their widths, N chunks, S documents.
+The function is not differentiable; the autograd Functions of mixers call it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from lightning_fastft.core.checks import check_tensor
+from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, plain_numbers, uses_triton
+from lightning_fastft.kernels.chunk_gradients import reference
+from lightning_fastft.kernels.chunk_gradients.reference import ChunkGradients
+
+_DTYPES = (*TRITON_DTYPES, torch.float64)
+
+
+def chunk_gradients(
+    q_THK: torch.Tensor,
+    k_THK: torch.Tensor,
+    v_TJV: torch.Tensor,
+    d_out_TJV: torch.Tensor,
+    state_NJKV: torch.Tensor,
+    d_state_NJKV: torch.Tensor,
+    decay_TJ: torch.Tensor,
+    *,
+    start_S1: torch.Tensor,
+    chunk_N2: torch.Tensor,
+    scale: float,
+    d_value_TJV: torch.Tensor | None = None,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> ChunkGradients:
+    """Return the gradients of queries, keys, decays and the rows that read the state.
+
+    Sums are fp32 (float64 for float64) in a fixed order, so two calls are bit-equal. Factors of products between tiles
+    have the dtype of the queries.
+
+    Args:
+        q_THK: Queries. Shape (T, H, K); bf16, fp16, fp32 or float64, contiguous.
+        k_THK: Keys, like q_THK.
+        v_TJV: Values, after what the state already holds was taken off. Shape (T, J, V), J a multiple of H; dtype of
+            q_THK, contiguous.
+        d_out_TJV: Gradient of the output, like v_TJV.
+        state_NJKV: State at the start of each chunk. Shape (N, J, K, V), any floating dtype, contiguous.
+        d_state_NJKV: Gradient of the state at the end of each chunk, like state_NJKV.
+        decay_TJ: Binary logarithms of the decays, summed inside each chunk. Shape (T, J), fp32 or float64, contiguous.
+        start_S1: First token of each document, and T. Shape (S + 1,), int32 or int64.
+        chunk_N2: Document and place in it of each chunk, in the order of the pack. Shape (N, 2), int32 or int64.
+        scale: Factor of the queries.
+        d_value_TJV: Gradient of v_TJV where values are ``u - w state``; None otherwise.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
+            the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Returns:
+        gradients: Queries, keys and w in the dtype of q_THK; decays in fp32, as gradients of natural logarithms.
+
+    Raises:
+        ShapeError: A shape, dtype, device or layout is wrong.
+        OptionError: The backend is unknown, or cannot serve these tensors.
+
+    Cost:
+        Reads values, states and their gradients once for each 64 columns of K, and writes each gradient once. No host
+        sync. "reference" makes wide copies and reads the offsets on the host.
+
+    Source:
+        Gated linear attention, arXiv 2312.06635; gated delta networks, arXiv 2412.06464.
+
+    Example:
+        >>> rows, states = torch.ones(2, 1, 1), torch.zeros(1, 1, 1, 1)
+        >>> start, chunk, decay = torch.tensor([0, 2]), torch.tensor([[0, 0]]), torch.zeros(2, 1)
+        >>> found = chunk_gradients(
+        ...     rows, rows, rows, rows, states, states, decay, start_S1=start, chunk_N2=chunk, scale=1.0
+        ... )
+        >>> found.d_q_THK.flatten(), found.d_k_THK.flatten()
+        (tensor([1., 2.]), tensor([2., 1.]))
+    """
+    if must_check(is_checked):
+        _check(q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, d_value_TJV)
+    with plain_numbers(q_THK.device.type):
+        return _choose(backend, q_THK).chunk_gradients(
+            q_THK,
+            k_THK,
+            v_TJV,
+            d_out_TJV,
+            state_NJKV,
+            d_state_NJKV,
+            decay_TJ,
+            start_S1=start_S1,
+            chunk_N2=chunk_N2,
+            scale=scale,
+            d_value_TJV=d_value_TJV,
+        )
+
+
+def _choose(backend: str, q_THK: torch.Tensor) -> ModuleType:
+    """Return the module of the backend."""
+    if not uses_triton(backend, q_THK.device, dtype=q_THK.dtype):
+        return reference
+    from lightning_fastft.kernels.chunk_gradients import triton
+
+    return triton
+
+
+def _check(
+    q_THK: torch.Tensor,
+    k_THK: torch.Tensor,
+    v_TJV: torch.Tensor,
+    d_out_TJV: torch.Tensor,
+    state_NJKV: torch.Tensor,
+    d_state_NJKV: torch.Tensor,
+    decay_TJ: torch.Tensor,
+    start_S1: torch.Tensor,
+    chunk_N2: torch.Tensor,
+    d_value_TJV: torch.Tensor | None,
+) -> None:
+    """Refuse tensors that do not belong together."""
+    check_tensor("q_THK", q_THK, ndim=3, dtypes=_DTYPES)
+    check_tensor("v_TJV", v_TJV, ndim=3, dtypes=(q_THK.dtype,))
+    (num_tokens, num_heads, num_keys), num_value_heads, num_values = q_THK.shape, *v_TJV.shape[1:]
+    if num_heads == 0 or num_value_heads % num_heads or v_TJV.shape[0] != num_tokens:
+        raise ShapeError(
+            f"v_TJV is {tuple(v_TJV.shape)} for queries {tuple(q_THK.shape)}: it needs as many tokens, and a multiple "
+            "of their heads."
+        )
+    state_shape = (chunk_N2.shape[0], num_value_heads, num_keys, num_values)
+    expected = {
+        "k_THK": (k_THK, q_THK.shape, (q_THK.dtype,)),
+        "d_out_TJV": (d_out_TJV, v_TJV.shape, (q_THK.dtype,)),
+        "state_NJKV": (state_NJKV, state_shape, _DTYPES),
+        "d_state_NJKV": (d_state_NJKV, state_shape, _DTYPES),
+        "decay_TJ": (decay_TJ, v_TJV.shape[:2], (torch.float32, torch.float64)),
+        "start_S1": (start_S1, start_S1.shape[:1], (torch.int32, torch.int64)),
+        "chunk_N2": (chunk_N2, (chunk_N2.shape[0], 2), (torch.int32, torch.int64)),
+    }
+    if d_value_TJV is not None:
+        expected["d_value_TJV"] = (d_value_TJV, v_TJV.shape, (q_THK.dtype,))
+    for name, (tensor, shape, dtypes) in expected.items():
+        check_tensor(name, tensor, ndim=len(shape), dtypes=dtypes)
+        if tensor.shape != torch.Size(shape) or tensor.device != q_THK.device:
+            raise ShapeError(
+                f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be {tuple(shape)} on {q_THK.device}."
+            )
+    for name, tensor in {
+        "q_THK": q_THK,
+        "v_TJV": v_TJV,
+        **{name: given[0] for name, given in expected.items()},
+    }.items():
+        if not tensor.is_contiguous():
+            raise ShapeError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous() on it.")

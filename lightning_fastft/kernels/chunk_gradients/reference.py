@@ -1,0 +1,75 @@
+"""Gradients of queries, keys and decays in chunked linear attention, chunk by chunk in plain PyTorch.
+
+Axes: T tokens, H heads of queries and keys, J heads of values, K and V their widths, N chunks, S documents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Tokens of a chunk.
+CHUNK = 64
+
+
+class ChunkGradients(NamedTuple):
+    """Gradients of a chunked linear attention.
+
+    Args:
+        d_q_THK: Of the queries.
+        d_k_THK: Of the keys.
+        d_w_TJK: Of the rows that read the state; None without d_value_TJV.
+        d_decay_TJ: Of the decays, in natural logarithms and summed inside each chunk; fp32 (float64 for float64).
+    """
+
+    d_q_THK: torch.Tensor
+    d_k_THK: torch.Tensor
+    d_w_TJK: torch.Tensor | None
+    d_decay_TJ: torch.Tensor
+
+
+def chunk_gradients(
+    q_THK: torch.Tensor,
+    k_THK: torch.Tensor,
+    v_TJV: torch.Tensor,
+    d_out_TJV: torch.Tensor,
+    state_NJKV: torch.Tensor,
+    d_state_NJKV: torch.Tensor,
+    decay_TJ: torch.Tensor,
+    *,
+    start_S1: torch.Tensor,
+    chunk_N2: torch.Tensor,
+    scale: float,
+    d_value_TJV: torch.Tensor | None = None,
+) -> ChunkGradients:
+    """Return the gradients, computed in fp32 (float64 for float64) and rounded once."""
+    wide = torch.float64 if q_THK.dtype is torch.float64 else torch.float32
+    num_members = v_TJV.shape[1] // q_THK.shape[1]
+    # As many heads of queries and keys as of values.
+    q_TJK, k_TJK = (x.to(wide).repeat_interleave(num_members, dim=1) for x in (q_THK, k_THK))
+    d_q_TJK, d_k_TJK = torch.zeros_like(q_TJK), torch.zeros_like(k_TJK)
+    d_w_TJK = None if d_value_TJV is None else torch.zeros_like(q_TJK)
+    d_decay_TJ = torch.zeros(decay_TJ.shape, dtype=wide, device=decay_TJ.device)
+    starts = start_S1.tolist()
+    for number, (document, place) in enumerate(chunk_N2.tolist()):
+        begin = starts[document] + place * CHUNK
+        rows = slice(begin, min(begin + CHUNK, starts[document + 1]))
+        # Heads first: products of the axis of tokens.
+        q, k, v, d_out = (x[rows].to(wide).transpose(0, 1) for x in (q_TJK, k_TJK, v_TJV, d_out_TJV))
+        state_T, d_state_T = (x[number].to(wide).transpose(1, 2) for x in (state_NJKV, d_state_NJKV))
+        decay = decay_TJ[rows].to(wide).T
+        last = decay[:, -1:]
+        # A token sees itself and those before it; the differences of all others could overflow.
+        difference = (decay[:, :, None] - decay[:, None, :]).tril()
+        d_score = (d_out @ v.transpose(1, 2) * difference.exp2()).tril() * scale
+        d_q = d_out @ state_T * (scale * decay.exp2())[..., None] + d_score @ k
+        d_k_state = v @ d_state_T * (last - decay).exp2()[..., None]
+        d_k = d_k_state + d_score.transpose(1, 2) @ q
+        d_decay = (d_q * q).sum(-1) - (d_k * k).sum(-1)
+        d_decay[:, -1] += last[:, 0].exp2() * (state_T * d_state_T).sum((1, 2)) + (d_k_state * k).sum((1, 2))
+        d_q_TJK[rows], d_k_TJK[rows], d_decay_TJ[rows] = d_q.transpose(0, 1), d_k.transpose(0, 1), d_decay.T
+        if d_w_TJK is not None and d_value_TJV is not None:
+            d_w_TJK[rows] = -(d_value_TJV[rows].to(wide).transpose(0, 1) @ state_T).transpose(0, 1)
+    of_head = (d.unflatten(1, (-1, num_members)).sum(2).to(q_THK.dtype) for d in (d_q_TJK, d_k_TJK))
+    return ChunkGradients(*of_head, None if d_w_TJK is None else d_w_TJK.to(q_THK.dtype), d_decay_TJ)

@@ -1,0 +1,140 @@
+"""The gated delta rule of packed documents on a GPU: the parts of fla-core, and our kernel for one of its gradients.
+
+fla-core's own function refuses its backward on Hopper with Triton 3.4 to 3.7.0, where one of its kernels is compiled
+wrongly (fla-org issue 640). ``kernels/chunk_gradients`` takes the place of that kernel, with every Triton.
+
+Axes: T tokens, G heads of queries and keys, H heads of values, W columns of a head, N chunks of documents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
+from lightning_fastft.mixers.chunks import ChunkPlan
+
+
+def delta_rule(
+    q_TGW: torch.Tensor,
+    k_TGW: torch.Tensor,
+    v_THW: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    plan: ChunkPlan,
+) -> torch.Tensor:
+    """Return the output of the gated delta rule, each document from an empty state; differentiable.
+
+    ``S[t] = exp(g) S[t - 1] + k (beta (v - k^T exp(g) S[t - 1]))^T`` and ``out = S^T q / sqrt(width)``.
+
+    Args:
+        q_TGW: Queries of unit length. Shape (T, G, W); bf16 or fp16 on a GPU.
+        k_TGW: Keys of unit length, like q_TGW.
+        v_THW: Values. Shape (T, H, W), H a multiple of G; dtype of q_TGW.
+        g_TH: Natural logarithms of the decays. Shape (T, H), fp32.
+        beta_TH: Strengths of the updates. Shape (T, H).
+        plan: Of the pack, on the device of the queries.
+
+    Returns:
+        Shape (T, H, W), dtype of v_THW, contiguous.
+
+    Raises:
+        ImportError: fla-core is not installed.
+
+    Cost:
+        Six launches forward and eleven backward; no host sync. Saves the inputs and T * H * 64 values; the backward
+        computes the states again, N * H * W * W values.
+
+    Source:
+        Gated delta networks, arXiv 2412.06464; fla-core.
+    """
+    return _DeltaRule.apply(q_TGW, k_TGW, v_THW, g_TH, beta_TH, plan)
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Saves the inputs, the summed decays and the inverse of each chunk's triangle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TGW: torch.Tensor,
+        k_TGW: torch.Tensor,
+        v_THW: torch.Tensor,
+        g_TH: torch.Tensor,
+        beta_TH: torch.Tensor,
+        plan: ChunkPlan,
+    ) -> torch.Tensor:
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+        from fla.ops.common.chunk_o import chunk_fwd_o
+        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+
+        ctx.plan, ctx.g_dtype = plan, g_TH.dtype
+        chunks = _chunk_arguments(plan)
+        q, k, v, g, beta = (x[None].contiguous() for x in (q_TGW, k_TGW, v_THW, g_TH, beta_TH))
+        decay = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **chunks)
+        w, u, inverse = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=decay, beta=beta, chunk_size=CHUNK, **chunks)
+        state, value, _ = chunk_gated_delta_rule_fwd_h(
+            k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=plan.first_chunk_S1, **chunks
+        )
+        ctx.save_for_backward(q, k, v, decay, beta, inverse)
+        out: torch.Tensor = chunk_fwd_o(
+            q=q, k=k, v=value, h=state, g=decay, scale=_scale(q), chunk_size=CHUNK, **chunks
+        )
+        return out[0].to(v_THW.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_THW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
+        from fla.ops.common.chunk_o import chunk_bwd_dv_local
+        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
+        from fla.ops.utils import chunk_local_cumsum
+
+        q, k, v, decay, beta, inverse = ctx.saved_tensors
+        plan: ChunkPlan = ctx.plan
+        chunks, scale, d_out = _chunk_arguments(plan), _scale(q), d_out_THW[None].contiguous()
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **chunks)
+        state, value, _ = chunk_gated_delta_rule_fwd_h(
+            k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=plan.first_chunk_S1, **chunks
+        )
+        d_value = chunk_bwd_dv_local(q=q, k=k, g=decay, do=d_out, scale=scale, chunk_size=CHUNK, **chunks)
+        d_state, _, d_value = chunk_gated_delta_rule_bwd_dhu(
+            q=q,
+            k=k,
+            w=w,
+            g=decay,
+            do=d_out,
+            dv=d_value,
+            scale=scale,
+            chunk_size=CHUNK,
+            chunk_offsets=plan.first_chunk_S1,
+            **chunks,
+        )
+        found = chunk_gradients(
+            *(x[0] for x in (q, k, value, d_out, state, d_state, decay)),
+            start_S1=plan.start_S1,
+            chunk_N2=plan.chunk_N2,
+            scale=scale,
+            d_value_TJV=d_value[0],
+            is_checked=False,
+        )
+        assert found.d_w_TJK is not None
+        d_k, d_v, d_beta, d_decay = prepare_wy_repr_bwd(
+            k=k, v=v, beta=beta, g=decay, A=inverse, dw=found.d_w_TJK[None], du=d_value, **chunks
+        )
+        d_g = chunk_local_cumsum(d_decay.add_(found.d_decay_TJ[None]), chunk_size=CHUNK, reverse=True, **chunks)
+        return found.d_q_THK, found.d_k_THK.add_(d_k[0]), d_v[0], d_g[0].to(ctx.g_dtype), d_beta[0], None
+
+
+def _chunk_arguments(plan: ChunkPlan) -> dict[str, torch.Tensor]:
+    """Return the arguments by which fla-core's functions find documents and chunks."""
+    return {"cu_seqlens": plan.start_S1, "chunk_indices": plan.chunk_N2}
+
+
+def _scale(q: torch.Tensor) -> float:
+    return float(q.shape[-1] ** -0.5)

@@ -1,0 +1,57 @@
+"""Tests of the Triton kernel, run in a process of their own (``tests/kernels/test_interpreted.py``, or on a GPU)."""
+
+import os
+
+import pytest
+import torch
+
+from lightning_fastft.kernels.chunk_gradients import triton
+from tests.kernels.test_chunk_gradients import LENGTHS, SHAPES, check, make_inputs, run
+from tests.support.truth import load_with_fault
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
+NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+SHORT = (1, 67, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_gradient_equals_the_truth(shape):
+    check(triton.chunk_gradients, shape, torch.float32, device=DEVICE, lengths=SHORT)
+
+
+def test_narrow_numbers():
+    check(triton.chunk_gradients, SHAPES[1], NARROW, device=DEVICE, lengths=LENGTHS)
+
+
+def test_two_calls_are_bit_equal_and_w_can_be_left_out():
+    inputs, offsets = make_inputs(SHAPES[1], NARROW, device=DEVICE, lengths=SHORT)
+    first, second = (run(triton.chunk_gradients, inputs, offsets) for _ in range(2))
+    assert all(torch.equal(one, two) for one, two in zip(first, second))
+    del inputs["d_value"]
+    without = run(triton.chunk_gradients, inputs, offsets)
+    assert without.d_w_TJK is None
+    assert torch.equal(without.d_decay_TJ, first.d_decay_TJ)
+
+
+FAULTS = {
+    "last row lost": ("inside_rows, inside_keys = rows < end", "inside_rows, inside_keys = rows < end - 1"),
+    "a token does not see itself": ("rows[:, None] >= rows[None, :]", "rows[:, None] > rows[None, :]"),
+    "a key misses its own query": ("rows[:, None] <= rows[None, :]", "rows[:, None] < rows[None, :]"),
+    "state not decayed": ("(tl.exp2(decay) * scale)", "(0.0 * decay + scale)"),
+    "keys not decayed": ("tl.exp2(decay_last - decay), 0.0)", "1.0, 0.0)"),
+    "gradient of the last decay lost": ("d_decay + d_last, d_decay", "d_decay, d_decay"),
+    "sign of w": ("(-d_w).to", "d_w.to"),
+    "first member only": ("for member in range(GROUP)", "for member in range(1)"),
+    "first block of values only": ("for first in range(0, VALUES, BLOCK_V)", "for first in range(0, BLOCK_V, BLOCK_V)"),
+    "place of the chunk lost": ("+ place * BLOCK_C", "+ 0 * place"),
+    "scale lost": ("tl.exp2(difference) * scale", "tl.exp2(difference)"),
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_seen(name, tmp_path):
+    faulty = load_with_fault(triton, *FAULTS[name], tmp_path)
+    with pytest.raises(AssertionError):
+        check(faulty.chunk_gradients, (1, 2, 24, 70), torch.float32, device=DEVICE, lengths=SHORT)
