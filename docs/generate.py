@@ -24,7 +24,7 @@ from lightning_fastft.cli.command import USAGE
 from lightning_fastft.cli.lightning_cli import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.fused.decoder import LAYERS
+from lightning_fastft.fused.layer_forms import LAYERS
 from lightning_fastft.hf.expert_nf4 import check_experts
 from lightning_fastft.hf.families import FAMILIES, check_servable
 from lightning_fastft.hf.lora import add_adapters
