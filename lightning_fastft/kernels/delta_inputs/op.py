@@ -1,0 +1,241 @@
+"""Inputs of the gated delta rule from a joint projection of packed documents, and the gradient.
+
+Axes: T tokens, C columns of the joint projection, G query and key heads, H value heads, W columns of a head, N channels
+of the convolution, K its taps.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_out, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.delta_inputs import reference
+from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
+from lightning_fastft.kernels.head_gate.op import RowGradient
+
+_DTYPES = (*TRITON_DTYPES, torch.float64)
+
+
+def make_delta_inputs(
+    rows_TC: torch.Tensor,
+    parameters: DeltaParameters,
+    position_T: torch.Tensor,
+    *,
+    form: DeltaForm,
+    row_gradient: RowGradient,
+) -> DeltaInputs:
+    """Return the inputs of the gated delta rule; differentiable.
+
+    Args:
+        rows_TC: Joint projection.
+        parameters: Weights of the convolution and of the decays.
+        position_T: Position of each token in its document.
+        form: Where the inputs are among the columns.
+        row_gradient: Holds the gradient of rows_TC with the columns of the gates written by ``gate_heads``, which
+            runs first in the backward.
+
+    Cost:
+        As delta_inputs_forward and delta_inputs_backward; saves rows_TC and the weights.
+
+    Source:
+        own
+    """
+    return DeltaInputs(*_DeltaInputs.apply(rows_TC, *parameters, position_T, form, row_gradient))
+
+
+def delta_inputs_forward(
+    rows_TC: torch.Tensor,
+    parameters: DeltaParameters,
+    position_T: torch.Tensor,
+    *,
+    form: DeltaForm,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> DeltaInputs:
+    """Return queries, keys and values after the convolution, silu and the l2 norm, and decay and strength; no graph.
+
+    A token reads tokens of its own document alone. The arithmetic is fp32 (float64 for float64) and each value is
+    rounded once.
+
+    Args:
+        rows_TC: Joint projection. Shape (T, C), C = form.num_columns; bf16, fp16, fp32 or float64; last axis
+            contiguous, any row stride.
+        parameters: Weights, contiguous; bf16, fp16, fp32 or rows_TC's dtype.
+        position_T: Position of each token in its document, from 0. Shape (T,), int64.
+        form: Where the inputs are among the columns.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
+            the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Returns:
+        The inputs, each contiguous; q, k and v in the dtype of rows_TC.
+
+    Raises:
+        ShapeError: A shape, dtype, device or layout is wrong.
+        OptionError: The form or the backend is unknown, or the backend cannot serve these tensors.
+
+    Cost:
+        Reads the columns of heads once (taps from the cache) and writes them once, in 3 launches; no host sync.
+        "reference" makes fp32 copies.
+
+    Source:
+        Gated delta networks, arXiv 2412.06464; ``Qwen3_5GatedDeltaNet`` of transformers.
+
+    Example:
+        >>> form = DeltaForm(num_key_heads=1, num_heads=1, key_width=1, value_width=1)
+        >>> parameters = DeltaParameters(torch.ones(3, 2), torch.zeros(1), torch.zeros(1))
+        >>> rows = torch.zeros(2, 6)
+        >>> delta_inputs_forward(rows, parameters, torch.tensor([0, 1]), form=form).beta_TH
+        tensor([[0.5000],
+                [0.5000]])
+    """
+    if must_check(is_checked):
+        _check(rows_TC, parameters, position_T, form)
+    with torch.no_grad():
+        return _choose(backend, rows_TC).delta_inputs_forward(rows_TC, parameters, position_T, form=form)
+
+
+def delta_inputs_backward(
+    gradients: DeltaInputs,
+    rows_TC: torch.Tensor,
+    parameters: DeltaParameters,
+    position_T: torch.Tensor,
+    *,
+    form: DeltaForm,
+    needs_weights: bool,
+    out: torch.Tensor,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> DeltaParameters | None:
+    """Write the gradient of ``delta_inputs_forward`` by the projection into ``out``, and return those by the weights.
+
+    Sums have a fixed order, so two calls are bit-equal.
+
+    Args:
+        gradients: Gradients of the outputs; shapes and layouts of the outputs, q, k and v in the dtype of rows_TC.
+        rows_TC: As given to ``delta_inputs_forward``.
+        parameters: As given to ``delta_inputs_forward``.
+        position_T: As given to ``delta_inputs_forward``.
+        form: As given to ``delta_inputs_forward``.
+        needs_weights: Return the gradients of the weights.
+        out: Gradient of the projection, a tensor like rows_TC; the columns of the gates of outputs are not touched,
+            all others are written.
+        backend: As in ``delta_inputs_forward``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Returns:
+        Gradients of the weights, fp32 (float64 for float64); None unless needs_weights.
+
+    Raises:
+        ShapeError: As in ``delta_inputs_forward``, or ``out`` shares memory with an input.
+        OptionError: As in ``delta_inputs_forward``.
+
+    Cost:
+        Reads gradients and columns once (taps from the cache) and writes the gradient of the columns once, in 3
+        launches; forms the convolution K times; no host sync. needs_weights: partial sums of 4 K N bytes for 32 tokens.
+
+    Source:
+        The chain rule.
+    """
+    if must_check(is_checked):
+        _check(rows_TC, parameters, position_T, form)
+        _check_gradients(gradients, rows_TC, form)
+        check_choice("needs_weights", needs_weights, (False, True))
+        check_alike("out", out, "rows_TC", rows_TC)
+        check_out(out, may_be={}, must_not_meet=(rows_TC, *gradients))
+    with torch.no_grad():
+        return _choose(backend, rows_TC).delta_inputs_backward(
+            gradients, rows_TC, parameters, position_T, form=form, needs_weights=needs_weights, out=out
+        )
+
+
+class _DeltaInputs(torch.autograd.Function):
+    """Saves the joint projection, the weights and the positions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_TC: torch.Tensor,
+        conv_weight_NK: torch.Tensor,
+        a_log_H: torch.Tensor,
+        dt_bias_H: torch.Tensor,
+        position_T: torch.Tensor,
+        form: DeltaForm,
+        row_gradient: RowGradient,
+    ) -> DeltaInputs:
+        ctx.form, ctx.row_gradient = form, row_gradient
+        ctx.save_for_backward(rows_TC, conv_weight_NK, a_log_H, dt_bias_H, position_T)
+        parameters = DeltaParameters(conv_weight_NK, a_log_H, dt_bias_H)
+        return delta_inputs_forward(rows_TC, parameters, position_T, form=form, is_checked=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows_TC, *weights, position_T = ctx.saved_tensors
+        d_rows_TC = ctx.row_gradient.take()
+        if d_rows_TC is None:
+            d_rows_TC = torch.zeros_like(rows_TC)
+        needs_rows, *needs = ctx.needs_input_grad[:4]
+        gradients = delta_inputs_backward(
+            DeltaInputs(*(d.contiguous() for d in d_outputs)),
+            rows_TC,
+            DeltaParameters(*weights),
+            position_T,
+            form=ctx.form,
+            needs_weights=any(needs),
+            out=d_rows_TC,
+            is_checked=False,
+        )
+        d_weights = (
+            None if gradients is None or not need else d.to(weight.dtype)
+            for d, weight, need in zip(gradients or weights, weights, needs)
+        )
+        return d_rows_TC if needs_rows else None, *d_weights, None, None, None
+
+
+def _choose(backend: str, rows_TC: torch.Tensor) -> ModuleType:
+    """Return the module of the backend."""
+    if not uses_triton(backend, rows_TC.device, dtype=rows_TC.dtype):
+        return reference
+    from lightning_fastft.kernels.delta_inputs import triton
+
+    return triton
+
+
+def _check(rows_TC: torch.Tensor, parameters: DeltaParameters, position_T: torch.Tensor, form: DeltaForm) -> None:
+    """Refuse what the kernels would read wrongly."""
+    if not isinstance(form, DeltaForm):
+        raise OptionError(f"form must be a DeltaForm, got {type(form).__name__}.")
+    check_tensor("rows_TC", rows_TC, ndim=2, dtypes=_DTYPES)
+    check_columns("rows_TC", rows_TC)
+    if rows_TC.shape[1] != form.num_columns:
+        raise ShapeError(f"rows_TC has {rows_TC.shape[1]} columns; the form has {form.num_columns}.")
+    check_tensor("position_T", position_T, ndim=1, dtypes=(torch.int64,))
+    check_tensor("conv_weight_NK", parameters.conv_weight_NK, ndim=2)
+    shapes = {
+        "position_T": (position_T, (rows_TC.shape[0],)),
+        "conv_weight_NK": (parameters.conv_weight_NK, (form.num_channels, parameters.conv_weight_NK.shape[1])),
+        "a_log_H": (parameters.a_log_H, (form.num_heads,)),
+        "dt_bias_H": (parameters.dt_bias_H, (form.num_heads,)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape or tensor.device != rows_TC.device or not tensor.is_contiguous():
+            raise ShapeError(
+                f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be {shape} on {rows_TC.device} and "
+                "contiguous."
+            )
+
+
+def _check_gradients(gradients: DeltaInputs, rows_TC: torch.Tensor, form: DeltaForm) -> None:
+    """Refuse gradients of other outputs."""
+    queries, values = ((rows_TC.shape[0], columns.num_heads, columns.width) for columns in (form.queries, form.values))
+    shapes = (queries, queries, values, values[:2], values[:2])
+    for name, tensor, shape in zip(DeltaInputs._fields, gradients, shapes):
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ShapeError(f"The gradient of {name} is {tuple(tensor.shape)}; it must be {shape} and contiguous.")

@@ -1,0 +1,425 @@
+"""Inputs of the gated delta rule on a GPU: columns of the joint projection are read where they are, and written as the
+rule reads them.
+
+Axes: T tokens (walked in blocks), S sections of heads (queries and keys; or values), H heads of a section, W columns of
+a head, N channels, P blocks of tokens that leave a partial sum.
+A program takes a block of tokens and a head. A tap is read if it is inside the token's document, by the token's
+position there. The backward forms the convolution again for each of the tokens that read a token. Rows mix in the
+gradients of weights alone: each program sums its tokens in one order, and PyTorch sums the programs.
+"""
+
+# A jit body has no types that Python could check.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lightning_fastft.kernels.delta_inputs.reference import NORM_EPS, DeltaForm, DeltaInputs, DeltaParameters
+from lightning_fastft.kernels.head_columns import HeadColumns
+from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
+
+# Tokens of a program, by heads of 128 columns: 32 and 16 values of a tile for each thread. Not yet measured.
+BLOCK_T = 32
+NUM_WARPS, NUM_WARPS_BACKWARD = 4, 8
+BLOCK_T_GATES = 32
+
+
+@triton.jit
+def _convolve(
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    tokens,
+    position,
+    inside_tokens,
+    cols,
+    inside_cols,
+    NUM_TAPS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Return the convolution of some tokens in fp32; taps before the document count as 0."""
+    total = tl.zeros((BLOCK_T, BLOCK_W), dtype=tl.float32)
+    for shift in tl.static_range(NUM_TAPS):
+        inside = (inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]
+        x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + cols * NUM_TAPS + (NUM_TAPS - 1 - shift), mask=inside_cols, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
+def _reciprocal_norm(y, eps):
+    """Return what each head is multiplied with, one column; rounded to nearest."""
+    root = tl.sqrt_rn(tl.sum(y * y, axis=1) + eps)
+    return tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)[:, None]
+
+
+@triton.jit
+def _column(head, NUM_HEADS: tl.constexpr, SECTION_STEP: tl.constexpr, GROUP_SIZE: tl.constexpr,
+            GROUP_STEP: tl.constexpr, HEAD_WIDTH: tl.constexpr):  # fmt: skip
+    """Return the first column of a head, counted from the first head of its kind."""
+    section, inner = head // NUM_HEADS, head % NUM_HEADS
+    return section * SECTION_STEP + inner // GROUP_SIZE * GROUP_STEP + inner % GROUP_SIZE * HEAD_WIDTH
+
+
+@triton.jit
+def _heads_forward_kernel(
+    x_ptr,
+    weight_ptr,
+    position_ptr,
+    y_ptr,
+    x_stride,
+    num_tokens,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    SECTION_STEP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_STEP: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One program for each block of tokens and each head of all sections."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_W)
+    inside_tokens, inside_cols = tokens < num_tokens, cols < HEAD_WIDTH
+    position = tl.load(position_ptr + tokens, mask=inside_tokens, other=0)
+    y = _convolve(
+        x_ptr + _column(head, NUM_HEADS, SECTION_STEP, GROUP_SIZE, GROUP_STEP, HEAD_WIDTH),
+        x_stride,
+        weight_ptr + head * (HEAD_WIDTH * NUM_TAPS),
+        tokens,
+        position,
+        inside_tokens,
+        cols,
+        inside_cols,
+        NUM_TAPS,
+        BLOCK_T,
+        BLOCK_W,
+    )
+    y = y / (1.0 + tl.exp(-y))
+    if HAS_NORM:
+        y *= _reciprocal_norm(y, eps)
+    place = (head // NUM_HEADS).to(tl.int64) * num_tokens * (NUM_HEADS * HEAD_WIDTH) + head % NUM_HEADS * HEAD_WIDTH
+    y_ptrs = y_ptr + place + tokens[:, None] * (NUM_HEADS * HEAD_WIDTH) + cols[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside_tokens[:, None] & inside_cols[None, :])
+
+
+@triton.jit
+def _heads_backward_kernel(
+    first_d_ptr,
+    second_d_ptr,
+    x_ptr,
+    weight_ptr,
+    position_ptr,
+    d_x_ptr,
+    partial_ptr,
+    x_stride,
+    d_x_stride,
+    num_tokens,
+    num_channels,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    SECTION_STEP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_STEP: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """As the forward; sections have one pointer each."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_W)
+    inside_tokens, inside_cols = tokens < num_tokens, cols < HEAD_WIDTH
+    column = _column(head, NUM_HEADS, SECTION_STEP, GROUP_SIZE, GROUP_STEP, HEAD_WIDTH)
+    x_ptr += column
+    weight_ptr += head * (HEAD_WIDTH * NUM_TAPS)
+    d_ptr = first_d_ptr if head < NUM_HEADS else second_d_ptr
+    d_ptr += head % NUM_HEADS * HEAD_WIDTH
+
+    d_x = tl.zeros((BLOCK_T, BLOCK_W), dtype=tl.float32)
+    # The token that many places later reads this one through its tap of that number.
+    for later in tl.static_range(NUM_TAPS):
+        readers = tokens + later
+        inside_readers = readers < num_tokens
+        position = tl.load(position_ptr + readers, mask=inside_readers, other=0)
+        pre = _convolve(
+            x_ptr,
+            x_stride,
+            weight_ptr,
+            readers,
+            position,
+            inside_readers,
+            cols,
+            inside_cols,
+            NUM_TAPS,
+            BLOCK_T,
+            BLOCK_W,
+        )
+        # A reader of another document has its first tokens between the two.
+        reads = inside_readers & (position >= later)
+        d_ptrs = d_ptr + readers[:, None] * (NUM_HEADS * HEAD_WIDTH) + cols[None, :]
+        d = tl.load(d_ptrs, mask=reads[:, None] & inside_cols[None, :], other=0.0).to(tl.float32)
+        share = 1.0 / (1.0 + tl.exp(-pre))
+        if HAS_NORM:
+            y = pre * share
+            scale = _reciprocal_norm(y, eps)
+            y *= scale
+            d = scale * (d - y * tl.sum(d * y, axis=1)[:, None])
+        d *= share * (1.0 + pre * (1.0 - share))
+        weight = tl.load(weight_ptr + cols * NUM_TAPS + (NUM_TAPS - 1 - later), mask=inside_cols, other=0.0)
+        d_x += d * weight.to(tl.float32)[None, :]
+        if NEEDS_WEIGHT and later == 0:
+            channels = tl.program_id(0).to(tl.int64) * num_channels + head * HEAD_WIDTH + cols
+            for shift in tl.static_range(NUM_TAPS):
+                inside = (inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]
+                x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
+                terms = tl.sum(d * x.to(tl.float32), axis=0)
+                tl.store(partial_ptr + channels * NUM_TAPS + (NUM_TAPS - 1 - shift), terms, mask=inside_cols)
+    d_x_ptrs = d_x_ptr + column + tokens[:, None] * d_x_stride + cols[None, :]
+    tl.store(d_x_ptrs, d_x.to(d_x_ptr.dtype.element_ty), mask=inside_tokens[:, None] & inside_cols[None, :])
+
+
+@triton.jit
+def _load_gates(
+    a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, stride, tokens, heads, inside, inside_heads,
+    GROUP_SIZE: tl.constexpr, GROUP_STEP: tl.constexpr,
+):  # fmt: skip
+    """Return a with its bias, b, the decay rate of each head, and where a and b are."""
+    places = tokens[:, None] * stride + (heads // GROUP_SIZE * GROUP_STEP + heads % GROUP_SIZE)[None, :]
+    a = tl.load(a_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    a += tl.load(dt_bias_ptr + heads, mask=inside_heads, other=0.0).to(tl.float32)[None, :]
+    rate = tl.exp(tl.load(a_log_ptr + heads, mask=inside_heads, other=0.0).to(tl.float32))[None, :]
+    return a, b, rate
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _gates_forward_kernel(
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    g_ptr,
+    beta_ptr,
+    stride,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_STEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program for each block of tokens."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    heads = tl.arange(0, BLOCK_H)
+    inside = (tokens < num_tokens)[:, None] & (heads < NUM_HEADS)[None, :]
+    a, b, rate = _load_gates(
+        a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, stride, tokens, heads, inside, heads < NUM_HEADS, GROUP_SIZE, GROUP_STEP
+    )
+    places = tokens[:, None] * NUM_HEADS + heads[None, :]
+    tl.store(g_ptr + places, -rate * _softplus(a), mask=inside)
+    tl.store(beta_ptr + places, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+
+
+@triton.jit
+def _gates_backward_kernel(
+    d_g_ptr,
+    d_beta_ptr,
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    d_a_ptr,
+    d_b_ptr,
+    partial_ptr,
+    stride,
+    d_stride,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_STEP: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program for each block of tokens."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    heads = tl.arange(0, BLOCK_H)
+    inside = (tokens < num_tokens)[:, None] & (heads < NUM_HEADS)[None, :]
+    a, b, rate = _load_gates(
+        a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, stride, tokens, heads, inside, heads < NUM_HEADS, GROUP_SIZE, GROUP_STEP
+    )
+    places = tokens[:, None] * NUM_HEADS + heads[None, :]
+    d_g = tl.load(d_g_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    d_beta = tl.load(d_beta_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    d_a = -d_g * rate / (1.0 + tl.exp(-a))
+    beta = 1.0 / (1.0 + tl.exp(-b))
+    out_places = tokens[:, None] * d_stride + (heads // GROUP_SIZE * GROUP_STEP + heads % GROUP_SIZE)[None, :]
+    tl.store(d_a_ptr + out_places, d_a.to(d_a_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_b_ptr + out_places, (d_beta * beta * (1.0 - beta)).to(d_b_ptr.dtype.element_ty), mask=inside)
+    if NEEDS_WEIGHT:
+        partial_ptrs = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * NUM_HEADS) + heads
+        # Beyond the last token both gradients are 0.
+        tl.store(partial_ptrs, tl.sum(-d_g * rate * _softplus(a), axis=0), mask=heads < NUM_HEADS)
+        tl.store(partial_ptrs + NUM_HEADS, tl.sum(d_a, axis=0), mask=heads < NUM_HEADS)
+
+
+def delta_inputs_forward(
+    rows_TC: torch.Tensor, parameters: DeltaParameters, position_T: torch.Tensor, *, form: DeltaForm
+) -> DeltaInputs:
+    """Return the inputs of the delta rule; same contract as the reference."""
+    num_tokens = rows_TC.shape[0]
+    qk_STGW = rows_TC.new_empty(2, num_tokens, form.num_key_heads, form.key_width)
+    v_THW = rows_TC.new_empty(num_tokens, form.num_heads, form.value_width)
+    g_TH, beta_TH = rows_TC.new_empty(2, num_tokens, form.num_heads, dtype=torch.float32)
+    if num_tokens:
+        _forward_heads(qk_STGW, form.queries, 0, rows_TC, parameters, position_T, form)
+        _forward_heads(v_THW, form.values, qk_STGW[:, 0].numel(), rows_TC, parameters, position_T, form)
+        _gates_forward_kernel[(ceil_div(num_tokens, BLOCK_T_GATES),)](
+            rows_TC[:, form.decays.begin :],
+            rows_TC[:, form.strengths.begin :],
+            parameters.a_log_H,
+            parameters.dt_bias_H,
+            g_TH,
+            beta_TH,
+            rows_TC.stride(0),
+            num_tokens,
+            **_gate_constants(form),
+            num_warps=NUM_WARPS,
+        )
+    return DeltaInputs(qk_STGW[0], qk_STGW[1], v_THW, g_TH, beta_TH)
+
+
+def _forward_heads(
+    y: torch.Tensor,
+    columns: HeadColumns,
+    channel: int,
+    rows_TC: torch.Tensor,
+    parameters: DeltaParameters,
+    position_T: torch.Tensor,
+    form: DeltaForm,
+) -> None:
+    """Write the queries and keys, or the values, whose first channel is given."""
+    num_tokens, num_sections = rows_TC.shape[0], 2 if channel == 0 else 1
+    _heads_forward_kernel[(ceil_div(num_tokens, BLOCK_T), num_sections * columns.num_heads)](
+        rows_TC[:, columns.begin :],
+        parameters.conv_weight_NK[channel:],
+        position_T,
+        y,
+        rows_TC.stride(0),
+        num_tokens,
+        NORM_EPS,
+        **_head_constants(columns, parameters, form, has_norm=channel == 0),
+        num_warps=NUM_WARPS,
+    )
+
+
+def delta_inputs_backward(
+    gradients: DeltaInputs,
+    rows_TC: torch.Tensor,
+    parameters: DeltaParameters,
+    position_T: torch.Tensor,
+    *,
+    form: DeltaForm,
+    needs_weights: bool,
+    out: torch.Tensor,
+) -> DeltaParameters | None:
+    """Write the gradient of the projection, and return those of the weights; same contract as the reference."""
+    num_tokens, num_taps = rows_TC.shape[0], parameters.conv_weight_NK.shape[1]
+    num_blocks, num_gate_blocks = ceil_div(num_tokens, BLOCK_T), ceil_div(num_tokens, BLOCK_T_GATES)
+    conv_PNK = gates_PSH = None
+    if needs_weights:
+        conv_PNK = rows_TC.new_empty(num_blocks, form.num_channels, num_taps, dtype=torch.float32)
+        gates_PSH = rows_TC.new_empty(num_gate_blocks, 2, form.num_heads, dtype=torch.float32)
+    if num_tokens:
+        num_qk = 2 * form.num_key_heads * form.key_width
+        for d_heads, columns, channel in (
+            ((gradients.q_TGW, gradients.k_TGW), form.queries, 0),
+            ((gradients.v_THW, gradients.v_THW), form.values, num_qk),
+        ):
+            _heads_backward_kernel[(num_blocks, (2 if channel == 0 else 1) * columns.num_heads)](
+                *d_heads,
+                rows_TC[:, columns.begin :],
+                parameters.conv_weight_NK[channel:],
+                position_T,
+                out[:, columns.begin :],
+                out if conv_PNK is None else conv_PNK[:, channel:],
+                rows_TC.stride(0),
+                out.stride(0),
+                num_tokens,
+                form.num_channels,
+                NORM_EPS,
+                **_head_constants(columns, parameters, form, has_norm=channel == 0),
+                NEEDS_WEIGHT=needs_weights,
+                num_warps=NUM_WARPS_BACKWARD,
+            )
+        _gates_backward_kernel[(num_gate_blocks,)](
+            gradients.g_TH,
+            gradients.beta_TH,
+            rows_TC[:, form.decays.begin :],
+            rows_TC[:, form.strengths.begin :],
+            parameters.a_log_H,
+            parameters.dt_bias_H,
+            out[:, form.decays.begin :],
+            out[:, form.strengths.begin :],
+            out if gates_PSH is None else gates_PSH,
+            rows_TC.stride(0),
+            out.stride(0),
+            num_tokens,
+            **_gate_constants(form),
+            NEEDS_WEIGHT=needs_weights,
+            num_warps=NUM_WARPS,
+        )
+    if conv_PNK is None or gates_PSH is None:
+        return None
+    d_a_log_H, d_dt_bias_H = gates_PSH.sum(dim=0)
+    return DeltaParameters(conv_PNK.sum(dim=0), d_a_log_H, d_dt_bias_H)
+
+
+def _head_constants(
+    columns: HeadColumns, parameters: DeltaParameters, form: DeltaForm, *, has_norm: bool
+) -> dict[str, Any]:
+    """Return what both kernels of heads know at compile time."""
+    return {
+        "NUM_HEADS": columns.num_heads,
+        "SECTION_STEP": form.keys.begin - form.queries.begin,
+        "GROUP_SIZE": columns.group_size,
+        "GROUP_STEP": columns.group_step,
+        "HEAD_WIDTH": columns.width,
+        "NUM_TAPS": parameters.conv_weight_NK.shape[1],
+        "HAS_NORM": has_norm,
+        "BLOCK_T": BLOCK_T,
+        "BLOCK_W": next_power_of_2(columns.width),
+    }
+
+
+def _gate_constants(form: DeltaForm) -> dict[str, Any]:
+    """Return what both kernels of gates know at compile time."""
+    columns = form.decays
+    return {
+        "NUM_HEADS": columns.num_heads,
+        "GROUP_SIZE": columns.group_size,
+        "GROUP_STEP": columns.group_step,
+        "BLOCK_T": BLOCK_T_GATES,
+        "BLOCK_H": next_power_of_2(columns.num_heads),
+    }

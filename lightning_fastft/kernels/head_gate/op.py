@@ -1,0 +1,264 @@
+"""Heads times an activation of their gates, normed first if the family does so, and the gradient, each in one pass.
+
+Axes: T tokens, C columns of the joint projection that holds the gates, H heads, W columns of a head, I = H W.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lightning_fastft.core.checks import check_alike, check_choice, check_columns, check_out, check_tensor
+from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.kernels.backends import TRITON_DTYPES, must_check, uses_triton
+from lightning_fastft.kernels.head_gate import reference
+from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm, HeadGateGradients
+
+_DTYPES = (*TRITON_DTYPES, torch.float64)
+
+
+class RowGradient:
+    """The gradient of a joint projection whose columns several Functions write, in the order of the backward.
+
+    The first makes the memory and puts it here; the last takes it, writes its columns, and returns it to autograd. So
+    autograd adds nothing and no column is copied.
+    """
+
+    def __init__(self) -> None:
+        self._rows_TC: torch.Tensor | None = None
+
+    def put(self, d_rows_TC: torch.Tensor) -> None:
+        """Store the gradient, some of its columns written."""
+        self._rows_TC = d_rows_TC
+
+    def take(self) -> torch.Tensor | None:
+        """Return the gradient once; None if there is none."""
+        rows_TC, self._rows_TC = self._rows_TC, None
+        return rows_TC
+
+
+def gate_heads(
+    x_THW: torch.Tensor,
+    rows_TC: torch.Tensor,
+    weight_W: torch.Tensor | None = None,
+    *,
+    form: HeadGateForm,
+    row_gradient: RowGradient,
+) -> torch.Tensor:
+    """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, side by side; differentiable.
+
+    Args:
+        x_THW: Heads; those of a token contiguous.
+        rows_TC: Joint projection that holds the gates.
+        weight_W: Weight of the norm; only with form.has_norm.
+        form: How heads are gated.
+        row_gradient: Gets the gradient of rows_TC with the columns of the gates written. The Function that reads the
+            other columns of rows_TC must take it; autograd gets no gradient of rows_TC from here.
+
+    Returns:
+        Shape (T, I), contiguous, dtype of x_THW.
+
+    Cost:
+        Reads heads and gates and writes the product once, backward twice that; saves heads and rows_TC.
+
+    Source:
+        own
+
+    Example:
+        >>> from lightning_fastft.kernels.head_columns import HeadColumns
+        >>> form = HeadGateForm(HeadColumns(begin=0, width=1, num_heads=1, group_size=1, group_step=1))
+        >>> gate_heads(torch.ones(1, 1, 1), torch.zeros(1, 1), form=form, row_gradient=RowGradient())
+        tensor([[0.5000]])
+    """
+    return _GateHeads.apply(x_THW, rows_TC, weight_W, form, row_gradient)
+
+
+def head_gate_forward(
+    x_THW: torch.Tensor,
+    rows_TC: torch.Tensor,
+    weight_W: torch.Tensor | None = None,
+    *,
+    form: HeadGateForm,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> torch.Tensor:
+    """Return ``x * a(gate)``, or ``norm(x) * a(gate)``, for each head, side by side; no graph.
+
+    The arithmetic is fp32 (float64 for float64) and the result is rounded once. Heads are independent, so NaN stays in
+    its head.
+
+    Args:
+        x_THW: Heads. Shape (T, H, W); bf16, fp16, fp32 or float64; the heads of a token contiguous.
+        rows_TC: Joint projection that holds the gates. Shape (T, C), dtype and device of x_THW; last axis contiguous,
+            any row stride.
+        weight_W: Weight of the norm. Shape (W,), contiguous; bf16, fp16, fp32 or x_THW's dtype; only with
+            form.has_norm.
+        form: How heads are gated.
+        backend: "triton" (CUDA; not for float64), "reference" (plain PyTorch), or "auto": the first if possible, else
+            the second.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Returns:
+        Shape (T, I), contiguous, dtype and device of x_THW.
+
+    Raises:
+        ShapeError: A shape, dtype, device or layout is wrong.
+        OptionError: The form or the backend is unknown, weight and form do not fit, or the backend cannot serve these
+            tensors.
+
+    Cost:
+        Reads heads and gates and writes the product once; no host sync. "reference" makes fp32 copies.
+
+    Source:
+        Gated attention, arXiv 2505.06708; gated norm of the gated delta rule, arXiv 2412.06464.
+
+    Example:
+        >>> from lightning_fastft.kernels.head_columns import HeadColumns
+        >>> form = HeadGateForm(HeadColumns(begin=1, width=1, num_heads=1, group_size=1, group_step=1))
+        >>> head_gate_forward(torch.ones(1, 1, 1), torch.tensor([[7.0, 0.0]]), form=form)
+        tensor([[0.5000]])
+    """
+    if must_check(is_checked):
+        _check(x_THW, rows_TC, weight_W, form)
+    with torch.no_grad():
+        return _choose(backend, x_THW).head_gate_forward(x_THW, rows_TC, weight_W, form=form)
+
+
+def head_gate_backward(
+    d_y_TI: torch.Tensor,
+    x_THW: torch.Tensor,
+    rows_TC: torch.Tensor,
+    weight_W: torch.Tensor | None = None,
+    *,
+    form: HeadGateForm,
+    needs_weight: bool,
+    out: torch.Tensor,
+    backend: str = "auto",
+    is_checked: bool = True,
+) -> HeadGateGradients:
+    """Return the gradients of ``head_gate_forward`` by its heads and its weight; that of the gates goes to ``out``.
+
+    Sums have a fixed order, so two calls are bit-equal.
+
+    Args:
+        d_y_TI: Gradient of the forward's output. Shape (T, I); dtype and device of x_THW; last axis contiguous, any row
+            stride.
+        x_THW: As given to ``head_gate_forward``.
+        rows_TC: As given to ``head_gate_forward``.
+        weight_W: As given to ``head_gate_forward``.
+        form: As given to ``head_gate_forward``.
+        needs_weight: Return the gradient of the weight too; only with form.has_norm.
+        out: Gradient of the joint projection, a tensor like rows_TC; the columns of the gates are written, others
+            are not touched.
+        backend: As in ``head_gate_forward``.
+        is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
+
+    Returns:
+        d_x_THW: Shape (T, H, W), contiguous, dtype of x_THW.
+        d_weight_W: Shape (W,), fp32 (float64 for float64); None unless needs_weight.
+
+    Raises:
+        ShapeError: As in ``head_gate_forward``, or ``out`` shares memory with an input.
+        OptionError: As in ``head_gate_forward``.
+
+    Cost:
+        Reads d_y_TI, heads and gates, and writes the gradients of both once; no host sync. needs_weight: at most 4 KiB
+        x W of partial sums, read once more. "reference" makes fp32 copies.
+
+    Source:
+        The chain rule.
+
+    Example:
+        >>> from lightning_fastft.kernels.head_columns import HeadColumns
+        >>> form = HeadGateForm(HeadColumns(begin=0, width=1, num_heads=1, group_size=1, group_step=1))
+        >>> one, gate, d_rows = torch.ones(1, 1), torch.zeros(1, 1), torch.empty(1, 1)
+        >>> head_gate_backward(one, one[None], gate, form=form, needs_weight=False, out=d_rows).d_x_THW
+        tensor([[[0.5000]]])
+        >>> d_rows
+        tensor([[0.2500]])
+    """
+    if must_check(is_checked):
+        _check(x_THW, rows_TC, weight_W, form)
+        check_alike("d_y_TI", d_y_TI, "the heads side by side", x_THW.flatten(1))
+        check_alike("out", out, "rows_TC", rows_TC)
+        check_out(out, may_be={}, must_not_meet=(d_y_TI, x_THW, rows_TC, weight_W))
+        if check_choice("needs_weight", needs_weight, (False, True)) and not form.has_norm:
+            raise OptionError("needs_weight is True, but the form has no norm. Pass needs_weight=False.")
+    with torch.no_grad():
+        return _choose(backend, x_THW).head_gate_backward(
+            d_y_TI, x_THW, rows_TC, weight_W, form=form, needs_weight=needs_weight, out=out
+        )
+
+
+class _GateHeads(torch.autograd.Function):
+    """Saves heads, the joint projection and the norm's weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_THW: torch.Tensor,
+        rows_TC: torch.Tensor,
+        weight_W: torch.Tensor | None,
+        form: HeadGateForm,
+        row_gradient: RowGradient,
+    ) -> torch.Tensor:
+        ctx.form, ctx.row_gradient = form, row_gradient
+        ctx.save_for_backward(x_THW, rows_TC, weight_W)
+        return head_gate_forward(x_THW, rows_TC, weight_W, form=form, is_checked=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TI: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_THW, rows_TC, weight_W = ctx.saved_tensors
+        d_rows_TC = torch.empty(rows_TC.shape, dtype=rows_TC.dtype, device=rows_TC.device)
+        d_y_TI = d_y_TI if d_y_TI.stride(-1) == 1 else d_y_TI.contiguous()
+        gradients = head_gate_backward(
+            d_y_TI,
+            x_THW,
+            rows_TC,
+            weight_W,
+            form=ctx.form,
+            needs_weight=ctx.needs_input_grad[2],
+            out=d_rows_TC,
+            is_checked=False,
+        )
+        ctx.row_gradient.put(d_rows_TC)
+        d_weight_W = gradients.d_weight_W
+        if weight_W is not None and d_weight_W is not None:
+            d_weight_W = d_weight_W.to(weight_W.dtype)
+        return gradients.d_x_THW, None, d_weight_W, None, None
+
+
+def _choose(backend: str, x_THW: torch.Tensor) -> ModuleType:
+    """Return the module of the backend."""
+    if not uses_triton(backend, x_THW.device, dtype=x_THW.dtype):
+        return reference
+    from lightning_fastft.kernels.head_gate import triton
+
+    return triton
+
+
+def _check(x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, form: HeadGateForm) -> None:
+    """Refuse what the kernels would read wrongly."""
+    check_tensor("x_THW", x_THW, ndim=3, dtypes=_DTYPES)
+    check_tensor("rows_TC", rows_TC, ndim=2, dtypes=(x_THW.dtype,))
+    check_columns("rows_TC", rows_TC)
+    check_choice("form.activation", form.activation, ACTIVATIONS)
+    columns = form.columns
+    expected = (rows_TC.shape[0], columns.num_heads, columns.width)
+    if tuple(x_THW.shape) != expected or x_THW.device != rows_TC.device:
+        raise ShapeError(
+            f"x_THW is {tuple(x_THW.shape)} on {x_THW.device}; with these gates it must be {expected} on "
+            f"{rows_TC.device}."
+        )
+    if x_THW.numel() and x_THW.stride()[1:] != (columns.width, 1):
+        raise ShapeError(f"x_THW has strides {x_THW.stride()}; the heads of a token must be contiguous.")
+    if columns.end > rows_TC.shape[1]:
+        raise ShapeError(f"The gates end at column {columns.end}; rows_TC has {rows_TC.shape[1]}.")
+    if form.has_norm is (weight_W is None):
+        raise OptionError("weight_W must be given with form.has_norm, and only then.")
+    if weight_W is not None and (tuple(weight_W.shape) != (columns.width,) or not weight_W.is_contiguous()):
+        raise ShapeError(f"weight_W is {tuple(weight_W.shape)}; it must be ({columns.width},) and contiguous.")

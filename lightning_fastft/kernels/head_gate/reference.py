@@ -1,0 +1,94 @@
+"""Gated heads in plain PyTorch: the formula, its gradient, and the reference of the Triton kernels.
+
+Axes: T tokens, C columns of the joint projection that holds the gates, H heads, W columns of a head, I = H W.
+With ``n = x * rstd * weight`` for heads with a norm, else ``n = x``: ``y = n * a(gate)``, and
+``d_n = d_y * a(gate)``, ``d_gate = d_y * n * a'(gate)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lightning_fastft.kernels.head_columns import HeadColumns
+
+ACTIVATIONS = ("sigmoid", "silu")
+
+
+class HeadGateForm(NamedTuple):
+    """How heads are gated.
+
+    Args:
+        columns: Where the gates of the heads are in the joint projection.
+        activation: "sigmoid" (gated attention) or "silu" (gated delta rule).
+        has_norm: Each head passes an RMSNorm before it meets the gate.
+        eps: Added to the mean square inside the norm.
+    """
+
+    columns: HeadColumns
+    activation: str = "sigmoid"
+    has_norm: bool = False
+    eps: float = 1e-6
+
+
+class HeadGateGradients(NamedTuple):
+    """Gradient of the heads, and of the norm's weight in fp32 (float64 for float64); None where not asked for."""
+
+    d_x_THW: torch.Tensor
+    d_weight_W: torch.Tensor | None
+
+
+def head_gate_forward(
+    x_THW: torch.Tensor, rows_TC: torch.Tensor, weight_W: torch.Tensor | None, *, form: HeadGateForm
+) -> torch.Tensor:
+    """Return the gated heads side by side, shape (T, I), each value rounded once."""
+    wide = _wide(x_THW.dtype)
+    x, gate = x_THW.to(wide), form.columns.read(rows_TC).to(wide)
+    if weight_W is not None:
+        x = x * _reciprocal_rms(x, form) * weight_W.to(wide)
+    return (x * _activate(gate, form)[0]).to(x_THW.dtype).flatten(1)
+
+
+def head_gate_backward(
+    d_y_TI: torch.Tensor,
+    x_THW: torch.Tensor,
+    rows_TC: torch.Tensor,
+    weight_W: torch.Tensor | None,
+    *,
+    form: HeadGateForm,
+    needs_weight: bool,
+    out: torch.Tensor,
+) -> HeadGateGradients:
+    """Return the gradients of head_gate_forward, and write that of the gates into their columns of ``out``."""
+    wide = _wide(x_THW.dtype)
+    d_y, x, gate = d_y_TI.unflatten(1, x_THW.shape[1:]).to(wide), x_THW.to(wide), form.columns.read(rows_TC).to(wide)
+    activated, slope = _activate(gate, form)
+    d_x, d_weight_W = d_y * activated, None
+    scaled = x
+    if weight_W is not None:
+        rstd, weight = _reciprocal_rms(x, form), weight_W.to(wide)
+        normed = x * rstd
+        scaled = normed * weight
+        if needs_weight:
+            d_weight_W = (d_x * normed).sum(dim=(0, 1))
+        d_x = d_x * weight
+        d_x = rstd * (d_x - normed * (d_x * normed).mean(dim=2, keepdim=True))
+    form.columns.write(out, d_y * scaled * slope)
+    return HeadGateGradients(d_x.to(x_THW.dtype), d_weight_W)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _activate(gate: torch.Tensor, form: HeadGateForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the activation of a gate, and its slope."""
+    share = torch.sigmoid(gate)
+    if form.activation == "sigmoid":
+        return share, share * (1 - share)
+    return gate * share, share * (1 + gate * (1 - share))
+
+
+def _reciprocal_rms(x_THW: torch.Tensor, form: HeadGateForm) -> torch.Tensor:
+    return torch.rsqrt(x_THW.square().mean(dim=2, keepdim=True) + form.eps)
