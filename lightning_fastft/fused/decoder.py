@@ -21,6 +21,7 @@ from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE, find_session
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
+from lightning_fastft.fused.delta_mixers import delta_modules, delta_obstacle, mix_delta
 from lightning_fastft.fused.dense_weights import DenseWeights, FusedWeightBuffer
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE, Fp8Base, in_fp8
 from lightning_fastft.fused.functions import (
@@ -41,8 +42,12 @@ from lightning_fastft.fused.linears import FusedLinear, fuse_linears
 from lightning_fastft.hf.activation_functions import activation_name
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.kernels.expert_gate.reference import GateForm
+from lightning_fastft.kernels.head_columns import HeadColumns
+from lightning_fastft.kernels.head_gate.op import RowGradient, gate_heads
+from lightning_fastft.kernels.head_gate.reference import HeadGateForm
 from lightning_fastft.kernels.qk_rope.reference import RopeForm
 from lightning_fastft.kernels.rms_norm.reference import NormForm
+from lightning_fastft.mixers.install import PackedMixer
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import NAME as ATTENTION_NAME
 from lightning_fastft.patches.attention import attend
@@ -111,7 +116,17 @@ class _FusedLayer:
             return super().forward(hidden_states, **options, position_embeddings=position_embeddings, **kwargs)  # type: ignore[misc]
         fusion: _Fusion = vars(layer)[_FUSION_ATTRIBUTE]
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if parts.qkv is None or parts.out is None:
+        if parts.qkv is not None and parts.out is not None and _mixer(layer) is not None:
+            with unwatched(session):
+                x_TD = mix_delta(
+                    _mixer(layer),
+                    _norm(layer.input_layernorm, fusion.form),
+                    (parts.qkv, parts.out),
+                    x_TD,
+                    context=kwargs["context"],
+                    session=session,
+                )
+        elif parts.qkv is None or parts.out is None:
             with unwatched(session):
                 h_TD, x_TD = norm_rows(x_TD, _norm(layer.input_layernorm, fusion.form))
             options = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
@@ -366,7 +381,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         if num_fused
         else ", without the blocks of experts"
     )
-    mixers = ", attention and mixers as modules" if any(form and form.has_own_mixer for form in forms.values()) else ""
+    mixers = ", attention as a module" if any(form and form.has_own_mixer for form in forms.values()) else ""
     family = model.config.get_text_config().model_type
     return Status(STATUS_NAME, "active", f"{len(layers)} layers of {family}{blocks}{mixers}")
 
@@ -397,7 +412,12 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
     if torch.is_autocast_enabled(x.device.type):
         return None
     form: LayerForm = vars(layer)[_FUSION_ATTRIBUTE].form
-    if not form.has_own_mixer:
+    if _mixer(layer) is not None:
+        # Without a context the mixer may read a mask; a cache, or rows of which only it knows the borders.
+        context = options.get("context")
+        if not isinstance(context, BatchContext) or x.shape[:2] != (1, context.num_tokens):
+            return None
+    elif not form.has_own_mixer:
         config = layer.self_attn.config
         if options.get("output_attentions") or getattr(config, "output_attentions", False):
             return None
@@ -439,7 +459,14 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     norms = (*_NORMS, *(_POST_NORMS if form.has_post_norms else ()), *form.dropouts)
     passed_over = [layer._modules[name] for name in norms]
     products: list[tuple[Any, tuple[str, ...]]] = []
-    if not form.has_own_mixer:
+    mixer = _mixer(layer)
+    if mixer is not None:
+        obstacle = delta_obstacle(mixer, form.delta_projections)
+        if obstacle:
+            return obstacle
+        passed_over += delta_modules(mixer, form.delta_projections)
+        products += [(mixer, form.delta_projections), (mixer, ("out_proj",))]
+    elif not form.has_own_mixer:
         attention = layer.self_attn
         names = (*form.projections, "o_proj", "q_norm", "k_norm")
         passed_over += [attention, *(attention._modules[name] for name in names if name in attention._modules)]
@@ -469,11 +496,16 @@ def _read_parts(layer: Any, *, dtype: torch.dtype, awaits_copies: bool = False) 
     return _Parts(*of_attention, *of_block)
 
 
+def _mixer(layer: Any) -> Any:
+    """Return the gated delta rule of a layer that has one in the place of attention, else None."""
+    return layer._modules.get("linear_attn")
+
+
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has foreign hooks or a replaced forward."""
-    is_hooked = (
-        module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
-    )
+    """Return whether a module has foreign hooks or a replaced forward; that of packed mixers is ours."""
+    own_forward = vars(module).get("forward")
+    is_replaced = own_forward is not None and not isinstance(getattr(own_forward, "__self__", None), PackedMixer)
+    is_hooked = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or is_replaced
     # transformers leaves hooks on every attention layer after a call that recorded outputs; they have no effect unless
     # attention weights are requested.
     return bool(is_hooked) or any(
@@ -512,11 +544,8 @@ def _open_session(layer: Any) -> Session | None:
 def _mix(
     layer: Any, h_BSD: torch.Tensor, *, angles: tuple[torch.Tensor, torch.Tensor], options: dict[str, Any]
 ) -> torch.Tensor:
-    """Return what attention, or the linear attention in its place, gives for normed hidden states."""
-    if "linear_attn" in layer._modules:
-        options = {name: value for name, value in options.items() if name != "position_ids"}
-        out: torch.Tensor = layer.linear_attn(hidden_states=h_BSD, cache_params=None, **options)
-        return out
+    """Return what attention gives for normed hidden states."""
+    out: torch.Tensor
     out, _ = layer.self_attn(hidden_states=h_BSD, past_key_values=None, position_embeddings=angles, **options)
     return out
 
@@ -537,10 +566,9 @@ def _attend(
     qkv, projection = products
     qkv_TC, x_TD = norm_project(x_TD, _norm(layer.input_layernorm, fusion.form), qkv, session=session)
     # The input of the output projection is as wide as the query heads.
-    shares = HeadShares()
-    heads = split_heads(
-        qkv_TC, _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=projection.num_inputs), shares
-    )
+    shares, row_gradient = HeadShares(), RowGradient()
+    rope = _rope(attention, fusion.form, angles, rows_TC=qkv_TC, num_query_columns=projection.num_inputs)
+    heads = split_heads(qkv_TC, rope, shares, row_gradient)
     # As attention layers hand them over: (B, H, S, W).
     q, k, v = (x_THW.view(shape[0], shape[1], *x_THW.shape[1:]).transpose(1, 2) for x_THW in heads)
     out, _ = attend(
@@ -560,6 +588,10 @@ def _attend(
         **options,
     )
     out_TI = out.reshape(x_TD.shape[0], -1)
+    if fusion.form.has_gated_heads:
+        width, num_heads = rope.form.head_width, rope.form.num_heads
+        gate = HeadGateForm(HeadColumns(width, width, num_heads, group_size=1, group_step=2 * width))
+        out_TI = gate_heads(out_TI.unflatten(1, (num_heads, width)), qkv_TC, form=gate, row_gradient=row_gradient)
     if fusion.form.has_post_norms:
         return project_norm_add(
             out_TI, x_TD, _norm(layer.post_attention_layernorm, fusion.form), projection, session=session
@@ -585,15 +617,17 @@ def _rope(
     if not getattr(attention, "use_rope", True):
         # Layers without positions (SmolLM3): rotate by an angle of 0.
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    num_gates = num_query_columns if layer_form.has_gated_heads else 0
     form = RopeForm(
         num_heads=num_query_columns // width,
-        num_kv_heads=(num_columns - num_query_columns) // (2 * width),
+        num_kv_heads=(num_columns - num_query_columns - num_gates) // (2 * width),
         head_width=width,
         rotary_width=cos.shape[1],
         has_norm=q_norm is not None,
         eps=1e-6 if q_norm is None else _eps(q_norm),
         weight_offset=layer_form.norm_offset,
         is_weight_wide=layer_form.is_norm_wide,
+        has_gate=layer_form.has_gated_heads,
     )
     return Rope(cos, sin, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, form)
 

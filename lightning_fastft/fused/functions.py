@@ -30,6 +30,7 @@ from lightning_fastft.fused.linears import (
 )
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
+from lightning_fastft.kernels.head_gate.op import RowGradient
 from lightning_fastft.kernels.qk_rope.op import qk_rope_backward, qk_rope_heads
 from lightning_fastft.kernels.qk_rope.reference import HeadGradients, RopeForm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
@@ -108,7 +109,7 @@ def norm_project(
 
 
 def split_heads(
-    qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares
+    qkv_TC: torch.Tensor, rope: Rope, shares: HeadShares, row_gradient: RowGradient
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries (T, H, W), keys and values (T, G, W), rotated, and normed if the family does so.
 
@@ -116,11 +117,14 @@ def split_heads(
         qkv_TC: Raw projection.
         rope: Turns it into heads.
         shares: Source of the gradients of keys and values in the backward; autograd's own if it has none.
+        row_gradient: Source of the gradient of a projection with gates, their columns written by ``gate_heads``.
 
     Cost:
         As qk_rope_heads; saves the raw projection if it is normed.
     """
-    return _SplitHeads.apply(qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares)
+    return _SplitHeads.apply(
+        qkv_TC, rope.cos_TW, rope.sin_TW, rope.q_weight_W, rope.k_weight_W, rope.form, shares, row_gradient
+    )
 
 
 def project_add(
@@ -288,8 +292,9 @@ class _SplitHeads(torch.autograd.Function):
         k_weight_W: torch.Tensor | None,
         form: RopeForm,
         shares: HeadShares,
+        row_gradient: RowGradient,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.form, ctx.shares = form, shares
+        ctx.form, ctx.shares, ctx.row_gradient = form, shares, row_gradient
         # Keys and values have no gradient here if attention passes shares.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TW, sin_TW, *((qkv_TC, q_weight_W, k_weight_W) if form.has_norm else ()))
@@ -308,6 +313,9 @@ class _SplitHeads(torch.autograd.Function):
         needs_weight = any(ctx.needs_input_grad[3:5])
         d_k_TJW, d_v_TJW = ctx.shares.take() or (d_k_TGW, d_v_TGW)
         found = _head_gradients(d_q_THW, d_k_TJW, d_v_TJW, num_tokens=len(cos_TW), form=ctx.form)
+        d_raw_TC = ctx.row_gradient.take()
+        if d_raw_TC is None and ctx.form.has_gate:
+            d_raw_TC = found.d_q_THW.new_zeros(len(cos_TW), ctx.form.num_columns)
         gradients = qk_rope_backward(
             found,
             qkv_TC,
@@ -317,6 +325,7 @@ class _SplitHeads(torch.autograd.Function):
             q_weight_W=q_weight_W,
             k_weight_W=k_weight_W,
             needs_weight=needs_weight,
+            out=d_raw_TC,
             is_checked=False,
         )
         d_weights = (
@@ -325,7 +334,7 @@ class _SplitHeads(torch.autograd.Function):
                 (gradients.d_q_weight_W, gradients.d_k_weight_W), (q_weight_W, k_weight_W), ctx.needs_input_grad[3:5]
             )
         )
-        return gradients.d_raw_TC, None, None, *d_weights, None, None
+        return gradients.d_raw_TC, None, None, *d_weights, None, None, None
 
 
 def _head_gradients(*found: torch.Tensor | None, num_tokens: int, form: RopeForm) -> HeadGradients:

@@ -20,10 +20,11 @@ class LayerForm(NamedTuple):
         has_half_angles: The model has one angle for each pair of columns (gpt-oss), not one for each rotated column.
         scales_late_queries: Queries beyond the positions of the pretraining are scaled (Ministral 3). Calls with such
             positions run the layer's own forward.
-        has_own_mixer: Attention, or the mixer in its place, runs as a module of its own; norms, additions and the
-            feed-forward block are fused.
+        has_own_mixer: Attention runs as a module of its own; norms, additions and the feed-forward block are fused.
+        has_gated_heads: The query projection also gives a gate for each head, which its output is multiplied with.
         feed_forward: Classes of dense feed-forward blocks that compute ``down(act(gate(x)) * up(x))``.
         projections: Layers whose outputs side by side are queries, keys and values.
+        delta_projections: In layers with a gated delta rule, the layers whose outputs side by side it reads.
         gate_up: Layers of the block whose outputs side by side are gate and up.
         dropouts: Dropout modules after attention and after the block, which must be inactive.
     """
@@ -36,14 +37,19 @@ class LayerForm(NamedTuple):
     has_half_angles: bool = False
     scales_late_queries: bool = False
     has_own_mixer: bool = False
+    has_gated_heads: bool = False
     feed_forward: tuple[str, ...] = ()
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    delta_projections: tuple[str, ...] = ()
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     dropouts: tuple[str, ...] = ()
 
 
 _GEMMA_NORM = LayerForm(is_norm_wide=True, norm_offset=1.0)
 _GEMMA = _GEMMA_NORM._replace(has_post_norms=True)
+_QWEN3_5 = _GEMMA_NORM._replace(
+    has_gated_heads=True, delta_projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+)
 
 
 # By class of the decoder layer; tests compare each with transformers.
@@ -74,8 +80,11 @@ LAYERS = MappingProxyType(
         ),
         "Qwen2VLDecoderLayer": LayerForm(has_own_mixer=True, feed_forward=("Qwen2MLP",)),
         "Qwen2_5_VLDecoderLayer": LayerForm(has_own_mixer=True, feed_forward=("Qwen2MLP",)),
-        "Qwen3NextDecoderLayer": _GEMMA_NORM._replace(has_own_mixer=True, feed_forward=("Qwen3NextMLP",)),
-        "Qwen3_5DecoderLayer": _GEMMA_NORM._replace(has_own_mixer=True, feed_forward=("Qwen3_5MLP",)),
+        "Qwen3NextDecoderLayer": _QWEN3_5._replace(
+            feed_forward=("Qwen3NextMLP",), delta_projections=("in_proj_qkvz", "in_proj_ba")
+        ),
+        "Qwen3_5DecoderLayer": _QWEN3_5._replace(feed_forward=("Qwen3_5MLP",)),
+        "Qwen3_5MoeDecoderLayer": _QWEN3_5,
         "SmolLM3DecoderLayer": LayerForm(feed_forward=("SmolLM3MLP",)),
         "GemmaDecoderLayer": _GEMMA_NORM._replace(feed_forward=("GemmaMLP",)),
         "Gemma2DecoderLayer": _GEMMA._replace(has_softcap=True, feed_forward=("Gemma2MLP",)),

@@ -24,12 +24,13 @@ def install_layer_graphs(root: nn.Module, patcher: ModelPatcher, *, if_launch_bo
         if_launch_bound: Record only if training is launch-bound.
 
     Returns:
-        One LayerGraphs per model with fused layers.
+        One LayerGraphs per model whose layers are all fused and all have attention. The gated delta rule runs eagerly,
+        because its list of chunks changes its length from pack to pack.
     """
     found = []
     for _, model in find_causal_models(root):
         layers = fused_layers(model)
-        if layers:
+        if layers and all("self_attn" in layer._modules for layer in layers):
             found.append(
                 LayerGraphs(layers, memory_of=shared_memory, pace=LaunchBoundProbe() if if_launch_bound else None)
             )

@@ -13,7 +13,7 @@ from lightning_fastft.kernels.delta_inputs.op import (
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.head_gate.op import RowGradient
 from tests.support.children import compile_kernels
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
+from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Heads alone and in groups, columns by kind (Qwen3.5) and by key head (Qwen3-Next), widths that are no tiles.
@@ -63,9 +63,7 @@ def make(form, lengths, dtype, *, num_taps=4, device="cpu"):
     num_tokens = sum(lengths)
     rows = draw(num_tokens, form.num_columns)
     parameters = DeltaParameters(draw(form.num_channels, num_taps), draw(form.num_heads), draw(form.num_heads))
-    queries, values = (
-        (num_tokens, columns.num_heads, columns.width) for columns in (form.queries, form.values)
-    )
+    queries, values = ((num_tokens, columns.num_heads, columns.width) for columns in (form.queries, form.values))
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     gates = [draw(num_tokens, form.num_heads, dtype=wide) for _ in range(2)]
     return rows, parameters, DeltaInputs(draw(*queries), draw(*queries), draw(*values), *gates)
@@ -137,7 +135,11 @@ def check(module, form, lengths, dtype, *, device="cpu", num_taps=4):
     names = (*DeltaInputs._fields, "d_rows", *DeltaParameters._fields)
     for name, value, near, exact in zip(names, (*outputs, *runs[0]), narrow, truth):
         assert value.is_contiguous()
-        assert_within_bound(name, value, plain=near, truth=exact, dtype=dtype)
+        if name in ("a_log_H", "dt_bias_H"):
+            # Three or four sums: how near plain PyTorch comes is luck.
+            assert relative_error(value, exact) <= 8 * torch.finfo(dtype).eps, name
+        else:
+            assert_within_bound(name, value, plain=near, truth=exact, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -64,6 +64,7 @@ forms += [
 forms += [
     RopeForm(96, 8, 128, rotary_width=64, has_norm=True),
     RopeForm(3, 1, 96, rotary_width=72, has_norm=True, is_interleaved=True),
+    RopeForm(16, 4, 256, rotary_width=64, has_norm=True, is_weight_wide=True, has_gate=True),
 ]
 
 
@@ -303,6 +304,36 @@ def check_in_place(functions, num_tokens, form, dtype, *, device="cpu"):
         )
 
 
+def check_gates(functions, num_tokens, form, dtype, **kinds):
+    """Gates behind query heads are neither read nor written, and all other columns are as without gates."""
+    _, qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W = make_inputs(num_tokens, form, dtype, **kinds)
+    gated, num_queries = form._replace(has_gate=True), form.num_heads * form.head_width
+    weights = {"q_weight_W": q_weight_W, "k_weight_W": k_weight_W}
+
+    def with_gates(rows_TC, value):
+        queries = rows_TC[:, :num_queries].unflatten(1, (form.num_heads, form.head_width))
+        queries = torch.stack([queries, torch.full_like(queries, value)], dim=2)
+        return torch.cat([queries.flatten(1), rows_TC[:, num_queries:]], dim=1)
+
+    raw_TC, out_TC = with_gates(qkv_TC, float("nan")), torch.full_like(with_gates(qkv_TC, 0), float("nan"))
+    out_TC.copy_(with_gates(torch.full_like(qkv_TC, float("nan")), 7.0))
+    heads, expected_heads = (
+        functions.qk_rope_heads(rows, cos_TW, sin_TW, form=each, **weights)
+        for rows, each in ((poisoned(raw_TC), gated), (poisoned(qkv_TC), form))
+    )
+    d_heads = HeadGradients(*(torch.randn(head.shape, device=head.device).to(dtype) for head in heads))
+    arguments = {**weights, "needs_weight": form.has_norm}
+    found, expected = (
+        functions.qk_rope_backward(d_heads, poisoned(rows), cos_TW, sin_TW, form=each, **arguments, out=out)
+        for rows, each, out in ((raw_TC, gated, out_TC), (qkv_TC, form, None))
+    )
+    bound = {torch.float32: 1e-6}.get(dtype, 2**-8)
+    pairs = [*zip(heads, expected_heads), (found.d_raw_TC, with_gates(expected.d_raw_TC, 7.0))]
+    pairs += zip(found[1:], expected[1:]) if form.has_norm else ()
+    assert found.d_raw_TC is out_TC
+    assert all(relative_error(one, other) <= bound for one, other in pairs)
+
+
 def check_shares(functions, num_tokens, form, dtype, **kinds):
     """Gradients in three tensors are those side by side, and shares of key and value heads are added up without a
     rounding in between.
@@ -366,6 +397,24 @@ class PublicEntries:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS)
+def test_gates_stay_as_they_are(form):
+    check_gates(reference, 5, form, torch.float32)
+
+
+def test_a_form_with_gates_needs_three_tensors_and_memory():
+    form = LLAMA._replace(has_gate=True)
+    raw, angle = torch.ones(3, form.num_columns), torch.ones(3, 16)
+    gradients = HeadGradients(*(torch.ones(3, count, 16) for count in form.head_counts))
+    with pytest.raises(OptionError, match="qk_rope_heads"):
+        qk_rope_forward(raw, angle, angle, form=form)
+    with pytest.raises(ShapeError, match="with gates"):
+        qk_rope_heads(raw[:, 16:], angle, angle, form=form)
+    for d_heads, out in ((gradients, None), (raw, torch.empty_like(raw))):
+        with pytest.raises(OptionError, match="out"):
+            qk_rope_backward(d_heads, None, angle, angle, form=form, needs_weight=False, out=out)
+
+
 def test_in_float64_formula_and_gradient_equal_autograd(form):
     inputs = make_inputs(7, form, torch.float64)
     ours = run_ours(PublicEntries, inputs, form)

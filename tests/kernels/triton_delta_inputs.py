@@ -39,6 +39,11 @@ def test_number_of_taps(num_taps):
     check(triton, FORMS[0], LENGTHS[0], torch.float32, num_taps=num_taps, device=DEVICE)
 
 
+def check_every_form(module):
+    for form in FORMS:
+        check_small(module, form)
+
+
 FAULTS = {
     "taps over a border": ("(inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]\n        x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)\n        weight", "(inside_tokens & (tokens >= shift))[:, None] & inside_cols[None, :]\n        x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)\n        weight"),
     "gradients over a border": ("reads = inside_readers & (position >= later)", "reads = inside_readers"),
@@ -63,10 +68,8 @@ FAULTS = {
 def test_a_planted_fault_is_seen(fault, tmp_path):
     faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
     with pytest.raises(AssertionError):
-        for form in FORMS:
-            check_small(faulty, form)
+        check_every_form(faulty)
 
 
 def test_without_a_fault_the_same_check_passes():
-    for form in FORMS:
-        check_small(triton, form)
+    check_every_form(triton)

@@ -38,6 +38,11 @@ def test_without_tokens():
     check(triton, 0, FORMS[1], torch.float32, device=DEVICE)
 
 
+def check_every_form(module):
+    for form in FORMS:
+        check_small(module, form)
+
+
 FAULTS = {
     "last head lost": ("range(0, NUM_HEADS, BLOCK_H)", "range(0, NUM_HEADS - BLOCK_H, BLOCK_H)", "_backward_kernel"),
     "groups side by side": ("heads // GROUP_SIZE * GROUP_STEP", "heads // GROUP_SIZE * (GROUP_SIZE * HEAD_WIDTH)", ""),
@@ -59,10 +64,8 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
     old, new, kept = FAULTS[fault]
     faulty = load_with_fault(triton, old, new, tmp_path, except_in=kept or None)
     with pytest.raises(AssertionError):
-        for form in FORMS:
-            check_small(faulty, form)
+        check_every_form(faulty)
 
 
 def test_without_a_fault_the_same_check_passes():
-    for form in FORMS:
-        check_small(triton, form)
+    check_every_form(triton)

@@ -24,6 +24,7 @@ from tests.kernels.test_qk_rope import (
     SHARED_FORMS,
     WIDTHS,
     check_against_truth,
+    check_gates,
     check_in_place,
     check_rows_of_nan_stay_alone,
     check_shares,
@@ -106,6 +107,12 @@ def test_number_of_heads(num_heads, num_kv_heads):
 def test_dtypes_of_angles_and_weights(kinds):
     for form in (LLAMA, QWEN3, GEMMA):
         check_against_truth(triton, 3, form, torch.bfloat16, device=DEVICE, **kinds)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gates_stay_as_they_are(form):
+    with small_tiles(triton):
+        check_gates(triton, 5, form, NARROW, device=DEVICE)
 
 
 def test_without_eps_nothing_is_divided_by_zero():

@@ -49,7 +49,7 @@ def qk_rope_forward(
 
     Args:
         qkv_TC: Joint output of the projections. Shape (T, (num_heads + 2 num_kv_heads) head_width): query, key, value
-            heads; bf16, fp16, fp32 or float64; last axis contiguous, any row stride.
+            heads; bf16, fp16, fp32 or float64; last axis contiguous, any row stride. No gates.
         cos_TW: As the model's rotary embedding gives it, without the batch axis. Shape (T, rotary_width); dtype of
             qkv_TC or fp32; last axis contiguous. Interleaved forms read the first half only, one value per pair, as
             GLM-4 and ERNIE 4.5 do; a model that repeats each value (Cohere) passes ``torch.cat([cos[:, ::2]] * 2,
@@ -88,6 +88,8 @@ def qk_rope_forward(
     """
     if must_check(is_checked):
         _check_forward(qkv_TC, cos_TW, sin_TW, form, q_weight_W, k_weight_W)
+        if form.has_gate:
+            raise OptionError("A projection with gates is not written as a whole: call qk_rope_heads.")
         if out is not None:
             replaceable, kept = () if form.has_norm else (qkv_TC,), (qkv_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
             _check_out(out, qkv_TC, device=qkv_TC.device, replaceable=replaceable, kept=kept)
@@ -114,7 +116,7 @@ def qk_rope_heads(
     The numbers are those of ``qk_rope_forward``.
 
     Args:
-        qkv_TC: As in ``qk_rope_forward``.
+        qkv_TC: As in ``qk_rope_forward``, with gates where the form has them.
         cos_TW: As in ``qk_rope_forward``.
         sin_TW: As cos_TW.
         form: Positions of the heads, whether they are normed, and how columns are paired.
@@ -183,7 +185,8 @@ def qk_rope_backward(
         k_weight_W: As given to ``qk_rope_forward``.
         needs_weight: Return the gradients of the weights too; only with form.has_norm.
         out: Output tensor for d_raw_TC: a tensor like d_raw_TC, or d_heads, if it is one tensor, or qkv_TC itself,
-            which is overwritten. None for new memory.
+            which is overwritten. None for new memory. A form with gates needs a tensor that is no input; its columns
+            of gates are not touched.
         backend: As in ``qk_rope_forward``.
         is_checked: Validate the arguments. Pass False only for arguments that are known to be valid.
 
@@ -291,8 +294,14 @@ def _check_backward(
     _check_raw(qkv_TC, like_TC, form, device=device)
     _check_angles(cos_TW, sin_TW, like_TC, form, device=device)
     _check_weights(q_weight_W, k_weight_W, like_TC, form, device=device)
+    if form.has_gate and (out is None or not isinstance(d_heads, HeadGradients)):
+        raise OptionError(
+            "A form with gates needs HeadGradients and out, a gradient of the projection with the columns of gates."
+        )
     if out is not None:
+        replaceable: tuple[torch.Tensor | None, ...]
         replaceable = (raw_TC,) if isinstance(d_heads, HeadGradients) else (d_heads, raw_TC)
+        replaceable = () if form.has_gate else replaceable
         kept = (*given, raw_TC, cos_TW, sin_TW, q_weight_W, k_weight_W)
         _check_out(out, like_TC, device=device, replaceable=replaceable, kept=kept)
 
@@ -310,7 +319,7 @@ def _check_form(form: RopeForm) -> None:
             f"form.rotary_width is {form.num_rotated}; pairs are rotated: give an even number up to head_width "
             f"{form.head_width}."
         )
-    for name in ("has_norm", "is_weight_wide", "is_interleaved"):
+    for name in ("has_norm", "is_weight_wide", "is_interleaved", "has_gate"):
         check_choice(f"form.{name}", getattr(form, name), (False, True))
     if form.has_norm:
         check_float("form.eps", form.eps, low=0.0)
@@ -322,9 +331,9 @@ def _check_rows(name: str, x_TC: torch.Tensor, form: RopeForm) -> None:
     check_tensor(name, x_TC, ndim=2, dtypes=_DTYPES)
     if x_TC.shape[1] != form.num_columns:
         raise ShapeError(
-            f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads and twice {form.num_kv_heads} key and "
-            "value heads "
-            f"of width {form.head_width} have {form.num_columns}. Pass q, k and v side by side."
+            f"{name} has {x_TC.shape[1]} columns; {form.num_heads} query heads{' with gates' if form.has_gate else ''} "
+            f"and twice {form.num_kv_heads} key and value heads of width {form.head_width} have {form.num_columns}. "
+            "Pass q, k and v side by side."
         )
     check_columns(name, x_TC)
 

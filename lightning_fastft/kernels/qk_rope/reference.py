@@ -31,6 +31,8 @@ class RopeForm(NamedTuple):
             True where it is not (Gemma).
         is_interleaved: True where columns 2 i and 2 i + 1 are a pair (GLM-4, ERNIE 4.5), False where i and i +
             rotary_width / 2 are (Llama).
+        has_gate: The columns of each query head are followed by as many of its gate (Qwen3-Next, Qwen3.5), which are
+            not read here; a backward writes into a gradient whose columns of gates are written already.
 
     Source:
         RoFormer, arXiv 2104.09864; RMSNorm, arXiv 1910.07467; orders of columns as in transformers,
@@ -50,6 +52,7 @@ class RopeForm(NamedTuple):
     weight_offset: float = 0.0
     is_weight_wide: bool = False
     is_interleaved: bool = False
+    has_gate: bool = False
 
     @property
     def num_rotated(self) -> int:
@@ -62,9 +65,14 @@ class RopeForm(NamedTuple):
         return (self.num_heads + self.num_kv_heads) * self.head_width
 
     @property
+    def query_step(self) -> int:
+        """Columns from a query head of the projection to the next."""
+        return (2 if self.has_gate else 1) * self.head_width
+
+    @property
     def num_columns(self) -> int:
-        """Columns of all query, key and value heads."""
-        return sum(self.head_counts) * self.head_width
+        """Columns of the projection."""
+        return self.num_heads * self.query_step + 2 * self.num_kv_heads * self.head_width
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
@@ -147,6 +155,8 @@ def qk_rope_heads(
     k_weight_W: torch.Tensor | None = None,
 ) -> Heads:
     """Return what qk_rope_forward returns in three tensors."""
+    if form.has_gate:
+        qkv_TC, form = _drop_gates(qkv_TC, form), form._replace(has_gate=False)
     joint_TC = qk_rope_forward(qkv_TC, cos_TW, sin_TW, form=form, q_weight_W=q_weight_W, k_weight_W=k_weight_W)
     heads = joint_TC.view(len(joint_TC), -1, form.head_width).split(form.head_counts, dim=1)
     return Heads(*(x_THW.contiguous() for x_THW in heads))
@@ -167,6 +177,21 @@ def qk_rope_backward(
     """Return the gradients by the raw projection and by the weights of the norms; normed heads are rebuilt from
     the raw rows.
     """
+    if form.has_gate:
+        assert out is not None
+        found = qk_rope_backward(
+            d_heads,
+            None if qkv_TC is None else _drop_gates(qkv_TC, form),
+            cos_TW,
+            sin_TW,
+            form=form._replace(has_gate=False),
+            q_weight_W=q_weight_W,
+            k_weight_W=k_weight_W,
+            needs_weight=needs_weight,
+        )
+        for place, d_part in zip(_split_gated(out, form), _split_gated(found.d_raw_TC, form._replace(has_gate=False))):
+            place.copy_(d_part)
+        return found._replace(d_raw_TC=out)
     dtype = d_heads.dtype if isinstance(d_heads, torch.Tensor) else d_heads.d_q_THW.dtype
     wide = wide_dtype(dtype)
     d_qkv_TC = d_heads if isinstance(d_heads, torch.Tensor) else _join_heads(d_heads, form, wide)
@@ -192,6 +217,19 @@ def qk_rope_backward(
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the arithmetic."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _split_gated(rows_TC: torch.Tensor, form: RopeForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the query heads without gates, and of the columns of keys and values."""
+    num_query_columns = form.num_heads * form.query_step
+    queries = rows_TC[:, :num_query_columns].unflatten(1, (form.num_heads, form.query_step))
+    return queries[..., : form.head_width], rows_TC[:, num_query_columns:]
+
+
+def _drop_gates(rows_TC: torch.Tensor, form: RopeForm) -> torch.Tensor:
+    """Return the projection without the columns of gates."""
+    queries_THW, others = _split_gated(rows_TC, form)
+    return torch.cat([queries_THW.flatten(1), others], dim=1)
 
 
 def _join_heads(gradients: HeadGradients, form: RopeForm, wide: torch.dtype) -> torch.Tensor:

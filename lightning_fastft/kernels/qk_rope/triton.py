@@ -198,6 +198,7 @@ def _forward_heads(
     eps,
     weight_offset,
     NUM_HEADS: tl.constexpr,
+    IN_STEP: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -217,7 +218,7 @@ def _forward_heads(
     for start in range(0, NUM_HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)
         inside_heads = heads < NUM_HEADS
-        in_heads = in_ptr + heads * HEAD_WIDTH
+        in_heads = in_ptr + heads * IN_STEP
         out_heads = out_ptr + heads * HEAD_WIDTH
         first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
         rest = _load_rest(in_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
@@ -257,6 +258,7 @@ def _forward_kernel(
     eps,
     weight_offset,
     NUM_HEADS: tl.constexpr,
+    QUERY_STEP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
@@ -276,7 +278,7 @@ def _forward_kernel(
     cos_first, cos_second = _load_angles(cos_ptr + token * cos_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
     sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
     q_in_ptr = in_ptr + token * in_stride
-    k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
+    k_in_ptr = q_in_ptr + NUM_HEADS * QUERY_STEP
     _forward_heads(
         q_in_ptr,
         q_out_ptr + token * q_out_stride,
@@ -288,6 +290,7 @@ def _forward_kernel(
         eps,
         weight_offset,
         NUM_HEADS,
+        QUERY_STEP,
         HEAD_WIDTH,
         NUM_PAIRS,
         IS_INTERLEAVED,
@@ -309,6 +312,7 @@ def _forward_kernel(
         eps,
         weight_offset,
         NUM_KV_HEADS,
+        HEAD_WIDTH,
         HEAD_WIDTH,
         NUM_PAIRS,
         IS_INTERLEAVED,
@@ -341,6 +345,7 @@ def _backward_heads(
     eps,
     weight_offset,
     NUM_HEADS: tl.constexpr,
+    RAW_STEP: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -364,8 +369,8 @@ def _backward_heads(
         heads = start + tl.arange(0, BLOCK_H)
         inside_heads = heads < NUM_HEADS
         d_heads = d_ptr + heads * (NUM_SHARES * HEAD_WIDTH)
-        in_heads = in_ptr + heads * HEAD_WIDTH
-        out_heads = out_ptr + heads * HEAD_WIDTH
+        in_heads = in_ptr + heads * RAW_STEP
+        out_heads = out_ptr + heads * RAW_STEP
         rotated_first, rotated_second = _load_pairs(d_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)
         d_rest = _load_rest(d_heads, inside_heads, NUM_PAIRS, HEAD_WIDTH, BLOCK_H, BLOCK_REST)
         for share in tl.static_range(1, NUM_SHARES):
@@ -451,6 +456,7 @@ def _backward_kernel(
     eps,
     weight_offset,
     NUM_HEADS: tl.constexpr,
+    QUERY_STEP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
@@ -479,8 +485,8 @@ def _backward_kernel(
         sin_first, sin_second = _load_angles(sin_ptr + token * sin_stride, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)
         q_in_ptr = in_ptr + token * in_stride
         q_out_ptr = out_ptr + token * out_stride
-        k_in_ptr = q_in_ptr + NUM_HEADS * HEAD_WIDTH
-        k_out_ptr = q_out_ptr + NUM_HEADS * HEAD_WIDTH
+        k_in_ptr = q_in_ptr + NUM_HEADS * QUERY_STEP
+        k_out_ptr = q_out_ptr + NUM_HEADS * QUERY_STEP
         q_first, q_second, q_rest = _backward_heads(
             d_q_ptr + token * d_q_stride,
             q_in_ptr,
@@ -496,6 +502,7 @@ def _backward_kernel(
             eps,
             weight_offset,
             NUM_HEADS,
+            QUERY_STEP,
             HEAD_WIDTH,
             NUM_PAIRS,
             IS_INTERLEAVED,
@@ -522,6 +529,7 @@ def _backward_kernel(
             eps,
             weight_offset,
             NUM_KV_HEADS,
+            HEAD_WIDTH,
             HEAD_WIDTH,
             NUM_PAIRS,
             IS_INTERLEAVED,
@@ -697,7 +705,8 @@ def qk_rope_backward(
             **_block_sizes(form, MAX_TILE_BACKWARD),
             NUM_SHARES=num_shares,
             NEEDS_WEIGHT=needs_weight,
-            IN_PLACE=out is not None,
+            # With gates the output is never an input.
+            IN_PLACE=out is not None and not form.has_gate,
             COPY_VALUES=not _is_same_memory(out, d_q),
             num_warps=NUM_WARPS,
         )
@@ -726,6 +735,7 @@ def _form_constants(form: RopeForm) -> dict[str, int | bool]:
     """Return what both kernels know of the form at compile time."""
     return {
         "NUM_HEADS": form.num_heads,
+        "QUERY_STEP": form.query_step,
         "NUM_KV_HEADS": form.num_kv_heads,
         "HEAD_WIDTH": form.head_width,
         "NUM_PAIRS": form.num_rotated // 2,
