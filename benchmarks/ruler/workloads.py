@@ -23,7 +23,7 @@ from benchmarks.ruler.tensors import TensorFiles
 
 LENGTHS_PATH = Path(__file__).parents[1] / "lengths" / "lognormal_mean512.json"
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# In hybrids also on the wide projections of gated delta layers; the two that give a number per head stay frozen.
+# The wide projections of gated delta layers; the two that give a number per head stay frozen.
 MIXER_MODULES = ("in_proj_qkv", "in_proj_z", "out_proj")
 # In mixture models: adapters on attention, and on the stacks of expert weights. PEFT names the wrapper of the first
 # stack after the one around it.
@@ -69,6 +69,7 @@ class Workload:
         is_skewed: Whether half of the rows go to a tenth of the experts.
         document_lengths: Documents of every pack; None takes them from the stored list.
         is_full: Whether all weights are trained, without adapters.
+        more_targets: Linear layers that get an adapter besides the usual ones.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Workload:
     is_skewed: bool = False
     document_lengths: tuple[int, ...] | None = None
     is_full: bool = False
+    more_targets: tuple[str, ...] = ()
 
     @property
     def num_experts(self) -> int:
@@ -93,8 +95,7 @@ class Workload:
     @property
     def target_modules(self) -> tuple[str, ...]:
         """Linear layers that get an adapter, by the last part of their names."""
-        modules = ATTENTION_MODULES if self.num_experts else TARGET_MODULES
-        return (*modules, *MIXER_MODULES) if "linear_num_value_heads" in self.model_config else modules
+        return (*(ATTENTION_MODULES if self.num_experts else TARGET_MODULES), *self.more_targets)
 
 
 def _qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, Any]:
@@ -307,9 +308,11 @@ WORKLOADS = {
         *_with_routings("qwen3-30b-a3b-lora", "qwen3_moe", _qwen3_moe(layers=48)),
         *_with_routings("gpt-oss-20b-12l-lora", "gpt_oss", _gpt_oss(layers=12)),
         *_with_routings("gpt-oss-20b-lora", "gpt_oss", _gpt_oss(layers=24)),
-        Workload("qwen3.5-9b-lora", "qwen3_5_text", _QWEN35_9B, None),
+        Workload("qwen3.5-9b-lora", "qwen3_5_text", _QWEN35_9B, None, more_targets=MIXER_MODULES),
+        # What Unsloth adapts: nothing in gated delta layers but their feed-forward blocks.
+        Workload("qwen3.5-9b-usual-lora", "qwen3_5_text", _QWEN35_9B, None),
         Workload("qwen3.5-9b-full", "qwen3_5_text", _QWEN35_9B, None, weights_of="qwen3.5-9b-lora", is_full=True),
-        Workload("qwen3.5-35b-a3b-12l-lora", "qwen3_5_moe_text", _QWEN35_35B_12L, None),
+        Workload("qwen3.5-35b-a3b-12l-lora", "qwen3_5_moe_text", _QWEN35_35B_12L, None, more_targets=MIXER_MODULES),
         *(
             Workload(
                 f"{name}{'-skewed' if is_skewed else ''}",
@@ -366,6 +369,7 @@ WORKLOADS = {
             num_packs=8,
             lora_rank=4,
             lora_alpha=4,
+            more_targets=MIXER_MODULES,
         ),
         Workload(
             "tiny-full",
@@ -586,9 +590,10 @@ def build(workload: Workload, *, root: Path, device: str, dtype: torch.dtype) ->
 
 def _fingerprint(workload: Workload) -> dict[str, Any]:
     fields = vars(workload)
-    if not workload.is_full:
-        # What was built before there was full fine-tuning stays what it is.
-        fields = {name: value for name, value in fields.items() if name != "is_full"}
+    # What was built before there were these fields stays what it is.
+    for name in ("is_full", "more_targets"):
+        if not getattr(workload, name):
+            fields = {key: value for key, value in fields.items() if key != name}
     return json.loads(
         json.dumps({**fields, "shares": [ADAPTER_SHARE, BRANCH_SHARE, GATE_STD, *EXPERT_CODES, ROUTER_GAIN]})
     )

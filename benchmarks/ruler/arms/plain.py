@@ -129,9 +129,7 @@ def train(model: Any, recorder: CaseRecorder, *, device: str, learning_rate: flo
     train_rows(model, rows, recorder, device=device, learning_rate=learning_rate)
 
 
-def train_padded(
-    model: Any, recorder: CaseRecorder, *, device: str, learning_rate: float = LEARNING_RATE
-) -> None:
+def train_padded(model: Any, recorder: CaseRecorder, *, device: str, learning_rate: float = LEARNING_RATE) -> None:
     """Train on the recorder's packs as padded rows of about equal length, gradients accumulated over a pack."""
     is_cuda = device == "cuda"
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
