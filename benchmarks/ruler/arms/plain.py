@@ -3,11 +3,13 @@
 
 Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss; with
     "+padded" documents in padded rows instead of a pack, for models whose layers would carry state from one document of
-    a pack into the next. Liger patches the modelling module, so its modes come last in a process.
+    a pack into the next; with "+torch" linear attention in plain PyTorch, where fla-core's kernels refuse a gradient.
+    Liger patches the modelling module, so its modes come last in a process.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,9 @@ def run(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -
     """
     is_cuda = device == "cuda"
     packs = files.read_packs()
+    if any("torch" in case.mode.split("+") for case in cases):
+        # transformers takes fla-core where it can be imported.
+        sys.modules["fla"] = None  # type: ignore[assignment]
     model = load_model(files, device=device)
     start = files.read_trained()
     has_liger = False
