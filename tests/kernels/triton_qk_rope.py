@@ -357,6 +357,11 @@ FAULTS = {
         "return first.to(tl.float32), second.to(tl.float32).to(tl.float16)",
     ),
     "written before it is read": (BARRIER, EARLY_STORE),
+    "gates read as queries": ("in_heads = in_ptr + heads * IN_STEP", "in_heads = in_ptr + heads * HEAD_WIDTH"),
+    "gradient of queries over the gates": (
+        "out_heads = out_ptr + heads * RAW_STEP",
+        "out_heads = out_ptr + heads * HEAD_WIDTH",
+    ),
 }
 
 
@@ -370,6 +375,7 @@ def check_every_part(functions):
             check_against_truth(functions, 4, form, NARROW, device=DEVICE)
     for form in (LLAMA, PARTIAL):
         check_in_place(functions, 2, form, NARROW, device=DEVICE)
+        check_gates(functions, 2, form, NARROW, device=DEVICE)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")

@@ -210,7 +210,10 @@ def _load_gates(
 
 @triton.jit
 def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    """Return log(1 + exp(x)); what 1 + exp(-|x|) loses to rounding is added again."""
+    power = tl.exp(-tl.abs(x))
+    above_one = 1.0 + power
+    return tl.maximum(x, 0.0) + (tl.log(above_one) + (power - (above_one - 1.0)) / above_one)
 
 
 @triton.jit

@@ -1,0 +1,135 @@
+"""Fused layers of hybrids on a CUDA device: their kernels at real widths, as exact as transformers' own layers on the
+kernels of fla-core in bf16, and without a host wait.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.kernels.delta_inputs import op as delta_inputs
+from lightning_fastft.kernels.delta_inputs.reference import DeltaForm
+from lightning_fastft.kernels.head_columns import HeadColumns
+from lightning_fastft.kernels.head_gate import op as head_gate
+from lightning_fastft.kernels.head_gate.reference import HeadGateForm
+from lightning_fastft.mixers.install import ON_KERNELS
+from lightning_fastft.moe.install import install_bincount_router
+from lightning_fastft.patches.packed import install_packed_training
+from tests.kernels.test_delta_inputs import check as check_delta_inputs
+from tests.kernels.test_head_gate import check as check_head_gate
+from tests.support.children import run_on_device
+from tests.support.host_waits import waits_are_errors
+from tests.support.layer_pairs import add_lora, assert_as_near, fuse, step
+from tests.support.packs import make_batch, relative_error
+from tests.support.tiny_models import build_tiny
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (190, 1, 64, 2, 255)
+WIDTH = 256
+SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+# Every expert serves every token, so that no rounding changes a choice.
+FAMILIES = {
+    "qwen3_5_text": SIZES,
+    "qwen3_next": {**SIZES, "num_experts_per_tok": 4},
+    "qwen3_5_moe_text": {**SIZES, "num_experts_per_tok": 4},
+}
+# Qwen3.5-9B and Qwen3-Next-80B-A3B.
+DELTA_FORMS = (DeltaForm(16, 32, 128, 128), DeltaForm(16, 32, 128, 128, is_grouped=True))
+GATE_FORMS = (
+    HeadGateForm(HeadColumns(256, 256, 16, group_size=1, group_step=512)),
+    HeadGateForm(DELTA_FORMS[0].gates, "silu", has_norm=True),
+    HeadGateForm(DELTA_FORMS[1].gates, "silu", has_norm=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def needs_fla():
+    pytest.importorskip("fla", reason="needs fla-core")
+
+
+def make_model(family, *, has_lora):
+    """A bf16 model on the CPU whose activations stay near 1."""
+    experts = None if family == "qwen3_5_text" else "eager"
+    model = build_tiny(family, experts=experts, **FAMILIES[family]).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_((32 / WIDTH) ** 0.5)
+    return (add_lora(model, r=16) if has_lora else model).train()
+
+
+def on_device(model, *, is_fused, policy=None):
+    model = copy.deepcopy(model).to("cuda")
+    install_packed_training(
+        model, ModelPatcher(), checkpointing=None if policy is None else OffloadCheckpointing(policy)
+    )
+    install_bincount_router(model, ModelPatcher())
+    if is_fused:
+        fuse(model)
+    return model
+
+
+@pytest.mark.parametrize("file", ["triton_head_gate.py", "triton_delta_inputs.py"])
+def test_the_triton_kernels_pass_their_tests_on_the_device(file):
+    run_on_device(file)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", DELTA_FORMS)
+def test_inputs_of_the_delta_rule_equal_the_truth_at_real_widths(form, dtype):
+    check_delta_inputs(delta_inputs, form, (130, 1, 2, 70), dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", GATE_FORMS)
+def test_gated_heads_equal_the_truth_at_real_widths(form, dtype):
+    check_head_gate(head_gate, 1031, form, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_the_truth_as_the_layers_own(family, has_lora):
+    model = make_model(family, has_lora=has_lora)
+    truth = copy.deepcopy(model).float()
+    install_packed_training(truth, ModelPatcher())
+    expected = step(truth, make_batch(LENGTHS))
+    fused, plain = on_device(model, is_fused=True), on_device(model, is_fused=False)
+    batch = make_batch(LENGTHS).to("cuda")
+    found = step(fused, batch)
+    assert batch.context.backends_used[ON_KERNELS] == 1
+    own = step(plain, make_batch(LENGTHS).to("cuda"))
+    found, own = ({name: value.cpu() for name, value in each.items()} for each in (found, own))
+    assert_as_near(found, own=own, truth=expected)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_policies_give_the_same_gradients(policy):
+    model = make_model("qwen3_5_text", has_lora=True)
+    kept, other = (on_device(model, is_fused=True, policy=each) for each in ("keep", policy))
+    expected = step(kept, make_batch(LENGTHS).to("cuda"))
+    found = step(other, make_batch(LENGTHS).to("cuda"))
+    errors = {name: relative_error(found[name], value) for name, value in expected.items()}
+    assert max(errors.values()) <= 1e-2, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_a_step_never_waits_for_the_device(has_lora):
+    model = on_device(make_model("qwen3_5_text", has_lora=has_lora), is_fused=True)
+    # Kernels are compiled and tuned in the first step.
+    step(model, make_batch(LENGTHS).to("cuda"))
+    batch = make_batch(LENGTHS).to("cuda")
+    torch.cuda.synchronize()
+    with waits_are_errors():
+        model(**batch).loss.backward()
