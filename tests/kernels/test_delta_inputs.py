@@ -135,8 +135,10 @@ def check(module, form, lengths, dtype, *, device="cpu", num_taps=4):
     names = (*DeltaInputs._fields, "d_rows", *DeltaParameters._fields)
     for name, value, near, exact in zip(names, (*outputs, *runs[0]), narrow, truth):
         assert value.is_contiguous()
-        if name in ("a_log_H", "dt_bias_H"):
-            # Three or four sums: how near plain PyTorch comes is luck.
+        if name == "g_TH":
+            # A product of two functions: how near plain PyTorch comes in a few values is luck, as in three sums below.
+            assert relative_error(value, exact) <= 4 * torch.finfo(value.dtype).eps
+        elif name in ("a_log_H", "dt_bias_H"):
             assert relative_error(value, exact) <= 8 * torch.finfo(dtype).eps, name
         else:
             assert_within_bound(name, value, plain=near, truth=exact, dtype=dtype)
