@@ -154,7 +154,8 @@ def delta_inputs_forward(
     a_TH, b_TH = (columns.read(rows_TC).flatten(1).to(wide) for columns in (form.decays, form.strengths))
     rate_TH = torch.nn.functional.softplus(a_TH + parameters.dt_bias_H.to(wide))
     g_TH = -parameters.a_log_H.to(wide).exp() * rate_TH
-    return DeltaInputs(*(part.to(dtype).contiguous() for part in (q_TGW, k_TGW, v_THW)), g_TH, torch.sigmoid(b_TH))
+    q_TGW, k_TGW, v_THW = (part.to(dtype).contiguous() for part in (q_TGW, k_TGW, v_THW))
+    return DeltaInputs(q_TGW, k_TGW, v_THW, g_TH, torch.sigmoid(b_TH))
 
 
 def delta_inputs_backward(
