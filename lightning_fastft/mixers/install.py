@@ -114,7 +114,11 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     family = mixer_family(model)
     decoder: nn.Module = model.get_decoder()
     mixers = [mixer for layer in decoder_layers(model) for mixer in find_mixers(layer, family)]
-    if family is None or not mixers:
+    if family is None:
+        return []
+    # transformers builds the mask of mixers for the whole family, also for a model without one.
+    patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
+    if not mixers:
         return []
     functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
     for mixer in mixers:
@@ -128,7 +132,6 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
                 "keeps the documents of a pack apart. Undo the replacement before training."
             )
         patcher.set_attribute(mixer, "forward", PackedMixer(mixer, family).forward)
-    patcher.add_undo(decoder.register_forward_pre_hook(_hide_mask, with_kwargs=True).remove)
     for layer in _silent_layers(decoder, family):
         patcher.add_undo(layer.register_forward_pre_hook(_pass_context_as_mask, with_kwargs=True).remove)
     return [Status(STATUS_NAME, "active", f"{family.kind}, {len(mixers)} {family.class_name}, each document alone")]

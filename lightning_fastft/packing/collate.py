@@ -10,6 +10,7 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.context import IGNORED_LABEL, BatchContext, Document
+from lightning_fastft.packing.pack_mask import PackMask
 
 
 class PackedBatch:
@@ -18,7 +19,7 @@ class PackedBatch:
     ``keys`` and ``__getitem__`` make ``**batch`` and ``batch["input_ids"]`` work. ``__iter__`` yields one tensor whose
     first size is the number of labelled tokens, so that ``self.log`` weights epoch means by tokens. The keys are
     input_ids, position_ids, labels and attention_mask of shape (1, T), int64; use_cache (False); num_items_in_batch;
-    context.
+    context. The attention mask refuses a transformers model without packed attention (``PackMask``).
 
     Args:
         input_id_T: Token ids, shape (T,), int64, on the device of the context.
@@ -59,7 +60,8 @@ class PackedBatch:
         return self._KEYS
 
     def __getitem__(self, key: str) -> Any:
-        return self._items[key]
+        item = self._items[key]
+        return PackMask.of(item, self.context) if key == "attention_mask" else item
 
     def __len__(self) -> int:
         return len(self._KEYS)

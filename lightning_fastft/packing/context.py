@@ -104,6 +104,8 @@ class BatchContext:
         # Names one-time work done during this batch (compilation, graph recording); its step time is not reported.
         self.set_up = ""
         self.num_reads = 0
+        # Set by a model of which more than the attention was prepared: its rotary angles, mixers and guards.
+        self.is_model_prepared = False
         self.backends_used: dict[str, int] = {}
         self.num_builds: Counter[str] = Counter()
         self._built: dict[Hashable, Any] = {}

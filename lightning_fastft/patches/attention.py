@@ -22,6 +22,7 @@ from lightning_fastft.kernels.attention.flash import Collect
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.patches.rotary import check_row_angles
 
 # transformers matches its own backends by substrings, so the name must not contain sdpa, flex, flash, eager or a slash.
 NAME = "fastft"
@@ -218,6 +219,8 @@ def attend(
             dropout=rate,
         )
 
+    if not context.is_model_prepared:
+        check_row_angles(module, context)
     _check_packable(
         module, query, key, attention_mask, dropout=dropout, window=sliding_window, keywords=keywords, context=context
     )

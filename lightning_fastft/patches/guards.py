@@ -68,7 +68,10 @@ class _ReadGuard:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context = kwargs.get("context")
-        self._num_before = context.num_reads if isinstance(context, BatchContext) else 0
+        self._num_before = 0
+        if isinstance(context, BatchContext):
+            self._num_before = context.num_reads
+            context.is_model_prepared = True
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         context = kwargs.get("context")

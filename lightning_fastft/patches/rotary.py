@@ -212,6 +212,32 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
     )
 
 
+def check_row_angles(module: nn.Module, context: BatchContext) -> None:
+    """Refuse a pack for a model whose rotary angles depend on the longest document and which nobody prepared.
+
+    Args:
+        module: An attention layer.
+        context: The pack.
+
+    Raises:
+        UnsupportedModelError: A document exceeds the length from which the angles change.
+    """
+    config = getattr(module, "config", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for scaling in (parameters, *parameters.values()):
+        rope_type = scaling.get("rope_type") if isinstance(scaling, dict) else None
+        if not isinstance(rope_type, str) or not ("dynamic" in rope_type or rope_type == "longrope"):
+            continue
+        limit = scaling.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        if context.max_length > limit:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} scales rotary positions by length ({rope_type}) from {limit} tokens on, and "
+                f"the pack has a document of {context.max_length}: the others would get its angles. "
+                "attn_implementation='fastft' alone does not prepare this: use Trainer(strategy=\"fastft\") or "
+                "Trainer(callbacks=[PackedTraining()])."
+            )
+
+
 def _switching_types(module: nn.Module) -> set[str]:
     """Return the rotary types of a module that depend on length; empty for every other module."""
     rope_type = getattr(module, "rope_type", None)

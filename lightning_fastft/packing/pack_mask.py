@@ -1,0 +1,93 @@
+"""PackMask: the attention mask of a packed batch, which refuses a transformers model that nobody prepared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from lightning_fastft.core.errors import ContextError
+from lightning_fastft.packing.context import BatchContext
+
+_MASK_BUILDERS = "transformers.masking_utils"
+# Methods whose result is the same mask. They, and whatever returns no tensor, are no reading.
+_COPIES = frozenset(
+    [
+        "__getitem__",
+        "bool",
+        "clone",
+        "contiguous",
+        "cpu",
+        "cuda",
+        "detach",
+        "int",
+        "long",
+        "pin_memory",
+        "reshape",
+        "to",
+        "type",
+        "unsqueeze",
+        "view",
+    ]
+)
+
+
+class PackMask(torch.Tensor):
+    """The mask of ones of a packed batch. It says nothing about documents; only the context does.
+
+    A model with packed attention passes the mask on without reading it. A model without it builds its own mask from
+    this one, and the documents of the pack would see each other: that raises. Code outside transformers reads the
+    mask as any other tensor.
+
+    Example:
+        >>> context = BatchContext(lengths=[2, 1], label_T=torch.tensor([-100, 7, -100]), num_items=1)
+        >>> int(PackMask.of(torch.ones(1, 3), context).sum())
+        3
+    """
+
+    context: BatchContext
+
+    @classmethod
+    def of(cls, mask_1T: torch.Tensor, context: BatchContext) -> PackMask:
+        """Return a view of a mask that belongs to a context."""
+        mask = mask_1T.as_subclass(cls)
+        mask.context = context
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute on the plain tensor.
+
+        Raises:
+            ContextError: transformers reads the values, to build a mask or before any layer read the context.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor):
+            return result
+        mask = next((value for value in args if isinstance(value, PackMask)), None)
+        if mask is None:
+            return result
+        if getattr(func, "__name__", "") in _COPIES and result.numel() == mask.numel():
+            return PackMask.of(result, mask.context)
+        reader = _find_reader()
+        if reader == _MASK_BUILDERS or (reader.startswith("transformers") and mask.context.num_reads == 0):
+            raise ContextError(
+                "A transformers model built its attention mask from a packed batch, so nobody prepared it and the "
+                'documents of the batch would see each other. Train it with Trainer(strategy="fastft") or '
+                "Trainer(callbacks=[PackedTraining()]), or in a loop of your own load it with "
+                'attn_implementation="fastft" after lightning_fastft.register(), and call model(**batch).'
+            )
+        return result
+
+
+def _find_reader() -> str:
+    """Return the name of the module that called a function of torch."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
+        frame = frame.f_back
+    return cast("str", frame.f_globals.get("__name__", ""))
