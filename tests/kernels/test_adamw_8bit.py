@@ -3,6 +3,7 @@ and by the compiler.
 """
 
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from tests.kernels.test_adamw_step import (
     rounded,
 )
 from tests.support.children import compile_kernels, in_both_lanes
-from tests.support.truth import Watch, load_with_fault
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import Watch
 
 COMBINATIONS = ((FP32, FP32, None), (FP32, BF16, BF16), (BF16, BF16, None), (FP32, FP16, FP16))
 SIZES = (1, 0, CHUNK + 37, 7, 1009, BLOCK + 1)
@@ -378,43 +380,37 @@ def test_no_wait():
 
 
 REFERENCE_FAULTS = {
-    "average of the signed map twice": (
-        "for pair, is_signed in zip(stored, (True, False))]",
-        "for pair, is_signed in zip(stored, (True, True))]",
-    ),
-    "stored in the signed map twice": ("zip(stored, averages, (True, False))", "zip(stored, averages, (True, True))"),
-    "largest magnitudes not written": ("for tensor, new in zip(pair, codes", "for tensor, new in zip(pair[:1], codes"),
-    "averages not written": ("                tensor.copy_(new)\n", "                tensor\n"),
-    "copy lost": ("wide = row._replace(", "wide = row._replace(copy=None, "),
-    "written in a skipped step": ("else row.written()", "else row.written()[:-1]"),
+    "average of the signed map twice": "for pair, is_signed in zip(stored, (True, {False => True}))]",
+    "stored in the signed map twice": "zip(stored, averages, (True, {False => True}))",
+    "largest magnitudes not written": "for tensor, new in zip(pair{ => [:1]}, codes",
+    "averages not written": "tensor{.copy_(new) => }",
+    "copy lost": "wide = row._replace({ => copy=None,}",
+    "written in a skipped step": "else row.written(){ => [:-1]}",
 }
 CODE_FAULTS = {
-    "largest magnitude of two blocks": ("blocks_BV.abs().amax(1)", "blocks_BV.abs().amax().expand(len(blocks_BV))"),
-    "largest value instead of magnitude": ("blocks_BV.abs().amax(1)", "blocks_BV.amax(1)"),
-    "zero block divided": ("torch.where(absmax_B > 0, 1 / absmax_B, 0.0)", "1 / absmax_B"),
-    "next code": ("codes_BV.flatten()[:num_values]", "(codes_BV + 1).clamp(max=255).flatten()[:num_values]"),
-    "code below": ("(grid[1:] + grid[:-1]) / 2", "grid[1:]"),
-    "a block too short": ("absmax_B.repeat_interleave(BLOCK)", "absmax_B.repeat_interleave(BLOCK - 1)"),
-    "decades of nine": ("return 10.0 **", "return 9.0 **"),
-}  # fmt: skip
+    "largest magnitude of two blocks": "blocks_BV.abs().amax({1 => ).expand(len(blocks_BV)})",
+    "largest value instead of magnitude": "blocks_BV{.abs() => }.amax(1)",
+    "zero block divided": "{torch.where(absmax_B > 0, 1 / absmax_B, 0.0) => 1 / absmax_B}",
+    "next code": "{codes_BV => (codes_BV + 1).clamp(max=255)}.flatten()[:num_values]",
+    "code below": "{(grid[1:] + grid[:-1]) / 2 => grid[1:]}",
+    "a block too short": "absmax_B.repeat_interleave(BLOCK{ => - 1})",
+    "decades of nine": "return {10 => 9}.0 **",
+}
 
 
-@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty, faulty.TensorTable)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, lambda module: check_every_part(module, module.TensorTable), REFERENCE_FAULTS
+)
 
 
-@pytest.mark.parametrize("fault", CODE_FAULTS)
-def test_a_planted_fault_of_the_format_is_seen(fault, tmp_path, monkeypatch):
-    monkeypatch.setattr(reference, "codes", load_with_fault(codes, *CODE_FAULTS[fault], tmp_path))
-    with pytest.raises((AssertionError, RuntimeError)):
+def check_codes(module):
+    with mock.patch.object(reference, "codes", module):
         check_every_part(reference)
 
 
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference)
+test_a_planted_fault_of_the_format_is_seen, test_the_format_passes_the_same_check = planted_faults(
+    codes, check_codes, CODE_FAULTS, errors=(AssertionError, RuntimeError)
+)
 
 
 # Refusals.

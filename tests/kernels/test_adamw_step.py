@@ -14,7 +14,8 @@ from lightning_fastft.kernels.adamw_step import reference
 from lightning_fastft.kernels.adamw_step.op import adamw_step, grad_norm
 from lightning_fastft.kernels.adamw_step.reference import CHUNK, SkipFlag, StepOptions, TensorTable
 from tests.support.children import compile_kernels, in_both_lanes
-from tests.support.truth import Watch, assert_within_bound, load_with_fault
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import Watch, assert_within_bound
 
 ROOT = Path(__file__).parents[2]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -557,57 +558,39 @@ def test_no_wait():
 
 
 REFERENCE_FAULTS = {
-    "bias correction lost": ("return 1.0 - options.beta1**options.step,", "return 1.0,"),
-    "bias correction of squares lost": ("math.sqrt(1.0 - options.beta2**options.step)", "1.0"),
-    "root of the bias correction lost": (
-        "math.sqrt(1.0 - options.beta2**options.step)",
-        "1.0 - options.beta2**options.step",
-    ),
-    "decay coupled": (
-        "    param.mul_(1 - rate * options.weight_decay)",
-        "    grad = grad + options.weight_decay * param",
-    ),
-    "decay without the learning rate": ("(1 - rate * options.weight_decay)", "(1 - options.weight_decay)"),
-    "decay lost": ("(1 - rate * options.weight_decay)", "(1.0)"),
+    "bias correction lost": "return 1.0 {- options.beta1**options.step => },",
+    "bias correction of squares lost": "{math.sqrt(1.0 - options.beta2**options.step) => 1.0}",
+    "root of the bias correction lost": "{math.sqrt( => }1.0 - options.beta2**options.step{) => }",
+    "decay coupled": "{param.mul_(1 - rate * => grad = grad +} options.weight_decay{) => * param}",
+    "decay without the learning rate": "(1 - {rate * => } options.weight_decay)",
+    "decay lost": "{(1 - rate * options.weight_decay) => (1.0)}",
     "decay after the step": (
-        "    # An fp32 master is its own fp32 copy.\n",
-        "    param.add_(row.exp_avg / denominator, alpha=-float(rate) ** 2 * options.weight_decay)\n",
+        "{# An fp32 master is its own fp32 copy. => param.add_(row.exp_avg / denominator, alpha=-float(rate) "
+        "** 2 * options.weight_decay)}"
     ),
-    "scale lost": ("grad if scale is None else grad * scale", "grad"),
-    "scale in the narrow dtype": ("else grad * scale", "else (grad * scale).to(row.owner.dtype).float()"),
-    "eps lost": (".add_(options.eps)", ""),
-    "eps inside the root": (
-        "exp_avg_sq.sqrt() / root_correction).add_(options.eps)",
-        "exp_avg_sq + options.eps).sqrt() / root_correction",
-    ),
-    "average lost": ("row.exp_avg.lerp_(grad, 1 - options.beta1)", "row.exp_avg.copy_(grad)"),
-    "betas swapped": ("value=1 - options.beta2", "value=1 - options.beta1"),
-    "copy of the old master": (
-        "    row.param.copy_(param)\n",
-        "    row.param.copy_(param) if row.copy is None else None\n",
-    ),
-    "narrow master not written": ("    row.param.copy_(param)\n", ""),
-    "copy lost": ("    if row.copy is not None:\n        row", "    if row.copy is row.param:\n        row"),
-    "learning rate on the device not corrected": ("rate / correction * row.exp_avg", "rate * row.exp_avg"),
-    "flag not read": ("torch.where(skip.found_inf == 0, tensor, old)", "tensor"),
-    "flag read backwards": ("skip.found_inf == 0, tensor", "skip.found_inf != 0, tensor"),
-    "NaN in the flag taken for a step": ("skip.found_inf == 0, tensor, old", "skip.found_inf != 1, tensor, old"),
-    "first of the written tensors given back": ("else row.written()", "else row.written()[:1]"),
-    "skipped steps counted": ("step = options.step - num_skipped", "step = options.step + 0 * num_skipped"),
-    "norm of the first tensors": ("for grad in table.gradients() if", "for grad in table.gradients()[:-1] if"),
-    "norm without root": (".sum().sqrt().float()", ".sum().float()"),
+    "scale lost": "grad {if scale is None else grad * scale => }",
+    "scale in the narrow dtype": "else {grad * scale => (grad * scale).to(row.owner.dtype).float()}",
+    "eps lost": "{.add_(options.eps) => }",
+    "eps inside the root": "exp_avg_sq{ => + options.eps)}.sqrt() / root_correction{).add_(options.eps) => }",
+    "average lost": "row.exp_avg.{lerp_(grad, 1 - options.beta1 => copy_(grad})",
+    "betas swapped": "value=1 - options.{beta2 => beta1}",
+    "copy of the old master": "row.param.copy_(param){ => if row.copy is None else None}",
+    "narrow master not written": "{row.param.copy_(param) => }",
+    "copy lost": "if row.copy is {not None => row.param}: row",
+    "learning rate on the device not corrected": "rate {/ correction => } * row.exp_avg",
+    "flag not read": "{torch.where(skip.found_inf == 0, tensor, old) => tensor}",
+    "flag read backwards": "skip.found_inf {= => !}= 0, tensor",
+    "NaN in the flag taken for a step": "skip.found_inf {== 0 => != 1}, tensor, old",
+    "first of the written tensors given back": "else row.written(){ => [:1]}",
+    "skipped steps counted": "step = options.step {- => + 0 *} num_skipped",
+    "norm of the first tensors": "for grad in table.gradients(){ => [:-1]} if",
+    "norm without root": ".sum{().sqrt => }().float()",
 }
 
 
-@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, check_every_part, REFERENCE_FAULTS
+)
 
 
 class Wrapper(torch.Tensor):

@@ -6,7 +6,8 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.cross_entropy import op, reference
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
-from tests.support.truth import Watch, assert_within_bound, load_with_fault, one_unit, poisoned
+from tests.support.kernel_harness import load_with_fault, planted_faults
+from tests.support.truth import Watch, assert_within_bound, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS, WIDTH, VOCABULARY = 41, 12, 29
@@ -118,37 +119,32 @@ def test_bias_scale_softcap_and_ignored_targets(case, dtype):
     check_against_truth(labelled_cross_entropy, 19, dtype, **case)
 
 
-CHUNK_LOOP = (
-    "for begin in range(0, rows.num_rows, rows.chunk_rows):\n        end = min(begin + rows.chunk_rows, rows.num_rows)"
-)
 FAULTS = {
-    "padding rows trained": (CHUNK_LOOP, CHUNK_LOOP.replace("rows.num_rows", "rows.target_R.shape[0]")),
-    "last chunk lost": (CHUNK_LOOP, CHUNK_LOOP.replace("(0, rows.num_rows,", "(0, rows.num_rows - rows.chunk_rows,")),
-    "weight gradient of the last chunk only": (
-        "sum_VD.addmm_(left_VR, right_RD)",
-        "sum_VD.addmm_(left_VR, right_RD, beta=0)",
+    "padding rows trained": (
+        "for begin in range(0, rows.{num_rows => target_R.shape[0]}, rows.chunk_rows): end = min(begin + "
+        "rows.chunk_rows, rows.{num_rows => target_R.shape[0]})"
     ),
-    "num_items missing in the backward": ("factor = d_loss / ctx.divisor", "factor = d_loss"),
-    "gradient of the loss dropped": ("factor = d_loss / ctx.divisor", "factor = torch.ones_like(d_loss) / ctx.divisor"),
-    "rows not scattered": (
-        "d_hidden_TD.index_copy_(0, row_R[:num_rows], d_trained_RD)",
-        "d_hidden_TD[:num_rows] = d_trained_RD",
+    "last chunk lost": (
+        "for begin in range(0, rows.num_rows{ => - rows.chunk_rows}, rows.chunk_rows): end = min(begin + "
+        "rows.chunk_rows, rows.num_rows)"
     ),
-    "bias dropped": ("if bias_V is None:\n                torch.mm", "if True:\n                torch.mm"),
-    "mantissa of num_items dropped": ("return 1.0 / mantissa, 2.0**exponent", "return 1.0, 2.0**exponent"),
-    "scale dropped": ("scale=rows.scale,", "scale=1.0,"),
+    "weight gradient of the last chunk only": "sum_VD.addmm_(left_VR, right_RD{ => , beta=0})",
+    "num_items missing in the backward": "factor = d_loss {/ ctx.divisor => }",
+    "gradient of the loss dropped": "factor = {d_loss => torch.ones_like(d_loss)} / ctx.divisor",
+    "rows not scattered": "d_hidden_TD{.index_copy_(0, row_R[:num_rows], d_trained_RD) => [:num_rows] = d_trained_RD}",
+    "bias dropped": "if {bias_V is None => True}: torch.mm",
+    "mantissa of num_items dropped": "return 1.0 {/ mantissa => }, 2.0**exponent",
+    "scale dropped": "scale={rows.scale => 1.0},",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(op, *FAULTS[fault], tmp_path).labelled_cross_entropy
-    with pytest.raises(AssertionError):
-        check_against_truth(faulty, 19, torch.float32, num_padded=5, has_bias=True, scale=0.5)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_against_truth(labelled_cross_entropy, 19, torch.float32, num_padded=5, has_bias=True, scale=0.5)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    op,
+    lambda module: check_against_truth(
+        module.labelled_cross_entropy, 19, torch.float32, num_padded=5, has_bias=True, scale=0.5
+    ),
+    FAULTS,
+)
 
 
 def test_rows_in_order_need_no_index():
@@ -251,9 +247,7 @@ def test_any_gradient_of_the_loss_is_one_rounding_away(dtype):
 
 
 def test_a_factor_rounded_to_a_narrow_dtype_is_seen(tmp_path):
-    faulty = load_with_fault(
-        op, "factor.reshape([1] * tensor.ndim)", "factor.to(tensor.dtype).reshape([1] * tensor.ndim)", tmp_path
-    )
+    faulty = load_with_fault(op, "factor{ => .to(tensor.dtype)}.reshape([1] * tensor.ndim)", tmp_path)
     with pytest.raises(AssertionError):
         check_gradient_of_the_loss(faulty.labelled_cross_entropy, torch.bfloat16)
 

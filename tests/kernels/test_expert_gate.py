@@ -13,7 +13,8 @@ from lightning_fastft.kernels.expert_gate import reference
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm, LowRankRows
 from tests.support.children import compile_kernels, in_both_lanes
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, one_unit, poisoned
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, one_unit, poisoned
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -380,31 +381,26 @@ def test_no_graph_and_no_wait():
     assert not any(tensor.requires_grad for tensor in (act_NF, *gradients))
 
 
-PRODUCT = "addend.low_NR.to(wide) @ addend.factor_RF.to(wide)"
 REFERENCE_FAULTS = {
-    "limit on the wrong side of the gate": ("gate_NF.clamp(max=form.limit)", "gate_NF.clamp(min=form.limit)"),
-    "up clamped on one side": ("up_NF.clamp(min=-form.limit, max=form.limit)", "up_NF.clamp(max=form.limit)"),
-    "one not added": ("max=form.limit) + 1", "max=form.limit)"),
-    "steepness lost": ("return gate_NF * form.alpha if", "return gate_NF if"),
-    "slope of the steepness lost": ("return slope_NF * form.alpha if", "return slope_NF if"),
-    "columns swapped": (
-        "return gate_up_NP[:, ::2], gate_up_NP[:, 1::2]",
-        "return gate_up_NP[:, 1::2], gate_up_NP[:, ::2]",
+    "limit on the wrong side of the gate": "gate_NF.clamp({max => min}=form.limit)",
+    "up clamped on one side": "up_NF.clamp({min=-form.limit, => } max=form.limit)",
+    "one not added": "max=form.limit) {+ 1 => }",
+    "steepness lost": "return gate_NF {* form.alpha => } if",
+    "slope of the steepness lost": "return slope_NF {* form.alpha => } if",
+    "columns swapped": "return gate_up_NP[:, {::2], gate_up_NP[:, 1 => 1::2], gate_up_NP[:,}::2]",
+    "halves taken for pairs": "if{ =>  not} form.is_interleaved:",
+    "gradient beyond the bound": "{torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0) => d_gate_NF}",
+    "no gradient on the bound": "raw_gate_NF <{= => } form.limit",
+    "no gradient of up on its bound": "raw_up_NF.abs() <{= => } form.limit",
+    "weight not applied": "d_act_NF = d_act_NF {* weight_N.to(wide)[:, None] => }",
+    "sum after the weight": "d_weight_N = (d_act_NF *{ => weight_N.to(wide)[:, None] *} act_NF)",
+    "cube lost": "(1 + {3.0 * => } TANH_CUBE",
+    "low-rank product lost": "d_act_NF +{ => 0 *} addend.low_NR",
+    "low-rank product rounded": "d_act_NF +{ => (} addend.low_NR.to(wide) @ addend.factor_RF.to(wide){ => ).to(dtype)}",
+    "sum with the low-rank product rounded": (
+        "{ => (}d_act_NF + addend.low_NR.to(wide) @ addend.factor_RF.to(wide){ => ).to(dtype).to(wide)}"
     ),
-    "halves taken for pairs": ("if form.is_interleaved:", "if not form.is_interleaved:"),
-    "gradient beyond the bound": ("torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)", "d_gate_NF"),
-    "no gradient on the bound": ("raw_gate_NF <= form.limit", "raw_gate_NF < form.limit"),
-    "no gradient of up on its bound": ("raw_up_NF.abs() <= form.limit", "raw_up_NF.abs() < form.limit"),
-    "weight not applied": ("d_act_NF = d_act_NF * weight_N.to(wide)[:, None]", "d_act_NF = d_act_NF"),
-    "sum after the weight": (
-        "d_weight_N = (d_act_NF * act_NF)",
-        "d_weight_N = (d_act_NF * weight_N.to(wide)[:, None] * act_NF)",
-    ),
-    "cube lost": ("(1 + 3.0 * TANH_CUBE", "(1 + TANH_CUBE"),
-    "low-rank product lost": ("d_act_NF + addend.low_NR", "d_act_NF + 0 * addend.low_NR"),
-    "low-rank product rounded": (f"d_act_NF + {PRODUCT}", f"d_act_NF + ({PRODUCT}).to(dtype)"),
-    "sum with the low-rank product rounded": (f"d_act_NF + {PRODUCT}", f"(d_act_NF + {PRODUCT}).to(dtype).to(wide)"),
-    "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
+    "fp32 lost": "return {torch.float64 if dtype is torch.float64 else torch.float32 => dtype}",
 }
 
 
@@ -416,15 +412,9 @@ def check_every_part(functions, num_columns=130, dtype=torch.bfloat16):
         check_against_truth(functions, 9, num_columns, dtype, form, num_ranks=5)
 
 
-@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, check_every_part, REFERENCE_FAULTS
+)
 
 
 @pytest.mark.parametrize(

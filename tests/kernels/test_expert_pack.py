@@ -10,7 +10,7 @@ from lightning_fastft.kernels.expert_pack import op, reference
 from lightning_fastft.kernels.expert_pack.op import pack_expert_first, unpack_expert_last
 from tests.support.children import compile_kernels
 from tests.support.host_waits import HostWaits
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import planted_faults
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Around a tile of 64: none, one, a prime, one under and one over, more than two.
@@ -122,10 +122,10 @@ def test_memory_of_the_source_is_no_place_for_the_result():
 
 
 FAULTS = {
-    "axes not exchanged": ("source.permute(2, 1, 0)", "source.permute(0, 1, 2).reshape(source.shape[::-1])"),
-    "middle axis moved": ("source.permute(2, 1, 0)", "source.permute(1, 2, 0).reshape(source.shape[::-1])"),
-    "scale lost": ("moved.to(wide) * scale", "moved.to(wide)"),
-    "rounded before it is scaled": ("moved.to(wide) * scale", "moved.to(out.dtype) * scale"),
+    "axes not exchanged": "source.permute({2, 1, 0 => 0, 1, 2).reshape(source.shape[::-1]})",
+    "middle axis moved": "source.permute({2, 1, 0 => 1, 2, 0).reshape(source.shape[::-1]})",
+    "scale lost": "moved.to(wide) {* scale => }",
+    "rounded before it is scaled": "moved.to({wide => out.dtype}) * scale",
 }
 
 
@@ -137,15 +137,12 @@ def check_every_part(exchange, *, device="cpu", **options):
     check_exchange(exchange, (5, 20, 7), dtype=torch.float32, out_dtype=torch.float32, device=device, **options)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.exchange_ends)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, lambda module: check_every_part(module.exchange_ends), FAULTS
+)
 
 
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference.exchange_ends)
+def test_the_public_function_passes_the_same_check():
     check_every_part(op.pack_expert_first)
 
 

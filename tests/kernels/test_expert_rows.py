@@ -12,7 +12,8 @@ from lightning_fastft.kernels.expert_rows import reference
 from lightning_fastft.kernels.expert_rows.op import combine_rows, gather_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from tests.support.children import compile_kernels
-from tests.support.truth import Watch, assert_within_bound, load_with_fault, poisoned
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import Watch, assert_within_bound, poisoned
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -206,23 +207,19 @@ def test_never_waits():
 
 
 FAULTS = {
-    "last choice lost": ("range(num_choices)", "range(num_choices - 1)"),
-    "choices added backwards": ("range(num_choices)", "reversed(range(num_choices))"),
-    "sentinel counted": ("(place_T < end_E[-1])[:, None]", "(place_T >= 0)[:, None]"),
-    "end one too high": ("place_T < end_E[-1]", "place_T <= end_E[-1]"),
-    "end one too low": ("place_T < end_E[-1]", "place_T < end_E[-1] - 1"),
-    "end of the first expert": ("place_T < end_E[-1]", "place_T < end_E[0]"),
+    "last choice lost": "range(num_choices{ => - 1})",
+    "choices added backwards": "{range(num_choices => reversed(range(num_choices)})",
+    "sentinel counted": "(place_T {< end_E[-1] => >= 0})[:, None]",
+    "end one too high": "place_T <{ => =} end_E[-1]",
+    "end one too low": "place_T < end_E[-1]{ => - 1}",
+    "end of the first expert": "place_T < end_E[{-1 => 0}]",
     "mask multiplied instead of chosen": (
-        "torch.where((place_T < end_E[-1])[:, None], value_TD, 0.0)",
-        "(place_T < end_E[-1])[:, None] * value_TD",
+        "{torch.where( => }(place_T < end_E[-1])[:, None]{, => *} value_TD{, 0.0) => }"
     ),
-    "fp32 sum lost": ("num_tokens, y_ND.shape[1], dtype=wide", "num_tokens, y_ND.shape[1], dtype=y_ND.dtype"),
-    "fp32 product lost": (
-        "weight_TK[:, choice, None].to(wide) * value_TD",
-        "(weight_TK[:, choice, None].to(wide) * value_TD).to(y_ND.dtype)",
-    ),
-    "weight narrowed": ("weight_TK[:, choice, None].to(wide)", "weight_TK[:, choice, None].to(y_ND.dtype).to(wide)"),
-    "addend dropped": ("sum_TD += addend_TD.to(wide)", "sum_TD += 0"),
+    "fp32 sum lost": "num_tokens, y_ND.shape[1], dtype={wide => y_ND.dtype}",
+    "fp32 product lost": "{ => (}weight_TK[:, choice, None].to(wide) * value_TD{ => ).to(y_ND.dtype)}",
+    "weight narrowed": "weight_TK[:, choice, None].to({ => y_ND.dtype).to(}wide)",
+    "addend dropped": "sum_TD += {addend_TD.to(wide) => 0}",
 }
 
 
@@ -231,15 +228,9 @@ def check_every_part(combine):
     check_order_of_terms(combine, torch.tensor([[2.0**25], [1.0], [-(2.0**25)]]))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.combine_rows)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference.combine_rows)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, lambda module: check_every_part(module.combine_rows), FAULTS
+)
 
 
 ROWS, SLOTS = torch.zeros(3, 4), torch.zeros(6, dtype=torch.int32)

@@ -11,7 +11,8 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.expert_sort import reference
 from lightning_fastft.kernels.expert_sort.op import ExpertOrder, sort_by_expert
 from tests.support.children import compile_kernels
-from tests.support.truth import Watch, load_with_fault
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import Watch
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,30 +107,20 @@ def test_never_waits():
 
 
 FAULTS = {
-    "stability lost": (
-        "torch.argsort(key_N, stable=True)",
-        "torch.argsort(key_N.flip(0), stable=True).mul(-1).add(key_N.shape[0] - 1)",
-    ),
-    "end before its expert": ("right=True", "right=False"),
-    "end off by one": ("arange(num_experts, dtype", "arange(1, num_experts + 1, dtype"),
-    "sentinels keep their own order": ("torch.where(is_known_N, expert_N, num_experts)", "expert_N"),
+    "stability lost": "torch.argsort(key_N{, stable=True => .flip(0), stable=True).mul(-1).add(key_N.shape[0] - 1})",
+    "end before its expert": "right={True => False}",
+    "end off by one": "arange({num_experts => 1, num_experts + 1}, dtype",
+    "sentinels keep their own order": "{torch.where(is_known_N, expert_N, num_experts) => expert_N}",
     "sentinels given to the last expert": (
-        "torch.where(is_known_N, expert_N, num_experts)",
-        "expert_N.clamp(0, num_experts - 1)",
+        "{torch.where(is_known_N, expert_N, num_experts => expert_N.clamp(0, num_experts - 1})"
     ),
-    "inverse forgotten": ("place_N[slot_N] = torch.arange", "place_N[:] = slot_N * 1 + 0 * torch.arange"),
+    "inverse forgotten": "place_N[{slot_N] = => :] = slot_N * 1 + 0 *} torch.arange",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.sort_slots)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference.sort_slots)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, lambda module: check_every_part(module.sort_slots), FAULTS
+)
 
 
 def check_every_part(sort):

@@ -17,8 +17,9 @@ from lightning_fastft.kernels.nf4_linear.op import dequantise, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from tests.kernels.test_nf4_linear import make_truth
 from tests.support.children import compile_kernels
+from tests.support.kernel_harness import planted_faults
 from tests.support.nf4_stacks import guarded
-from tests.support.truth import Watch, load_with_fault, poisoned
+from tests.support.truth import Watch, poisoned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
@@ -307,48 +308,45 @@ def test_nothing_waits_and_nothing_is_needed_for_nothing():
 
 
 REFERENCE_FAULTS = {
-    "peak of the first row for all": (
-        "wide_TI.abs().amax(1).clamp",
-        "wide_TI.abs().amax(1)[:1].expand(len(wide_TI)).clamp",
-    ),
-    "largest number of e5m2": ("LARGEST = 448.0", "LARGEST = 57344.0"),
-    "factor lost": ("x_TI.float() * factor_I.float()", "x_TI.float()"),
-    "half of the range": ("(wide_TI * inverse_T[:, None])", "(wide_TI * inverse_T[:, None] / 2)"),
-    "rounded down": ("(scale.view(torch.int32) + 0x7FFFFF)", "scale.view(torch.int32)"),
-    "power of 2 doubled": ("0x7FFFFF", "0x800000"),
-    "inverse of another scale": ("inverse_T = 1 / scale_T", "pass"),
+    "peak of the first row for all": "wide_TI.abs().amax(1){ => [:1].expand(len(wide_TI))}.clamp",
+    "largest number of e5m2": "LARGEST = {448 => 57344}.0",
+    "factor lost": "x_TI.float() {* factor_I.float() => }",
+    "half of the range": "(wide_TI * inverse_T[:, None]{ => / 2})",
+    "rounded down": "{( => }scale.view(torch.int32) {+ 0x7FFFFF) => }",
+    "power of 2 doubled": "{0x7FFFFF => 0x800000}",
+    "inverse of another scale": "{inverse_T = 1 / scale_T => pass}",
 }
 
 
-@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
-def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
-    # Its first row has a power of 2 for a scale.
+def check_every_row(module):
+    # The first row has a power of 2 for a scale.
     x_TI, factor_I = make_rows(17, 64, torch.float32)
     factor_I = factor_I.log2().ceil().exp2()
     x_TI[0] = 2.0 / factor_I
     x_TI[0, 3] *= 224.0
-    with pytest.raises(AssertionError):
-        check_rows_both_ways(faulty.quantise_rows, x_TI, factor_I)
+    check_rows_both_ways(module.quantise_rows, x_TI, factor_I)
+
+
+test_a_fault_in_the_plain_twin_is_seen, test_in_rows_the_same_check_passes = planted_faults(
+    reference, check_every_row, REFERENCE_FAULTS
+)
 
 
 NF4_FAULTS = {
-    "not transposed": ("narrow_OI.T if is_transposed else narrow_OI", "narrow_OI.view(value.shape)"),
-    "first scale for all": (
-        "_block_scales(weight).abs().view(",
-        "_block_scales(weight).abs()[:1].expand(len(weight.absmax_Q)).reshape(",
-    ),
-    "largest scale of all rows": ("-1).amax(1).clamp", "-1).amax().expand(len(scale_O)).clamp"),
+    "not transposed": "narrow_OI.{T if is_transposed else narrow_OI => view(value.shape)}",
+    "first scale for all": "_block_scales(weight).abs(){.view => [:1].expand(len(weight.absmax_Q)).reshape}(",
+    "largest scale of all rows": "-1).amax({1 => ).expand(len(scale_O)}).clamp",
 }
 
 
-@pytest.mark.parametrize("fault", NF4_FAULTS)
-def test_a_fault_in_the_plain_twin_of_nf4_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *NF4_FAULTS[fault], tmp_path)
+def check_every_weight(module):
+    run = functools.partial(write_nf4, module=module)
+    check_nf4(run, make_cases([(70, 192)], is_nested=True), is_transposed=True)
 
-    run = functools.partial(write_nf4, module=faulty)
-    with pytest.raises(AssertionError):
-        check_nf4(run, make_cases([(70, 192)], is_nested=True), is_transposed=True)
+
+test_a_fault_in_the_plain_twin_of_nf4_is_seen, test_in_nf4_the_same_check_passes = planted_faults(
+    reference, check_every_weight, NF4_FAULTS
+)
 
 
 # What is refused.

@@ -16,7 +16,8 @@ from lightning_fastft.kernels.grouped_mm.op import choose_backend, choose_grad_b
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, GatheredRows, RowAddend
 from tests.support.children import compile_kernels, in_both_lanes
 from tests.support.host_waits import HostWaits
-from tests.support.truth import assert_within_bound, load_with_fault
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import assert_within_bound
 
 ROOT = Path(__file__).parents[2]
 # Rows per expert around a tile of 16: none, one, a prime, one under and over, all to one expert.
@@ -345,31 +346,22 @@ def test_results_have_no_graph_and_autocast_changes_nothing():
 
 
 FAULTS = {
-    "scale lost": ("product = product + addend.low_scale * (", "product = product + ("),
-    "bias of the neighbour": ("addend.bias_EO[expert]", "addend.bias_EO[expert - 1]"),
-    "low-rank matrix of the neighbour": ("addend.low_ERO[expert]", "addend.low_ERO[expert - 1]"),
-    "matrix of the neighbour": ("weight_EIO[expert]", "weight_EIO[expert - 1]"),
-    "last row of every expert lost": ("slice(begin, end) for", "slice(begin, max(begin, end - 1)) for"),
-    "rows of nobody written": ("borders = [0, *end_E.tolist()]", "borders = [0, *end_E.tolist()[:-1], num_rows]"),
-    "low precision": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return torch.bfloat16"),
-    "gradient: scale lost": ("= scale * (x_NI[rows]", "= 1.0 * (x_NI[rows]"),
-    "gradient: weights lost": ("    if row_weight_N is None:\n", "    if True:\n"),
-    "gradient: weights on both operands": (
-        "weight_N1).to(x_NI.dtype), d_NO\n",
-        "weight_N1).to(x_NI.dtype), (d_NO * weight_N1).to(d_NO.dtype)\n",
-    ),
+    "scale lost": "product = product + {addend.low_scale * => } (",
+    "bias of the neighbour": "addend.bias_EO[expert{ => - 1}]",
+    "low-rank matrix of the neighbour": "addend.low_ERO[expert{ => - 1}]",
+    "matrix of the neighbour": "weight_EIO[expert{ => - 1}]",
+    "last row of every expert lost": "slice(begin, {end => max(begin, end - 1)}) for",
+    "rows of nobody written": "borders = [0, *end_E.tolist(){ => [:-1], num_rows}]",
+    "low precision": "return torch.{float64 if dtype is torch.float64 else torch.float32 => bfloat16}",
+    "gradient: scale lost": "= {scale => 1.0} * (x_NI[rows]",
+    "gradient: weights lost": "if {row_weight_N is None => True}:",
+    "gradient: weights on both operands": "weight_N1).to(x_NI.dtype), {d_NO => (d_NO * weight_N1).to(d_NO.dtype)}",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_the_twin(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_the_twin(reference)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, lambda module: check_the_twin(module), FAULTS
+)
 
 
 def check_the_twin(module):
@@ -391,20 +383,21 @@ def check_the_twin(module):
 
 
 OP_FAULTS = {
-    "addend forgotten": ("if addend.is_empty:", "if True:"),
-    "bias not passed on": ("RowAddend(bias_EO, low_NR", "RowAddend(None, low_NR"),
-    "scale not passed on": ("low_NR, low_ERO, low_scale)", "low_NR, low_ERO, 1.0)"),
-    "out forgotten": ("y_NO if out_NO is None else out_NO)", "y_NO)"),
+    "addend forgotten": "if {addend.is_empty => True}:",
+    "bias not passed on": "RowAddend({bias_EO => None}, low_NR",
+    "scale not passed on": "low_NR, low_ERO, {low_scale => 1.0})",
+    "out forgotten": "y_NO {if out_NO is None else out_NO => })",
 }
 
 
-@pytest.mark.parametrize("fault", OP_FAULTS)
-def test_a_fault_planted_in_the_composition_is_seen(fault, tmp_path):
-    faulty = load_with_fault(op, *OP_FAULTS[fault], tmp_path)
+def check_composition(module):
     case = make_case((5, 0, 7), 16, 24, dtype=torch.float32, rank=8, has_bias=True, step=8)
-    check_product(public_product("torch"), case, step=8)
-    with pytest.raises(AssertionError):
-        check_product(public_product("torch", faulty), case, step=8)
+    check_product(public_product("torch", module), case, step=8)
+
+
+test_a_fault_planted_in_the_composition_is_seen, test_the_composition_passes_the_same_check = planted_faults(
+    op, check_composition, OP_FAULTS
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ FILES = sorted(path.name for path in Path(__file__).parent.glob("triton_*.py"))
 
 @pytest.mark.slow(90)
 def test_kernels_pass_their_tests():
-    assert len(FILES) == 20
+    assert len(FILES) >= 20
     # In one process: to start one takes longer than the tests of most files.
     run_in_interpreter(*FILES, lane="promises")
 

@@ -6,7 +6,8 @@ from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.lora_linear import op
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.kernels.lora_linear.reference import lora_addmm_reference
-from tests.support.truth import assert_within_bound, load_with_fault, poisoned
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import assert_within_bound, poisoned
 
 NAMES = ("base", "x", "a_RD", "b_NR")
 SCALE = 0.75
@@ -62,27 +63,18 @@ def test_output_and_every_gradient_equal_the_truth(num_tokens, rank, dtype):
 
 
 FAULTS = {
-    "scale lost in the forward": ("alpha=scale", "alpha=1.0"),
-    "scale lost in the gradient of A and x": (".mul_(ctx.scale)\n            d_x", "\n            d_x"),
-    "scale lost in the gradient of B": ("dtype=ctx.b_dtype).mul_(ctx.scale)", "dtype=ctx.b_dtype)"),
-    "base dropped": (
-        "torch.addmm(base.reshape(-1, base.shape[-1]), ",
-        "torch.addmm(0 * base.reshape(-1, base.shape[-1]), ",
-    ),
-    "gradient of x lost": ("d_x = (d_low_TR @ copy_a_RD).view(x.shape)", "d_x = torch.zeros_like(x)"),
-    "masters' gradients rounded": ("return left.to(dtype) @ right.to(dtype)", "return (left @ right).to(dtype)"),
+    "scale lost in the forward": "alpha={scale => 1.0}",
+    "scale lost in the gradient of A and x": "{.mul_(ctx.scale) => } d_x",
+    "scale lost in the gradient of B": "dtype=ctx.b_dtype){.mul_(ctx.scale) => }",
+    "base dropped": "torch.addmm({ => 0 *}base.reshape(-1, base.shape[-1]),",
+    "gradient of x lost": "d_x = {(d_low_TR @ copy_a_RD).view(x.shape => torch.zeros_like(x})",
+    "masters' gradients rounded": "return {left.to(dtype) @ right => (left @ right)}.to(dtype)",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(op, *FAULTS[fault], tmp_path).lora_addmm
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(lora_addmm)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    op, lambda module: check_every_part(module.lora_addmm), FAULTS
+)
 
 
 def check_every_part(function):

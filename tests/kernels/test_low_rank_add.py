@@ -11,7 +11,8 @@ from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.low_rank_add import reference
 from lightning_fastft.kernels.low_rank_add.op import add_low_rank
 from tests.support.children import compile_kernels, in_both_lanes
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
 
 NAMES = ("base", "low", "factor", "residual")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,11 +34,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lightning_fastft.kernels.low_rank_add import triton as low_rank_add
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import load_with_fault
 
 lane, *without_barrier = sys.argv[1:]
 if without_barrier:
-    low_rank_add = load_with_fault(low_rank_add, "tl.debug_barrier()", "pass", tempfile.mkdtemp())
+    low_rank_add = load_with_fault(low_rank_add, "{tl.debug_barrier() => pass}", tempfile.mkdtemp())
 kernel = low_rank_add._add_low_rank_kernel
 cases = {
     "promises": ((80, "fp16", 16, True), (90, "bf16", 32, False)),
@@ -254,14 +255,11 @@ def test_memory_that_is_partly_an_input_is_refused():
 
 
 REFERENCE_FAULTS = {
-    "product rounded": ("low_TR.to(wide) @ factor_RN.to(wide)", "(low_TR @ factor_RN).to(wide)"),
-    "sum rounded before the residual": (
-        "sum_TN += residual_TN.to(wide)",
-        "sum_TN = sum_TN.to(base_TN.dtype) + residual_TN",
-    ),
-    "residual lost": ("sum_TN += residual_TN.to(wide)", "pass"),
-    "fp32 lost": ("else torch.float32", "else base_TN.dtype"),
-    "memory that was given not used": ("if out is None else out.copy_(sum_TN)", ""),
+    "product rounded": "{low_TR.to(wide) @ factor_RN => (low_TR @ factor_RN)}.to(wide)",
+    "sum rounded before the residual": "sum_TN {+= residual_TN.to(wide) => = sum_TN.to(base_TN.dtype) + residual_TN}",
+    "residual lost": "{sum_TN += residual_TN.to(wide) => pass}",
+    "fp32 lost": "else {torch.float32 => base_TN.dtype}",
+    "memory that was given not used": "{if out is None else out.copy_(sum_TN) => }",
 }
 
 
@@ -270,15 +268,9 @@ def check_every_part(functions):
         check(functions.add_low_rank, (9, 130, 40), torch.bfloat16, place=place, has_residual=place == "apart")
 
 
-@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, check_every_part, REFERENCE_FAULTS
+)
 
 
 @in_both_lanes

@@ -11,8 +11,9 @@ from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.nf4_experts import reference
 from lightning_fastft.kernels.nf4_experts.op import dequantise_stack
 from tests.support.children import compile_kernels
+from tests.support.kernel_harness import planted_faults
 from tests.support.nf4_stacks import check, make_truth
-from tests.support.truth import Watch, load_with_fault
+from tests.support.truth import Watch
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,18 +46,16 @@ def test_equals_bitsandbytes(num_blocks, dtype):
 
 
 FAULTS = {
-    "low half first": ("(packed_C >> 4, packed_C & 15)", "(packed_C & 15, packed_C >> 4)"),
-    "scales not shifted": ("* nested_Q + stack.offset_E[expert]", "* nested_Q"),
-    "first group for all": (".repeat_interleave(GROUP_BLOCKS)[:num_blocks]", "[:1]"),
-    "first expert's scales": ("stack.absmax_EQ[expert]", "stack.absmax_EQ[0]"),
+    "low half first": "(packed_C {>> 4, packed_C & 15 => & 15, packed_C >> 4})",
+    "scales not shifted": "* nested_Q {+ stack.offset_E[expert] => }",
+    "first group for all": "{.repeat_interleave(GROUP_BLOCKS)[:num_blocks => [:1}]",
+    "first expert's scales": "stack.absmax_EQ[{expert => 0}]",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check(faulty.dequantise_stack, *make_truth(2, 300, torch.float32))
+test_a_fault_in_the_plain_twin_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, lambda module: check(module.dequantise_stack, *make_truth(2, 300, torch.float32)), FAULTS
+)
 
 
 def test_no_experts_and_no_waits():

@@ -14,8 +14,9 @@ from lightning_fastft.kernels.nf4_linear import reference
 from lightning_fastft.kernels.nf4_linear.op import dequantise, dequantise_many, read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from tests.support.children import compile_kernels
+from tests.support.kernel_harness import planted_faults
 from tests.support.nf4_stacks import guarded
-from tests.support.truth import Watch, load_with_fault
+from tests.support.truth import Watch
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -143,22 +144,17 @@ def test_another_dtype_is_rounded_once_from_fp32():
 
 
 FAULTS = {
-    "low half first": ("(weight.packed_C >> 4, weight.packed_C & 15)", "(weight.packed_C & 15, weight.packed_C >> 4)"),
-    "scales not shifted": ("* nested_Q + weight.offset", "* nested_Q"),
-    "first group for all": (".repeat_interleave(GROUP_BLOCKS)[: len(weight.absmax_Q)]", "[:1]"),
-    "first scale for all": ("scale_Q[:, None]", "scale_Q[0]"),
-    "last column lost": (
-        "out_OI.copy_(value_QB.view(out_OI.shape))",
-        "out_OI[:, :-1].copy_(value_QB.view(out_OI.shape)[:, :-1])",
-    ),
+    "low half first": "(weight.packed_C {>> 4, weight.packed_C & 15 => & 15, weight.packed_C >> 4})",
+    "scales not shifted": "* nested_Q {+ weight.offset => }",
+    "first group for all": "{.repeat_interleave(GROUP_BLOCKS)[: len(weight.absmax_Q) => [:1}]",
+    "first scale for all": "scale_Q[{:, None => 0}]",
+    "last column lost": "out_OI{ => [:, :-1]}.copy_(value_QB.view(out_OI.shape){ => [:, :-1]})",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_plain_twin_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check(faulty.dequantise_many, make_cases([(3, 101 * 64)], torch.float32))
+test_a_fault_in_the_plain_twin_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, lambda module: check(module.dequantise_many, make_cases([(3, 101 * 64)], torch.float32)), FAULTS
+)
 
 
 def test_no_rows_no_columns_no_weights_and_no_waits():

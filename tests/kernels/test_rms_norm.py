@@ -12,7 +12,8 @@ from lightning_fastft.kernels.rms_norm import reference
 from lightning_fastft.kernels.rms_norm.op import MAX_COLUMNS, rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 from tests.support.children import compile_kernels, in_both_lanes
-from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, load_with_fault, poisoned
+from tests.support.kernel_harness import planted_faults
+from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -399,36 +400,26 @@ def test_no_graph_and_no_wait():
 
 
 REFERENCE_FAULTS = {
-    "eps lost": ("wide_TD.pow(2).mean(dim=1) + form.eps", "wide_TD.pow(2).mean(dim=1)"),
-    "root of the sum": ("wide_TD.pow(2).mean(dim=1)", "wide_TD.pow(2).sum(dim=1)"),
-    "offset of the weight lost": ("weight_D.to(wide) + form.weight_offset", "weight_D.to(wide)"),
-    "normed row not rounded": ("if not form.is_weight_wide:", "if False:"),
-    "normed row rounded in the wide form": ("if not form.is_weight_wide:", "if True:"),
-    "residual lost": ("else x_TD + residual_TD", "else x_TD.clone()"),
+    "eps lost": "wide_TD.pow(2).mean(dim=1) {+ form.eps => }",
+    "root of the sum": "wide_TD.pow(2).{mean => sum}(dim=1)",
+    "offset of the weight lost": "weight_D.to(wide) {+ form.weight_offset => }",
+    "normed row not rounded": "if {not form.is_weight_wide => False}:",
+    "normed row rounded in the wide form": "if {not form.is_weight_wide => True}:",
+    "residual lost": "else x_TD {+ residual_TD => .clone()}",
     "the sum is normed before it is rounded": (
-        "wide_TD = sum_TD.to(wide)",
-        "wide_TD = x_TD.to(wide) + (0 if residual_TD is None else residual_TD)",
+        "wide_TD = {sum_TD.to(wide => x_TD.to(wide) + (0 if residual_TD is None else residual_TD})"
     ),
-    "fp32 lost": ("return torch.float64 if dtype is torch.float64 else torch.float32", "return dtype"),
-    "root taken for a constant": ("(d_normed_TD - normed_TD * along_T[:, None])", "d_normed_TD"),
-    "second factor of the root lost": ("along_T[:, None]) * rstd_T[:, None]", "along_T[:, None])"),
-    "share along the row is the sum": ("(d_normed_TD * normed_TD).mean(dim=1)", "(d_normed_TD * normed_TD).sum(dim=1)"),
-    "weight not in the gradient": (
-        "d_normed_TD = d_y_TD * shifted_weight(weight_D, wide, form)",
-        "d_normed_TD = d_y_TD",
-    ),
-    "weight's gradient by the raw row": ("(d_y_TD * normed_TD).sum(dim=0)", "(d_y_TD * wide_TD).sum(dim=0)"),
-    "weight's gradient by the rounded row": (
-        "(d_y_TD * normed_TD).sum(dim=0)",
-        "(d_y_TD * normed_TD.to(sum_TD.dtype)).sum(dim=0)",
-    ),
-    "last row not in the weight's gradient": (
-        "(d_y_TD * normed_TD).sum(dim=0)",
-        "(d_y_TD * normed_TD)[:-1].sum(dim=0)",
-    ),
-    "roots not written": ("rstd_out.copy_(rstd_T)", "rstd_out.zero_()"),
-    "gradient of the sum lost": ("d_x_TD = d_x_TD + d_sum_TD.to(wide)", "pass"),
-    "gradient rounded before it is added": ("d_x_TD + d_sum_TD.to(wide)", "d_x_TD.to(sum_TD.dtype) + d_sum_TD"),
+    "fp32 lost": "return {torch.float64 if dtype is torch.float64 else torch.float32 => dtype}",
+    "root taken for a constant": "{(d_normed_TD - normed_TD * along_T[:, None]) => d_normed_TD}",
+    "second factor of the root lost": "along_T[:, None]) {* rstd_T[:, None] => }",
+    "share along the row is the sum": "(d_normed_TD * normed_TD).{mean => sum}(dim=1)",
+    "weight not in the gradient": "d_normed_TD = d_y_TD {* shifted_weight(weight_D, wide, form) => }",
+    "weight's gradient by the raw row": "(d_y_TD * {normed_TD => wide_TD}).sum(dim=0)",
+    "weight's gradient by the rounded row": "(d_y_TD * normed_TD{ => .to(sum_TD.dtype)}).sum(dim=0)",
+    "last row not in the weight's gradient": "(d_y_TD * normed_TD){ => [:-1]}.sum(dim=0)",
+    "roots not written": "rstd_out.{copy_(rstd_T => zero_(})",
+    "gradient of the sum lost": "{d_x_TD = d_x_TD + d_sum_TD.to(wide) => pass}",
+    "gradient rounded before it is added": "d_x_TD {+ d_sum_TD.to(wide) => .to(sum_TD.dtype) + d_sum_TD}",
 }
 
 
@@ -443,15 +434,9 @@ def check_every_part(functions, num_columns=130, dtype=torch.bfloat16, *, device
     check_without_eps(functions, device=device)
 
 
-@pytest.mark.parametrize("fault", REFERENCE_FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *REFERENCE_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(reference)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    reference, check_every_part, REFERENCE_FAULTS
+)
 
 
 @pytest.mark.parametrize(

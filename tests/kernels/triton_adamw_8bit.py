@@ -4,8 +4,6 @@ Triton is first imported.
 ``test_adamw_8bit.py`` runs them in the interpreter, ``tests/gpu/test_adamw_step_gpu.py`` on the device.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -22,9 +20,7 @@ from tests.kernels.test_adamw_8bit import (
     make_table,
 )
 from tests.support.children import thinned
-from tests.support.truth import load_with_fault
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+from tests.support.kernel_harness import DEVICE, planted_faults
 
 
 @pytest.fixture(autouse=True)
@@ -76,74 +72,47 @@ def test_autograd_learns_of_every_write():
         ]
 
 
-SQUARE = "square = beta2 * square + square_share * grad * grad\n    param"
-SCALE = (
-    "    square *= tl.load(square_absmax_ptrs, mask=is_block, other=0.0)[:, None]\n    if HAS_SCALE:\n        "
-    "grad "
-    "*= tl.load(scale_ptr)\n"
-)
-ABSMAX_PLACE = "tl.pointer_type(tl.float32)) + start // _WIDTH + blocks\n    )\n    grad_ptrs"
-SIGN = "tl.where(values < 0.0, _ZERO - tl.minimum(place, _ZERO), _ZERO + place)"
-FLAG = "num_readable = tl.where(tl.load(found_inf_ptr) == 0.0, num_readable, 0)"
-PARAM_STORE = "    tl.store(param_ptrs, rounded, mask=inside)\n    tl.store(avg_ptrs, _encode"
 FAULTS = {
-    "bias correction of squares lost": ("(1.0 / root_correction)", "1.0"),
-    "root lost": ("tl.sqrt(square) * (1.0", "square * (1.0"),
-    "eps lost": ("(1.0 / root_correction) + eps", "(1.0 / root_correction)"),
-    "decay lost": ("param -= decay * param + rate * (avg", "param -= rate * (avg"),
-    "average lost": ("avg = beta1 * avg + grad_share * grad", "avg = grad"),
-    "betas of the average for squares": (SQUARE, SQUARE.replace("beta2", "beta1")),
-    "scale lost": (SCALE, SCALE.replace("        grad *= tl.load(scale_ptr)", "        grad *= 1.0")),
-    "largest value instead of magnitude": ("tl.max(tl.abs(avg), axis=1)", "tl.max(avg, axis=1)"),
-    "old magnitude of the average": ("    tl.store(avg_absmax_ptrs, avg_absmax, mask=is_block)\n", ""),
-    "old magnitude of the squares": ("    tl.store(square_absmax_ptrs, square_absmax, mask=is_block)\n", ""),
-    "magnitude not taken": ("    avg *= tl.load(avg_absmax_ptrs, mask=is_block, other=0.0)[:, None]\n", ""),
-    "magnitude of the average for squares": (
-        "square *= tl.load(square_absmax_ptrs",
-        "square *= tl.load(avg_absmax_ptrs",
+    "bias correction of squares lost": "{(1.0 / root_correction) => 1.0}",
+    "root lost": "{tl.sqrt(square) => square} * (1.0",
+    "eps lost": "(1.0 / root_correction) {+ eps => }",
+    "decay lost": "param -= {decay * param + => } rate * (avg",
+    "average lost": "avg = {beta1 * avg + grad_share * => } grad",
+    "betas of the average for squares": "square = {beta2 => beta1} * square + square_share * grad * grad param",
+    "scale lost": (
+        "square *= tl.load(square_absmax_ptrs, mask=is_block, other=0.0)[:, None] if HAS_SCALE: grad *= "
+        "{tl.load(scale_ptr) => 1.0}"
     ),
-    "magnitudes of the first tensor": (
-        "tl.load(place_ptr + _EXP_AVG_ABSMAX * num_rows)",
-        "tl.load(address_ptr + _EXP_AVG_ABSMAX * num_rows)",
+    "largest value instead of magnitude": "tl.max({tl.abs(avg) => avg}, axis=1)",
+    "old magnitude of the average": "{tl.store(avg_absmax_ptrs, avg_absmax, mask=is_block) => }",
+    "old magnitude of the squares": "{tl.store(square_absmax_ptrs, square_absmax, mask=is_block) => }",
+    "magnitude not taken": "{avg *= tl.load(avg_absmax_ptrs, mask=is_block, other=0.0)[:, None] => }",
+    "magnitude of the average for squares": "square *= tl.load({square_absmax_ptrs => avg_absmax_ptrs}",
+    "magnitudes of the first tensor": "tl.load({place_ptr => address_ptr} + _EXP_AVG_ABSMAX * num_rows)",
+    "magnitudes of the first chunk": "tl.pointer_type(tl.float32)) + {start // _WIDTH + => } blocks ) grad_ptrs",
+    "signed map for squares": "tl.load(table_ptr + {_TABLE_WIDTH + => } tl.load(square_ptrs",
+    "sign lost": "tl.where(values < 0.0, _ZERO {- tl.minimum(place, _ZERO) => + place}, _ZERO + place)",
+    "a negative 1": "_ZERO - {tl.minimum(place, _ZERO) => place}",
+    "highest zone lost": "tl.where(is_high, {T8 => 2.0}, T6)",
+    "zone too low": "tl.where(is_high, {T4 => T5}, T2)",
+    "first zone lost": "+ (size >= {T1 => 0.0}).to(tl.int32)",
+    "cell of the next zone": "return {tl.minimum(place, end - 1) => place}",
+    "rounded instead of cut": "* (4.0 / 9.0){ => + 0.5}).to(tl.int32)",
+    "slopes of the signed map": "table_ptr {+ _TABLE_WIDTH => } + _NUM_CODES, 2)",
+    "places from 0": "{(tl.maximum(place, 1) - 1 => tl.minimum(place, 255})",
+    "last blocks lost": "grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK){ => - 1})",
+    "blocks of the first program": "* CHUNK {+ tl.program_id(1) * (NUM_BLOCKS * _WIDTH) => }",
+    "mask lost": "inside = offs < num_left{ => + _WIDTH * (num_left > 0)}",
+    "last element lost": "inside = offs < num_left{ => - 1}",
+    "last block's magnitude lost": "is_block = {blocks * _WIDTH < => (blocks + 1) * _WIDTH <=} num_left",
+    "master not written": "{tl.store(param_ptrs, rounded, mask=inside) => } tl.store(avg_ptrs, _encode",
+    "flag not read": "num_readable = {tl.where(tl.load(found_inf_ptr) == 0.0, num_readable, 0) => num_readable * 1}",
+    "NaN in the flag taken for a step": (
+        "num_readable = tl.where(tl.load(found_inf_ptr) {== 0 => != 1}.0, num_readable, 0)"
     ),
-    "magnitudes of the first chunk": (ABSMAX_PLACE, ABSMAX_PLACE.replace(" + start // _WIDTH", "")),
-    "signed map for squares": (
-        "tl.load(table_ptr + _TABLE_WIDTH + tl.load(square_ptrs",
-        "tl.load(table_ptr + tl.load(square_ptrs",
-    ),
-    "sign lost": (SIGN, SIGN.replace("_ZERO - tl.minimum(place, _ZERO)", "_ZERO + place")),
-    "a negative 1": ("_ZERO - tl.minimum(place, _ZERO)", "_ZERO - place"),
-    "highest zone lost": ("tl.where(is_high, T8, T6)", "tl.where(is_high, 2.0, T6)"),
-    "zone too low": ("tl.where(is_high, T4, T2)", "tl.where(is_high, T5, T2)"),
-    "first zone lost": (" + (size >= T1).to(tl.int32)", " + (size >= 0.0).to(tl.int32)"),
-    "cell of the next zone": ("return tl.minimum(place, end - 1)", "return place"),
-    "rounded instead of cut": ("* (4.0 / 9.0)).to(tl.int32)", "* (4.0 / 9.0) + 0.5).to(tl.int32)"),
-    "slopes of the signed map": ("table_ptr + _TABLE_WIDTH + _NUM_CODES, 2)", "table_ptr + _NUM_CODES, 2)"),
-    "places from 0": ("(tl.maximum(place, 1) - 1)", "tl.minimum(place, 255)"),
-    "last blocks lost": (
-        "grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK))",
-        "grid = (num_chunks, CHUNK // (NUM_BLOCKS * codes.BLOCK) - 1)",
-    ),
-    "blocks of the first program": ("* CHUNK + tl.program_id(1) * (NUM_BLOCKS * _WIDTH)", "* CHUNK"),
-    "mask lost": ("    inside = offs < num_left\n", "    inside = offs < num_left + _WIDTH * (num_left > 0)\n"),
-    "last element lost": ("    inside = offs < num_left\n", "    inside = offs < num_left - 1\n"),
-    "last block's magnitude lost": (
-        "is_block = blocks * _WIDTH < num_left",
-        "is_block = (blocks + 1) * _WIDTH <= num_left",
-    ),
-    "master not written": (PARAM_STORE, PARAM_STORE.replace("    tl.store(param_ptrs, rounded, mask=inside)\n", "")),
-    "flag not read": (FLAG, "num_readable = num_readable * 1"),
-    "NaN in the flag taken for a step": (FLAG, FLAG.replace("== 0.0", "!= 1.0")),
 }
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty, device=DEVICE)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton, device=DEVICE)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, lambda module: check_every_part(module, device=DEVICE), FAULTS
+)

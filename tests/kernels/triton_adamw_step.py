@@ -1,10 +1,6 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
+"""Tests of the Triton kernels of adamw_step, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
-``test_adamw_step.py`` runs them in the interpreter, ``tests/gpu/test_adamw_step_gpu.py`` on the device.
-"""
-
-import os
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +23,8 @@ from tests.kernels.test_adamw_step import (
     make_rows,
     make_table,
 )
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # More chunks than partial sums.
 LONG = (triton.NUM_PARTIALS * CHUNK + 3 * CHUNK + 5,)
 
@@ -172,138 +167,98 @@ def test_one_launch_per_combination_of_dtypes(combinations, monkeypatch):
     assert [kernel.num_launches for kernel in counting] == [len(combinations), len(combinations), 1]
 
 
-UPDATE = "param -= decay * param + rate * tl.div_rn(avg, denominator)"
-MASK = "return row, offs, offs < num_readable"
-STEP_LOAD = (
-    "_load_pointer(grad_address_ptr + row, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, "
-    "other=0.0).to(tl.float32)\n    param"
-)
-NORM_LOAD = STEP_LOAD.replace("    param", "        total")
-STORE_MASTER = "    rounded = param.to(PARAM_DTYPE)\n    tl.store(param_ptrs, rounded, mask=inside)\n"
 FAULTS = {
-    "bias correction lost": ("float(learning_rate / correction)", "float(learning_rate)"),
-    "bias correction of squares lost": ("            root_correction,\n", "            1.0,\n"),
+    "bias correction lost": "float(learning_rate {/ correction => })",
+    "bias correction of squares lost": "1.0 - options.beta2, {root_correction => 1.0},",
     "decay coupled": (
-        "grad *= tl.load(scale_ptr)\n",
-        "grad = grad * tl.load(scale_ptr) + decay * param\n        decay = 0.0 * decay\n",
+        "grad {*= tl.load(scale_ptr) => = grad * tl.load(scale_ptr) + decay * param\n        decay = 0.0 * decay}"
     ),
-    "decay without the learning rate": ("float(learning_rate * options.weight_decay)", "float(options.weight_decay)"),
-    "decay lost": (UPDATE, UPDATE.replace("decay * param +", "")),
-    "decay after the step": (UPDATE, UPDATE.replace("decay * param +", "") + "\n    param -= decay * param"),
-    "decay of a learning rate of one": ("        decay *= learning_rate\n", ""),
-    "step of a learning rate of one": ("        rate *= learning_rate\n", ""),
-    "scale lost": ("        grad *= tl.load(scale_ptr)\n", "        grad *= 1.0\n"),
+    "decay without the learning rate": "float({learning_rate * => } options.weight_decay)",
+    "decay lost": "param -= {decay * param + => } rate * tl.div_rn(avg, denominator)",
+    "decay after the step": (
+        "param -= {decay * param + => } rate * tl.div_rn(avg, denominator){ => \n    param -= decay * param}"
+    ),
+    "decay of a learning rate of one": "{decay *= learning_rate => }",
+    "step of a learning rate of one": "{rate *= learning_rate => }",
+    "scale lost": "grad *= {tl.load(scale_ptr) => 1.0}",
     "scale in the narrow dtype": (
-        "grad *= tl.load(scale_ptr)",
-        "grad = (grad * tl.load(scale_ptr)).to(GRAD_DTYPE).to(tl.float32)",
+        "grad {*= tl.load(scale_ptr => = (grad * tl.load(scale_ptr)).to(GRAD_DTYPE).to(tl.float32})"
     ),
-    "eps lost": ("root_correction) + eps", "root_correction)"),
-    "eps inside the root": (
-        "tl.div_rn(tl.sqrt_rn(square), root_correction) + eps",
-        "tl.div_rn(tl.sqrt_rn(square + eps), root_correction)",
-    ),
-    "root lost": ("tl.sqrt_rn(square)", "square"),
-    "share of the average for squares": ("beta2 * square + square_share", "beta2 * square + grad_share"),
-    "beta of the average for squares": ("            float(options.beta2),\n", "            float(options.beta1),\n"),
-    "shares of the average swapped": ("grad_share * (grad - avg)", "beta1 * (grad - avg)"),
-    "far end of the average": ("grad - beta1 * (grad - avg)", "grad"),
-    "fp32 lost": (
-        "rate * tl.div_rn(avg, denominator)",
-        "rate * tl.div_rn(avg, denominator).to(tl.float16).to(tl.float32)",
-    ),
-    "last chunk lost": ("_adamw_kernel[(num_chunks,)]", "_adamw_kernel[(num_chunks - 1,)]"),
-    "last chunk of the norm lost": (
-        "            len(group.row_C),\n            GRAD",
-        "            len(group.row_C) - 1,\n            GRAD",
-    ),
-    "one chunk per program": ("range(program, num_chunks, NUM_PROGRAMS)", "range(program, program + 1, NUM_PROGRAMS)"),
-    "last partial sum lost": ("mask=offs < num_partials,", "mask=offs < num_partials - 1,"),
-    "last partial sums only": ("total += tl.sum(tl.load(", "total = tl.sum(tl.load("),
-    "norm without root": ("tl.sqrt(total)", "total"),
-    "first chunk of each tensor": (
-        "tl.load(index_ptr + chunk).to(tl.int64) * BLOCK",
-        "tl.load(index_ptr + chunk).to(tl.int64) * 0",
-    ),
-    "mask lost": (MASK, MASK + " + BLOCK * (num_readable > 0)"),
-    "one element behind": (MASK, MASK + " + (num_readable > 0)"),
-    "one element before": (MASK, MASK.replace("offs, offs", "offs - 1, offs")),
-    "last element lost": (MASK, MASK + " - 1"),
+    "eps lost": "root_correction) {+ eps => }",
+    "eps inside the root": "tl.div_rn(tl.sqrt_rn(square{), root_correction) + eps => + eps), root_correction)}",
+    "root lost": "{tl.sqrt_rn(square) => square}",
+    "share of the average for squares": "beta2 * square + {square_share => grad_share}",
+    "beta of the average for squares": "float(options.{beta2 => beta1}),",
+    "shares of the average swapped": "{grad_share => beta1} * (grad - avg)",
+    "far end of the average": "grad {- beta1 * (grad - avg) => }",
+    "fp32 lost": "rate * tl.div_rn(avg, denominator){ => .to(tl.float16).to(tl.float32)}",
+    "last chunk lost": "_adamw_kernel[(num_chunks{ => - 1},)]",
+    "last chunk of the norm lost": "len(group.row_C){ => - 1}, GRAD",
+    "one chunk per program": "range(program, {num_chunks => program + 1}, NUM_PROGRAMS)",
+    "last partial sum lost": "mask=offs < num_partials{ => - 1},",
+    "last partial sums only": "total {+ => }= tl.sum(tl.load(",
+    "norm without root": "{tl.sqrt(total) => total}",
+    "first chunk of each tensor": "tl.load(index_ptr + chunk).to(tl.int64) * {BLOCK => 0}",
+    "mask lost": "return row, offs, offs < num_readable{ => + BLOCK * (num_readable > 0)}",
+    "one element behind": "return row, offs, offs < num_readable{ => + (num_readable > 0)}",
+    "one element before": "return row, offs{ => - 1}, offs < num_readable",
+    "last element lost": "return row, offs, offs < num_readable{ => - 1}",
     "copy of the old master": (
-        STORE_MASTER,
-        STORE_MASTER + "    rounded = (param + rate * tl.div_rn(avg, denominator)).to(PARAM_DTYPE)\n",
+        "rounded = param.to(PARAM_DTYPE) tl.store(param_ptrs, rounded, mask=inside){ => \n    rounded = (param "
+        "+ rate * tl.div_rn(avg, denominator)).to(PARAM_DTYPE)}"
     ),
-    "copy lost": ("        tl.store(copy_ptrs, rounded.to(tl.float32).to(COPY_DTYPE), mask=inside)\n", ""),
-    "copy not of the rounded master": ("rounded.to(tl.float32).to(COPY_DTYPE)", "param.to(COPY_DTYPE)"),
-    "average not written": ("    tl.store(avg_ptrs, avg, mask=inside)\n", ""),
-    "squares not written": ("    tl.store(square_ptrs, square, mask=inside)\n", ""),
-    "master not written": (STORE_MASTER, STORE_MASTER.replace("mask=inside", "mask=inside & (offs < 0)")),
-    "averages swapped": ("_EXP_AVG = tl.constexpr(1)", "_EXP_AVG = tl.constexpr(2)"),
-    "master of the first tensor": ("place_ptr + _PARAM * num_rows", "address_ptr + _PARAM * num_rows"),
-    "average of the first tensor": ("place_ptr + _EXP_AVG * num_rows", "address_ptr + _EXP_AVG * num_rows"),
-    "squares of the first tensor": ("place_ptr + _EXP_AVG_SQ * num_rows", "address_ptr + _EXP_AVG_SQ * num_rows"),
-    "gradient of the first tensor": (STEP_LOAD, STEP_LOAD.replace("_ptr + row", "_ptr")),
-    "gradient of the first tensor in the norm": (NORM_LOAD, NORM_LOAD.replace("_ptr + row", "_ptr")),
-    "flag not read": ("tl.load(found_inf_ptr) == 0.0", "tl.load(found_inf_ptr) < 2.0"),
-    "NaN in the flag taken for a step": ("tl.load(found_inf_ptr) == 0.0", "tl.load(found_inf_ptr) != 1.0"),
-    "numbers of the host under a flag": ("        rate = tl.load(number_ptr)\n", ""),
-    "root of the host under a flag": ("        root_correction = tl.load(number_ptr + 1)\n", ""),
-    "table not refreshed": ("    table.refresh()\n    correction", "    correction"),
-    "table of the norm not refreshed": ("    table.refresh()\n    num_programs", "    num_programs"),
+    "copy lost": "{tl.store(copy_ptrs, rounded.to(tl.float32).to(COPY_DTYPE), mask=inside) => }",
+    "copy not of the rounded master": "{rounded.to(tl.float32) => param}.to(COPY_DTYPE)",
+    "average not written": "{tl.store(avg_ptrs, avg, mask=inside) => }",
+    "squares not written": "{tl.store(square_ptrs, square, mask=inside) => }",
+    "master not written": (
+        "rounded = param.to(PARAM_DTYPE) tl.store(param_ptrs, rounded, mask=inside{ => & (offs < 0)})"
+    ),
+    "averages swapped": "_EXP_AVG = tl.constexpr({1 => 2})",
+    "master of the first tensor": "{place_ptr => address_ptr} + _PARAM * num_rows",
+    "average of the first tensor": "{place_ptr => address_ptr} + _EXP_AVG * num_rows",
+    "squares of the first tensor": "{place_ptr => address_ptr} + _EXP_AVG_SQ * num_rows",
+    "gradient of the first tensor": (
+        "_load_pointer(grad_address_ptr {+ row => }, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, "
+        "other=0.0).to(tl.float32) param"
+    ),
+    "gradient of the first tensor in the norm": (
+        "_load_pointer(grad_address_ptr {+ row => }, GRAD_DTYPE, IS_ALIGNED) + offs, mask=inside, "
+        "other=0.0).to(tl.float32) total"
+    ),
+    "flag not read": "tl.load(found_inf_ptr) {== 0 => < 2}.0",
+    "NaN in the flag taken for a step": "tl.load(found_inf_ptr) {== 0 => != 1}.0",
+    "numbers of the host under a flag": "{rate = tl.load(number_ptr) => }",
+    "root of the host under a flag": "{root_correction = tl.load(number_ptr + 1) => }",
+    "table not refreshed": "{table.refresh() => } correction",
+    "table of the norm not refreshed": "{table.refresh() => } num_programs",
 }
-SENT = "_send(torch.tensor(addresses, dtype=torch.int64), self.device)"
 TABLE_FAULTS = {
-    "last chunk lost": ("-(-self.rows[row].param.numel() // CHUNK)", "self.rows[row].param.numel() // CHUNK"),
-    "first chunk of each tensor": (
-        "first_R.repeat_interleave(num_chunks_R)",
-        "first_R.repeat_interleave(num_chunks_R) * 0",
-    ),
-    "master of the first tensor": (
-        "[row.param.data_ptr() for row in self.rows]",
-        "[self.rows[0].param.data_ptr() for row in self.rows]",
-    ),
-    "sizes of the first tensor": (
-        "[row.param.numel() for row in self.rows]",
-        "[self.rows[0].param.numel() for row in self.rows]",
-    ),
+    "last chunk lost": "{-(- => }self.rows[row].param.numel() // CHUNK{) => }",
+    "first chunk of each tensor": "first_R.repeat_interleave(num_chunks_R){ => * 0}",
+    "master of the first tensor": "[{row => self.rows[0]}.param.data_ptr() for row in self.rows]",
+    "sizes of the first tensor": "[{row => self.rows[0]}.param.numel() for row in self.rows]",
     "without gradient stepped": (
-        SENT,
-        SENT.replace("addresses", "[one or row.exp_avg.data_ptr() for one, row in zip(addresses, self.rows)]"),
+        "_send(torch.tensor({addresses => [one or row.exp_avg.data_ptr() for one, row in zip(addresses, "
+        "self.rows)]}, dtype=torch.int64), self.device)"
     ),
-    "new gradients not sent": ("if is_new or addresses != self._grad_addresses:", "if is_new:"),
-    "moved tensors not sent": ("is_new = layout != self._layout", "is_new = self._layout is None"),
-    "dtypes of the first tensor": ("keys = [_dtypes(row, grad) for", "keys = [_dtypes(self.rows[0], None) for"),
-    "dtype of lost gradients": (
-        "row.param.dtype, row.owner.dtype if grad is None else grad.dtype,",
-        "row.param.dtype, torch.float16,",
-    ),
+    "new gradients not sent": "if is_new {or addresses != self._grad_addresses => }:",
+    "moved tensors not sent": "is_new = {layout != self._layout => self._layout is None}",
+    "dtypes of the first tensor": "keys = [_dtypes({row, grad => self.rows[0], None}) for",
+    "dtype of lost gradients": "row.param.dtype, {row.owner.dtype if grad is None else grad.dtype => torch.float16},",
 }
 
 
 def check_triton(functions, Table=TensorTable):
     # Few partial sums: a program walks more than one chunk, and the last kernel more than one block.
-    previous, functions.NUM_PARTIALS = functions.NUM_PARTIALS, 4
-    try:
+    with mock.patch.multiple(functions, NUM_PARTIALS=4):
         check_every_part(functions, Table, device=DEVICE)
-    finally:
-        functions.NUM_PARTIALS = previous
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    # The kernel for averages in 8 bits has faults of its own, in triton_adamw_8bit.py.
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path, except_in="_adamw_8bit_kernel")
-    with pytest.raises(AssertionError):
-        check_triton(faulty)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", TABLE_FAULTS)
-def test_a_planted_fault_of_the_table_is_seen(fault, tmp_path):
-    faulty = load_with_fault(reference, *TABLE_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_triton(triton, faulty.TensorTable)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_triton(triton)
+# The kernel for averages in 8 bits has faults of its own, in triton_adamw_8bit.py.
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_triton, FAULTS, except_in="_adamw_8bit_kernel"
+)
+test_a_planted_fault_of_the_table_is_seen, _ = planted_faults(
+    reference, lambda module: check_triton(triton, module.TensorTable), TABLE_FAULTS
+)

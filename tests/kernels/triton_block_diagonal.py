@@ -1,18 +1,12 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_block_diagonal.py`` runs them in the interpreter, ``tests/gpu/test_block_diagonal_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of block_diagonal, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
 
 from lightning_fastft.kernels.block_diagonal import reference, triton
-from tests.support.truth import load_with_fault, poisoned
+from tests.support.kernel_harness import DEVICE, planted_faults
+from tests.support.truth import poisoned
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 BLOCKS = {
     "queries, keys, values": [(97, 16), (33, 16), (33, 16)],
     "gate and up": [(130, 7), (130, 9)],
@@ -56,22 +50,19 @@ def test_without_rows_or_columns():
 
 
 FAULTS = {
-    "rows of a block from its end": ("rows >= first_row", "rows > first_row"),
-    "a row too many": ("rows < end_row", "rows <= end_row"),
-    "columns of a block from its end": ("cols >= first_col", "cols > first_col"),
-    "a column too many": ("cols < end_col", "cols <= end_col"),
-    "rows of the matrix": ("(rows - first_row).to(tl.int64)", "rows.to(tl.int64)"),
-    "columns of the matrix": ("(cols - first_col)[None, :]", "cols[None, :]"),
-    "stride of the block before": ("block_2_ptr, stride_2", "block_2_ptr, stride_1"),
-    "a block lost": ("value = _add_block(value, block_1_ptr", "_add_block(value, block_1_ptr"),
-    "zeros lost": ("(cols < num_columns)[None, :]\n    tl.store", "(cols < col_3)[None, :]\n    tl.store"),
-    "last row not written": ("(rows < num_rows)[:, None]", "(rows < num_rows - 1)[:, None]"),
-    "written between the rows": (
-        "(cols < num_columns)[None, :]\n    tl.store",
-        "(cols < num_columns + 1)[None, :]\n    tl.store",
-    ),
-    "stride of the output": ("tl.int64)[:, None] * out_stride", "tl.int64)[:, None] * num_columns"),
-    "tile of the first program": ("tl.program_id(0) * BLOCK_O + ", ""),
+    "rows of a block from its end": "rows >{= => } first_row",
+    "a row too many": "rows <{ => =} end_row",
+    "columns of a block from its end": "cols >{= => } first_col",
+    "a column too many": "cols <{ => =} end_col",
+    "rows of the matrix": "{(rows - first_row) => rows}.to(tl.int64)",
+    "columns of the matrix": "{(cols - first_col) => cols}[None, :]",
+    "stride of the block before": "block_2_ptr, {stride_2 => stride_1}",
+    "a block lost": "{value = _add_block(value, block_1_ptr => _add_block(value, block_1_ptr}",
+    "zeros lost": "(cols < {num_columns => col_3})[None, :] tl.store",
+    "last row not written": "(rows < num_rows{ => - 1})[:, None]",
+    "written between the rows": "(cols < num_columns{ => + 1})[None, :] tl.store",
+    "stride of the output": "tl.int64)[:, None] * {out_stride => num_columns}",
+    "tile of the first program": "{tl.program_id(0) * BLOCK_O + => }",
 }
 
 
@@ -79,13 +70,6 @@ def check_every_part(functions):
     check(functions.write_block_diagonal, [(97, 16), (33, 9), (34, 11), (5, 7)], num_columns=48)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)

@@ -1,17 +1,12 @@
 """Tests of the Triton kernel, run in a process of their own (``tests/kernels/test_interpreted.py``, or on a GPU)."""
 
-import os
-
 import pytest
 import torch
 
 from lightning_fastft.kernels.chunk_gradients import triton
 from tests.kernels.test_chunk_gradients import LENGTHS, SHAPES, check, make_inputs, run
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-# The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
-NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 SHORT = (1, 67, 2)
 
 
@@ -35,23 +30,22 @@ def test_two_calls_are_bit_equal_and_w_can_be_left_out():
 
 
 FAULTS = {
-    "last row lost": ("inside_rows, inside_keys = rows < end", "inside_rows, inside_keys = rows < end - 1"),
-    "a token does not see itself": ("rows[:, None] >= rows[None, :]", "rows[:, None] > rows[None, :]"),
-    "a key misses its own query": ("rows[:, None] <= rows[None, :]", "rows[:, None] < rows[None, :]"),
-    "state not decayed": ("(tl.exp2(decay) * scale)", "(0.0 * decay + scale)"),
-    "keys not decayed": ("tl.exp2(decay_last - decay), 0.0)", "1.0, 0.0)"),
-    "gradient of the last decay lost": ("d_decay + d_last, d_decay", "d_decay, d_decay"),
-    "sign of w": ("(-d_w).to", "d_w.to"),
-    "first member only": ("for member in range(GROUP)", "for member in range(1)"),
-    "first block of values only": ("for first in range(0, VALUES, BLOCK_V)", "for first in range(0, BLOCK_V, BLOCK_V)"),
-    "place of the chunk lost": ("+ place * BLOCK_C", "+ 0 * place"),
-    "scale lost": ("tl.exp2(difference) * scale", "tl.exp2(difference)"),
+    "last row lost": "inside_rows, inside_keys = rows < end{ => - 1}",
+    "a token does not see itself": "rows[:, None] {>= => >} rows[None, :]",
+    "a key misses its own query": "rows[:, None] {<= => <} rows[None, :]",
+    "state not decayed": "({tl.exp2(decay) => 0.0 * decay + 1.0} * scale)",
+    "keys not decayed": "tl.where(inside_rows, {tl.exp2(decay_last - decay) => 1.0}, 0.0)",
+    "gradient of the last decay lost": "d_decay {+ d_last => }, d_decay",
+    "sign of w": "({-d_w => d_w}).to",
+    "first member only": "for member in range({GROUP => 1})",
+    "first block of values only": "for first in range(0, {VALUES => BLOCK_V}, BLOCK_V)",
+    "place of the chunk lost": "+ {place => 0 * place} * BLOCK_C",
+    "scale lost": "tl.exp2(difference) {* scale => }",
 }
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_seen(name, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[name], tmp_path)
-    with pytest.raises(AssertionError):
-        check(faulty.chunk_gradients, (1, 2, 24, 70), torch.float32, device=DEVICE, lengths=SHORT)
+def check_one(module):
+    check(module.chunk_gradients, (1, 2, 24, 70), torch.float32, device=DEVICE, lengths=SHORT)
+
+
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(triton, check_one, FAULTS)

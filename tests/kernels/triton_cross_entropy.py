@@ -1,18 +1,12 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_cross_entropy.py`` runs them in the interpreter, ``tests/gpu/test_head_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of cross_entropy, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
 
 from lightning_fastft.kernels.cross_entropy import reference, triton
-from tests.support.truth import load_with_fault, one_unit, poisoned
+from tests.support.kernel_harness import DEVICE, planted_faults
+from tests.support.truth import one_unit, poisoned
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = triton.MAX_LANES * triton.MAX_DEPTH
 # One under, at and over the smallest tile border that is used, the first lane's second column, and the largest tile.
 COLUMNS = (
@@ -248,63 +242,45 @@ def test_an_impossible_target_gives_an_infinite_loss():
     assert losses.nll_R.tolist() == [float("inf")] * 2
 
 
-FIRST_WALK = "for start in range(0, num_columns, DEPTH * LANES):\n        cols"
-TILE_SUM = "tl.sum(tl.exp(value - new_highest[None, :]), axis=0)"
-TILE_COLUMN = "tl.min(tl.where(value == tile_highest[None, :], cols, num_columns), axis=0)"
-BEST = "tl.min(tl.where(lane_highest == highest, lane_column, num_columns), axis=0)"
 FAULTS = {
-    "lost mask in the first walk": ('value = tl.where(inside, value, -float("inf"))', "value = value"),
-    "last columns lost": (FIRST_WALK, FIRST_WALK.replace("num_columns, DEPTH", "num_columns - DEPTH * LANES, DEPTH")),
-    "wrong stride": ("logits_RV.stride(0),", "num_columns,"),
-    "missing backward factor": ("* (scale * gradient_factor)", "* gradient_factor"),
-    "missing factor": ("* (scale * gradient_factor)", "* scale"),
-    "missing slope of the cap": ("gradient *= _slope_of_cap(raw, scale, softcap)", "gradient *= 1.0"),
-    "no correction of the running sum": ("lane_total * tl.exp(lane_highest - new_highest) +", "lane_total +"),
-    "no correction of the lanes' sums": ("lane_total * tl.exp(lane_highest - highest)", "lane_total"),
-    "a maximum of the tile, not of the lane": (TILE_SUM, TILE_SUM.replace("new_", "tile_")),
-    "one column of a lane lost": (
-        "tile_cols = tl.arange(0, DEPTH)[:, None] * LANES",
-        "tile_cols = tl.arange(0, DEPTH)[:, None] * (LANES - 1)",
+    "lost mask in the first walk": 'value = {tl.where(inside, value, -float("inf")) => value}',
+    "last columns lost": "-1, tl.int32) for start in range(0, num_columns{ => - DEPTH * LANES}, DEPTH * LANES):",
+    "wrong stride": "{logits_RV.stride(0) => num_columns},",
+    "missing backward factor": "* {(scale * gradient_factor) => gradient_factor}",
+    "missing factor": "* {(scale * gradient_factor) => scale}",
+    "missing slope of the cap": "gradient *= {_slope_of_cap(raw, scale, softcap) => 1.0}",
+    "no correction of the running sum": "lane_total {* tl.exp(lane_highest - new_highest) => } +",
+    "no correction of the lanes' sums": "lane_total {* tl.exp(lane_highest - highest) => }",
+    "a maximum of the tile, not of the lane": "tl.sum(tl.exp(value - {new_highest => tile_highest}[None, :]), axis=0)",
+    "one column of a lane lost": "tile_cols = tl.arange(0, DEPTH)[:, None] * {LANES => (LANES - 1)}",
+    "a lane without a logit is not a number": 'tl.full((LANES,), {_LOWEST => -float("inf")}, tl.float32)',
+    "the last of equal lanes": (
+        "tl.{min => max}(tl.where(lane_highest == highest, lane_column, {num_columns => -1}), axis=0)"
     ),
-    "a lane without a logit is not a number": (
-        "tl.full((LANES,), _LOWEST, tl.float32)",
-        'tl.full((LANES,), -float("inf"), tl.float32)',
+    "the column of a lane that is not highest": (
+        "tl.min({tl.where(lane_highest == highest, lane_column, num_columns) => lane_column}, axis=0)"
     ),
-    "the last of equal lanes": (BEST, "tl.max(tl.where(lane_highest == highest, lane_column, -1), axis=0)"),
-    "the column of a lane that is not highest": (BEST, "tl.min(lane_column, axis=0)"),
-    "the last of equal tiles": ("tl.where(tile_highest > lane_highest,", "tl.where(tile_highest >= lane_highest,"),
+    "the last of equal tiles": "tl.where(tile_highest >{ => =} lane_highest,",
     "the last of equal columns of a lane": (
-        TILE_COLUMN,
-        "tl.max(tl.where(value == tile_highest[None, :], cols, -1), axis=0)",
+        "tl.{min => max}(tl.where(value == tile_highest[None, :], cols, {num_columns => -1}), axis=0)"
     ),
-    "target not subtracted": ("- tl.where(cols == target, 1.0, 0.0)", "- tl.where(cols == target, 0.0, 0.0)"),
-    "ignored rows trained": ("gradient = tl.where(is_trained, gradient, 0.0)", "gradient = gradient"),
-    "ignored rows counted": ("tl.where(is_trained, nll, 0.0)", "nll"),
-    "gradient rounded twice": (
-        "tl.exp(value - highest) / total",
-        "tl.exp((value - highest).to(tl.float16).to(tl.float32)) / total",
-    ),
-    "sign of tanh lost": ("softcap * tl.where(ratio < 0.0, -tanh, tanh)", "softcap * tanh"),
+    "target not subtracted": "- tl.where(cols == target, {1 => 0}.0, 0.0)",
+    "ignored rows trained": "gradient = {tl.where(is_trained, gradient, 0.0) => gradient}",
+    "ignored rows counted": "{tl.where(is_trained, nll, 0.0) => nll}",
+    "gradient rounded twice": "tl.exp({value - highest => (value - highest).to(tl.float16).to(tl.float32)}) / total",
+    "sign of tanh lost": "softcap * {tl.where(ratio < 0.0, -tanh, tanh) => tanh}",
 }
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    rising_RV, target_R = make_rows(5, TILE + 129, torch.float32)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.row_losses, rising_RV.sort(dim=1).values, target_R)
+def check_every_part(module):
+    logits_RV, target_R = make_rows(5, TILE + 129, torch.float32)
+    logits_RV = logits_RV.sort(dim=1).values
+    check_against_truth(module.row_losses, logits_RV, target_R, scale=0.5, softcap=4.0)
+    check_against_truth(module.row_losses, logits_RV, target_R, scale=1.5, softcap=None)
+    check_ties(module.row_losses)
+    check_infinite(module.row_losses, logits_RV.dtype)
 
 
-def check_every_part(launch, logits_RV, target_R):
-    check_against_truth(launch, logits_RV, target_R, scale=0.5, softcap=4.0)
-    check_against_truth(launch, logits_RV, target_R, scale=1.5, softcap=None)
-    check_ties(launch)
-    check_infinite(launch, logits_RV.dtype)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults belong into the interpreter")
-def test_without_a_fault_the_same_check_passes():
-    rising_RV, target_R = make_rows(5, TILE + 129, torch.float32)
-    check_every_part(triton.row_losses, rising_RV.sort(dim=1).values, target_R)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)

@@ -4,7 +4,6 @@ imported.
 ``test_interpreted.py`` runs them in the interpreter, ``tests/gpu/test_hybrid_layers_gpu.py`` on the device.
 """
 
-import os
 from unittest import mock
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 
 from lightning_fastft.kernels.delta_inputs import triton
 from tests.kernels.test_delta_inputs import DTYPES, FORMS, LENGTHS, check
-from tests.support.truth import load_with_fault
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+from tests.support.kernel_harness import DEVICE, planted_faults
 
 
 def check_small(module, form, dtype=torch.float32):
@@ -45,31 +42,27 @@ def check_every_form(module):
 
 
 FAULTS = {
-    "taps over a border": ("(inside_tokens & (position >= shift))[:, None] & inside_cols[None, :]\n        x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)\n        weight", "(inside_tokens & (tokens >= shift))[:, None] & inside_cols[None, :]\n        x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)\n        weight"),
-    "gradients over a border": ("(inside_readers & (position >= later))[:, None]", "inside_readers[:, None]"),
-    "taps reversed": ("weight_ptr + cols * NUM_TAPS + (NUM_TAPS - 1 - shift)", "weight_ptr + cols * NUM_TAPS + shift"),
-    "gradient of one tap": ("tl.static_range(NUM_TAPS):\n        readers", "tl.static_range(1):\n        readers"),
-    "keys read as queries": ("section * SECTION_STEP +", "0 * section +"),
-    "gradient of keys from queries": ("else second_d_ptr", "else first_d_ptr"),
-    "groups side by side": ("inner // GROUP_SIZE * GROUP_STEP", "inner // GROUP_SIZE * (GROUP_SIZE * HEAD_WIDTH)"),
-    "norm of the gradient lost": ("scale * (d - y * tl.sum(d * y, axis=1)[:, None])", "scale * d"),
-    "slope of silu": ("d *= share * (1.0 + pre * (1.0 - share))", "d *= share"),
-    "decay without its bias": ("a += tl.load(dt_bias_ptr", "a += 0 * tl.load(dt_bias_ptr"),
-    "decay without its rate": ("-rate * _softplus(a), mask", "-_softplus(a), mask"),
-    "gradient of the strength": ("d_beta * beta * (1.0 - beta)", "d_beta * beta"),
-    "gradient of the bias": ("tl.sum(d_a, axis=0)", "tl.sum(d_g, axis=0)"),
-    "gradient of the rate": ("tl.sum(-d_g * rate * _softplus(a), axis=0)", "tl.sum(-d_g * _softplus(a), axis=0)"),
-    "partial sums of the first channel": ("* num_channels + head * HEAD_WIDTH + cols", "* num_channels + cols"),
-}  # fmt: skip
+    "taps over a border": (
+        "({inside_tokens & (position >= shift) => inside_tokens & (tokens >= shift)})[:, None] & inside_cols[None, :] "
+        "x = tl.load(x_ptr + (tokens - shift)[:, None] * x_stride + cols[None, :], mask=inside"
+    ),
+    "gradients over a border": "({inside_readers & (position >= later) => inside_readers})[:, None]",
+    "taps reversed": "tl.load(weight_ptr + cols * NUM_TAPS + {(NUM_TAPS - 1 - shift) => shift}",
+    "gradient of one tap": "tl.static_range({NUM_TAPS => 1}): readers",
+    "keys read as queries": "{section * SECTION_STEP => 0 * section} +",
+    "gradient of keys from queries": "else {second_d_ptr => first_d_ptr}",
+    "groups side by side": "inner // GROUP_SIZE * {GROUP_STEP => (GROUP_SIZE * HEAD_WIDTH)}",
+    "norm of the gradient lost": "scale * {(d - y * tl.sum(d * y, axis=1)[:, None]) => d}",
+    "slope of silu": "d *= share {* (1.0 + pre * (1.0 - share)) => }",
+    "decay without its bias": "a += {tl.load(dt_bias_ptr => 0 * tl.load(dt_bias_ptr}",
+    "decay without its rate": "{-rate * _softplus(a) => -_softplus(a)}, mask",
+    "gradient of the strength": "d_beta * beta {* (1.0 - beta) => }",
+    "gradient of the bias": "tl.sum({d_a => d_g}, axis=0)",
+    "gradient of the rate": "tl.sum(-d_g {* rate => } * _softplus(a), axis=0)",
+    "partial sums of the first channel": "* num_channels {+ head * HEAD_WIDTH => } + cols",
+}
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_form(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_form(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_form, FAULTS
+)

@@ -1,10 +1,4 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_expert_gate.py`` runs them in the interpreter, ``tests/gpu/test_expert_gate_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of expert_gate, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
@@ -23,16 +17,14 @@ from tests.kernels.test_expert_gate import (
     make_addend,
     make_inputs,
 )
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = triton.MAX_BLOCK_COLUMNS
 ROWS = (1, triton.BLOCK_ROWS - 1, triton.BLOCK_ROWS, triton.BLOCK_ROWS + 1, 65)
 ADDEND_TILE = triton.ADDEND_MAX_BLOCK_COLUMNS
 ADDEND_ROWS = triton.ADDEND_BLOCK_ROWS
 RANKS = (0, 1, 3, 15, 16, 17, triton.MAX_BLOCK_RANKS, triton.MAX_BLOCK_RANKS + 1, 3 * triton.MAX_BLOCK_RANKS + 5)
 COLUMNS = (1, 2, 5, 16, 33, 130, TILE - 1, TILE, TILE + 1, 2 * TILE + 37)
-NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 # The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
 PRODUCT_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else DTYPES
 CLAMPED = GateForm(is_interleaved=True, activation="clamped")
@@ -161,98 +153,66 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
     assert torch.equal(ours.d_weight_N, expected.d_weight_N)
 
 
-ACT_STORE = "tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)"
-ROW_STRIDES = "gate_up_NP,\n        act_NF,\n        gate_up_NP.stride(0),"
-WALK = "min(begin + columns_per_program, num_columns), BLOCK_F):"
-BARRIER = (
-    "            # A value may be read by more than one thread: all have read before one of them writes.\n      "
-    " "
-    "     tl.debug_barrier()\n"
-)
-EARLY_STORE = (
-    BARRIER
-    + "            tl.store(out_rows[:, None] + cols[None, :], d_act.to(out_ptr.dtype.element_ty), mask=inside)\n"
-)
-FACTOR_COLUMNS = "& (cols < num_columns)[None, :], other=0.0)\n        product_FN"
 FAULTS = {
-    "limit on the wrong side of the gate": (
-        "tl.where(raw_gate > limit, limit, raw_gate)",
-        "tl.where(raw_gate < limit, limit, raw_gate)",
-    ),
-    "up clamped on one side": ("tl.where(raw_up < -limit, -limit, raw_up)) + 1.0", "raw_up) + 1.0"),
-    "one not added": ("-limit, raw_up)) + 1.0", "-limit, raw_up))"),
-    "steepness lost": ("exponent = gate * alpha", "exponent = gate"),
-    "slope of the steepness lost": ("exponent_slope = alpha", "exponent_slope = 1.0"),
-    "cube lost": ("(gate + _TANH_CUBE * gate * gate * gate)", "(gate + _TANH_CUBE * gate * gate)"),
-    "slope of the cube lost": ("(1.0 + 3.0 * _TANH_CUBE * gate * gate)", "(1.0 + _TANH_CUBE * gate * gate)"),
-    "sign of the gate lost": ("tl.where(is_negative, gate * decay, gate)", "gate"),
-    "sign of the exponent lost": ("share = tl.where(is_negative, smaller, larger)", "share = larger"),
-    "gradient beyond the bound": ("tl.where(raw_gate <= limit, gate_slope, 0.0)", "gate_slope"),
-    "gradient of up beyond the bound": ("tl.where(tl.abs(raw_up) <= limit, up_slope, 0.0)", "up_slope"),
-    "no gradient on the bound": ("raw_gate <= limit, gate_slope", "raw_gate < limit, gate_slope"),
-    "no gradient of up on its bound": ("tl.abs(raw_up) <= limit", "tl.abs(raw_up) < limit"),
-    "columns swapped": ("gate, up = tl.split(", "up, gate = tl.split("),
-    "gradients of the columns swapped": ("tl.interleave(d_gate, d_up)", "tl.interleave(d_up, d_gate)"),
-    "halves overlap": ("up = tl.load(ptrs + num_columns,", "up = tl.load(ptrs + num_columns - 1,"),
-    "weight not applied": ("d_act *= weight", "d_act *= 1.0"),
-    "weight of the first row": ("weight_ptr + rows * weight_stride", "weight_ptr + rows * 0"),
-    "sum of the last tile only": ("weight_terms += d_act * act", "weight_terms = d_act * act"),
+    "limit on the wrong side of the gate": "tl.where(raw_gate {> => <} limit, limit, raw_gate)",
+    "up clamped on one side": "{tl.where(raw_up < -limit, -limit, raw_up) => raw_up}) + 1.0",
+    "one not added": "-limit, raw_up)) {+ 1.0 => }",
+    "steepness lost": "exponent = gate {* alpha => }",
+    "slope of the steepness lost": "exponent_slope = {alpha => 1.0}",
+    "cube lost": "(gate + _TANH_CUBE * gate * gate {* gate => })",
+    "slope of the cube lost": "(1.0 + {3.0 * => } _TANH_CUBE * gate * gate)",
+    "sign of the gate lost": "{tl.where(is_negative, gate * decay, gate) => gate}",
+    "sign of the exponent lost": "share = {tl.where(is_negative, smaller, larger) => larger}",
+    "gradient beyond the bound": "{tl.where(raw_gate <= limit, gate_slope, 0.0) => gate_slope}",
+    "gradient of up beyond the bound": "{tl.where(tl.abs(raw_up) <= limit, up_slope, 0.0) => up_slope}",
+    "no gradient on the bound": "raw_gate <{= => } limit, gate_slope",
+    "no gradient of up on its bound": "tl.abs(raw_up) <{= => } limit",
+    "columns swapped": "{gate, up => up, gate} = tl.split(",
+    "gradients of the columns swapped": "tl.interleave({d_gate, d_up => d_up, d_gate})",
+    "halves overlap": "up = tl.load(ptrs + num_columns{ => - 1},",
+    "weight not applied": "d_act *= {weight => 1.0}",
+    "weight of the first row": "weight_ptr + rows * {weight_stride => 0}",
+    "sum of the last tile only": "weight_terms {+ => }= d_act * act",
     "sum of the last tile lost": (
-        "weight_terms += d_act * act",
-        "weight_terms += tl.where(start + BLOCK_F < num_columns, d_act * act, 0.0)",
+        "weight_terms += {d_act * act => tl.where(start + BLOCK_F < num_columns, d_act * act, 0.0)}"
     ),
     "sum after the weight": (
-        "weight_terms += d_act * act\n            d_act *= weight",
-        "d_act *= weight\n            weight_terms += d_act * act",
+        "{weight_terms += d_act * act d_act *= weight => d_act *= weight\n            weight_terms += d_act * act}"
     ),
     "sum in the narrow dtype": (
-        "weight_terms += d_act * act",
-        "weight_terms += (d_act * act).to(out_ptr.dtype.element_ty).to(tl.float32)",
+        "weight_terms += {d_act * act => (d_act * act).to(out_ptr.dtype.element_ty).to(tl.float32)}"
     ),
-    "fp32 lost": ("return glu * factor, gate_slope", "return glu.to(tl.float16).to(tl.float32) * factor, gate_slope"),
-    "last tile not written": (WALK, WALK.replace("num_columns)", "num_columns - BLOCK_F)")),
-    "every span is the first": ("begin = tl.program_id(1) * columns_per_program", "begin = tl.program_id(1) * 0"),
-    "a span of all columns is one tile": ("num_columns if num_spans == 1 else block_columns", "block_columns"),
+    "fp32 lost": "return glu{ => .to(tl.float16).to(tl.float32)} * factor, gate_slope",
+    "last tile not written": "min(begin + columns_per_program, num_columns{ => - BLOCK_F}), BLOCK_F):",
+    "every span is the first": "begin = tl.program_id(1) * {columns_per_program => 0}",
+    "a span of all columns is one tile": "{num_columns if num_spans == 1 else => } block_columns",
     "last column not written": (
-        ACT_STORE,
-        ACT_STORE.replace("mask=inside", "mask=inside & (cols < num_columns - 1)[None, :]"),
+        "tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside{ => & (cols < num_columns - 1)[None, :]})"
     ),
-    "columns beyond the last are read as gate": (
-        "(cols < 2 * num_columns)[None, :]",
-        "(cols < 2 * num_columns + 2)[None, :]",
+    "columns beyond the last are read as gate": "(cols < 2 * num_columns{ => + 2})[None, :]",
+    "sum of the last row not written": "mask={inside_rows => rows < num_rows - 1}) def gate_forward",
+    "wrong stride": "gate_up_NP, act_NF, {gate_up_NP.stride(0) => 2 * num_columns},",
+    "wrong stride of the gradient": "d_act_ptr + rows * {d_act_stride => num_columns}",
+    "wrong stride of the output": "out_ptr + rows * {out_stride => 2 * num_columns}",
+    "written before it is read": (
+        "# A value may be read by more than one thread: all have read before one of them writes. "
+        "tl.debug_barrier(){ => \n            tl.store(out_rows[:, None] + cols[None, :], "
+        "d_act.to(out_ptr.dtype.element_ty), mask=inside)}"
     ),
-    "sum of the last row not written": (
-        "mask=inside_rows)\n\n\ndef gate_forward",
-        "mask=rows < num_rows - 1)\n\n\ndef gate_forward",
-    ),
-    "wrong stride": (ROW_STRIDES, ROW_STRIDES.replace("gate_up_NP.stride(0)", "2 * num_columns")),
-    "wrong stride of the gradient": ("d_act_ptr + rows * d_act_stride", "d_act_ptr + rows * num_columns"),
-    "wrong stride of the output": ("out_ptr + rows * out_stride", "out_ptr + rows * 2 * num_columns"),
-    "written before it is read": (BARRIER, EARLY_STORE),
-    "low-rank product lost": ("d_act += addend", "d_act += 0.0"),
-    "low-rank product rounded": ("d_act += addend", "d_act += addend.to(out_ptr.dtype.element_ty).to(tl.float32)"),
+    "low-rank product lost": "d_act += {addend => 0.0}",
+    "low-rank product rounded": "d_act += addend{ => .to(out_ptr.dtype.element_ty).to(tl.float32)}",
     "sum with the low-rank product rounded": (
-        "d_act += addend",
-        "d_act = (d_act + addend).to(out_ptr.dtype.element_ty).to(tl.float32)",
+        "d_act {+= addend => = (d_act + addend).to(out_ptr.dtype.element_ty).to(tl.float32)}"
     ),
-    "low-rank product of the last ranks only": (
-        "tl.trans(low), product_FN,",
-        "tl.trans(low), tl.zeros_like(product_FN),",
-    ),
-    "low-rank product of the first ranks only": (
-        "tl.range(0, num_ranks, BLOCK_R,",
-        "tl.range(0, min(num_ranks, BLOCK_R), BLOCK_R,",
-    ),
-    "last rank lost": ("ranks < num_ranks", "ranks < num_ranks - 1"),
-    "ranks beyond the last are read": ("ranks < num_ranks", "ranks < num_ranks + 1"),
-    "factor beyond the last column is read": (FACTOR_COLUMNS, FACTOR_COLUMNS.replace("num_columns", "num_columns + 1")),
-    "factor of the first tile": ("factor_stride + cols[None, :]", "factor_stride + tl.arange(0, BLOCK_F)[None, :]"),
-    "wrong stride of the factor": ("[:, None] * factor_stride", "[:, None] * num_columns"),
-    "wrong stride of the low-rank rows": ("low_ptr + rows * low_stride", "low_ptr + rows * num_ranks"),
-    "sum without the low-rank product": (
-        "weight_terms += d_act * act",
-        "weight_terms += (d_act - (addend if HAS_ADDEND else 0.0)) * act",
-    ),
+    "low-rank product of the last ranks only": "tl.trans(low), {product_FN => tl.zeros_like(product_FN)},",
+    "low-rank product of the first ranks only": "tl.range(0, {num_ranks => min(num_ranks, BLOCK_R)}, BLOCK_R,",
+    "last rank lost": "ranks < num_ranks{ => - 1}",
+    "ranks beyond the last are read": "ranks < num_ranks{ => + 1}",
+    "factor beyond the last column is read": "& (cols < num_columns{ => + 1})[None, :], other=0.0) product_FN",
+    "factor of the first tile": "factor_stride + {cols => tl.arange(0, BLOCK_F)}[None, :]",
+    "wrong stride of the factor": "[:, None] * {factor_stride => num_columns}",
+    "wrong stride of the low-rank rows": "low_ptr + rows * {low_stride => num_ranks}",
+    "sum without the low-rank product": "weight_terms += {d_act => (d_act - (addend if HAS_ADDEND else 0.0))} * act",
 }
 
 
@@ -274,13 +234,6 @@ def check_every_part(functions):
         )
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)

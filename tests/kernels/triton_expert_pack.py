@@ -1,19 +1,12 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_expert_pack.py`` runs them in the interpreter, ``tests/gpu/test_moe_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of expert_pack, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
 
 from lightning_fastft.kernels.expert_pack import triton
 from tests.kernels.test_expert_pack import SHAPES, check_every_part, check_exchange
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,37 +52,21 @@ def test_whoever_saved_the_old_values_is_told():
 
 
 FAULTS = {
-    "lost mask along the first axis": (
-        "(first < num_first)[:, None] & (last",
-        "(first < num_first + 1)[:, None] & (last",
-    ),
-    "lost mask along the last axis": ("(last < num_last)[None, :]", "(last < num_last + 1)[None, :]"),
-    "last row lost": ("(first < num_first)[:, None] & (last", "(first < num_first - 1)[:, None] & (last"),
-    "last column lost": ("(last < num_last)[None, :]", "(last < num_last - 1)[None, :]"),
-    "wrong stride of the source": ("source_row[:, None] * num_last", "source_row[:, None] * (num_last - 1)"),
-    "wrong stride of the result": ("out_row[None, :] * num_first", "out_row[None, :] * (num_first - 1)"),
-    "middle axis forgotten": ("out_row = last * num_middle + middle", "out_row = last * num_middle"),
-    "only the first tile of rows": (
-        "(tl.program_id(0) // num_last_tiles).to(tl.int64)",
-        "(tl.program_id(0) * 0).to(tl.int64)",
-    ),
-    "only the first tile of columns": (
-        "(tl.program_id(0) % num_last_tiles).to(tl.int64)",
-        "(tl.program_id(0) * 0).to(tl.int64)",
-    ),
-    "scale lost": ("value.to(tl.float32) * scale", "value.to(tl.float32)"),
-    "scale never asked for": ("HAS_SCALE=scale != 1.0", "HAS_SCALE=False"),
-    "rounded before it is scaled": ("value.to(tl.float32) * scale", "value.to(tl.float16).to(tl.float32) * scale"),
+    "lost mask along the first axis": "(first < num_first{ => + 1})[:, None] & (last",
+    "lost mask along the last axis": "(last < num_last{ => + 1})[None, :]",
+    "last row lost": "(first < num_first{ => - 1})[:, None] & (last",
+    "last column lost": "(last < num_last{ => - 1})[None, :]",
+    "wrong stride of the source": "source_row[:, None] * {num_last => (num_last - 1)}",
+    "wrong stride of the result": "out_row[None, :] * {num_first => (num_first - 1)}",
+    "middle axis forgotten": "out_row = last * num_middle {+ middle => }",
+    "only the first tile of rows": "(tl.program_id(0) {// num_last_tiles => * 0}).to(tl.int64)",
+    "only the first tile of columns": "(tl.program_id(0) {% num_last_tiles => * 0}).to(tl.int64)",
+    "scale lost": "value.to(tl.float32) {* scale => }",
+    "scale never asked for": "HAS_SCALE={scale != 1.0 => False}",
+    "rounded before it is scaled": "value{ => .to(tl.float16)}.to(tl.float32) * scale",
 }
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.exchange_ends)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton.exchange_ends, device=DEVICE)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, lambda module: check_every_part(module.exchange_ends), FAULTS
+)

@@ -1,10 +1,4 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_expert_rows.py`` runs them in the interpreter, ``tests/gpu/test_expert_rows_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of expert_rows, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
@@ -12,9 +6,9 @@ import torch
 from lightning_fastft.kernels.expert_rows import reference, triton
 from lightning_fastft.kernels.expert_sort.reference import sort_slots
 from tests.support.children import thinned
-from tests.support.truth import load_with_fault, poisoned
+from tests.support.kernel_harness import DEVICE, planted_faults
+from tests.support.truth import poisoned
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TOKENS = (0, 1, 7, 64, 257)
 CHOICES = (1, 2, 4, 8)
 COLUMNS = (
@@ -227,47 +221,35 @@ def test_the_inputs_stay_and_two_runs_are_bit_equal():
 
 
 GATHER_FAULTS = {
-    "last column not read": (
-        "num_columns, 0)\n    value = tl.load(x_ptr",
-        "num_columns - 1, 0)\n    value = tl.load(x_ptr",
-    ),
-    "last column not written": ("value, mask=cols < num_columns)", "value, mask=cols < num_columns - 1)"),
-    "wrong stride": ("x_TD.stride(0),", "num_columns,"),
-    "stride of the slots lost": ("row * slot_stride", "row"),
-    "only the first tile": ("slot = tl.load", "cols = tl.arange(0, BLOCK)\n    slot = tl.load"),
-    "slot taken for its token": ("token = slot // K", "token = slot"),
-    "row of the program": ("x_ptr + token * x_stride", "x_ptr + row * x_stride"),
+    "last column not read": "num_columns{ => - 1}, 0) value = tl.load(x_ptr",
+    "last column not written": "value, mask=cols < num_columns{ => - 1})",
+    "wrong stride": "{x_TD.stride(0) => num_columns},",
+    "stride of the slots lost": "row {* slot_stride => }",
+    "only the first tile": "{slot = tl.load => cols = tl.arange(0, BLOCK)\n    slot = tl.load}",
+    "slot taken for its token": "token = slot {// K => }",
+    "row of the program": "x_ptr + {token => row} * x_stride",
 }
 COMBINE_FAULTS = {
-    "last choice lost": ("tl.static_range(K)", "tl.static_range(K - 1)"),
-    "choices added backwards": (
-        "for choice in tl.static_range(K):",
-        "for last in tl.static_range(K):\n        choice = K - 1 - last",
-    ),
-    "sentinel counted": ("is_owned = (place >= 0) & (place < num_owned)", "is_owned = place >= 0"),
-    "end one too high": ("place < num_owned)", "place < num_owned + 1)"),
-    "end one too low": ("place < num_owned)", "place < num_owned - 1)"),
-    "end of the first expert": ("end_E[-1:]", "end_E[:1]"),
-    "weight of a sentinel read": ("mask=is_owned, other=0.0", "mask=place >= 0, other=0.0"),
-    "fp32 sum lost": ("total += value", "total = (total + value).to(out_ptr.dtype.element_ty).to(WIDE)"),
-    "fp32 product lost": (
-        "value = weight.to(WIDE) * value",
-        "value = (weight.to(WIDE) * value).to(out_ptr.dtype.element_ty).to(WIDE)",
-    ),
-    "weight narrowed": (
-        "value = weight.to(WIDE) * value",
-        "value = weight.to(out_ptr.dtype.element_ty).to(WIDE) * value",
-    ),
-    "weight dropped": ("value = weight.to(WIDE) * value", "value = value"),
-    "weight of the next choice": ("choice * weight_choice_stride", "(choice + 1) % K * weight_choice_stride"),
-    "weight of another token": ("weight_ptr + row * weight_token_stride", "weight_ptr + row * K"),
-    "place of another token": ("place_ptr + row * place_token_stride", "place_ptr + row * (K + 1) % (K * 2)"),
-    "addend dropped": ("total += tl.load(addend_ptr", "total += 0 * tl.load(addend_ptr"),
-    "addend's stride": ("0 if addend_TD is None else addend_TD.stride(0)", "num_columns"),
-    "wrong stride": ("y_ND.stride(0),", "num_columns,"),
-    "last column not read": ("num_columns, 0)\n        value", "num_columns - 1, 0)\n        value"),
-    "last column not written": ("element_ty), mask=cols < num_columns)", "element_ty), mask=cols < num_columns - 1)"),
-    "only the first tile": ("num_owned = tl.load", "cols = tl.arange(0, BLOCK)\n    num_owned = tl.load"),
+    "last choice lost": "tl.static_range(K{ => - 1})",
+    "choices added backwards": "for {choice => last} in tl.static_range(K):{ => \n        choice = K - 1 - last}",
+    "sentinel counted": "is_owned = {(place >= 0) & (place < num_owned) => place >= 0}",
+    "end one too high": "place < num_owned{ => + 1})",
+    "end one too low": "place < num_owned{ => - 1})",
+    "end of the first expert": "end_E[{-1: => :1}]",
+    "weight of a sentinel read": "mask={is_owned => place >= 0}, other=0.0",
+    "fp32 sum lost": "total {+= value => = (total + value).to(out_ptr.dtype.element_ty).to(WIDE)}",
+    "fp32 product lost": "value ={ => (} weight.to(WIDE) * value{ => ).to(out_ptr.dtype.element_ty).to(WIDE)}",
+    "weight narrowed": "value = weight{ => .to(out_ptr.dtype.element_ty)}.to(WIDE) * value",
+    "weight dropped": "value = {weight.to(WIDE) * => } value",
+    "weight of the next choice": "{choice => (choice + 1) % K} * weight_choice_stride",
+    "weight of another token": "weight_ptr + row * {weight_token_stride => K}",
+    "place of another token": "place_ptr + row * {place_token_stride => (K + 1) % (K * 2)}",
+    "addend dropped": "total +={ => 0 *} tl.load(addend_ptr",
+    "addend's stride": "{0 if addend_TD is None else addend_TD.stride(0) => num_columns}",
+    "wrong stride": "{y_ND.stride(0) => num_columns},",
+    "last column not read": "tl.where(is_owned, num_columns{ => - 1}, 0)",
+    "last column not written": "element_ty), mask=cols < num_columns{ => - 1})",
+    "only the first tile": "{num_owned = tl.load => cols = tl.arange(0, BLOCK)\n    num_owned = tl.load}",
 }
 
 
@@ -286,22 +268,9 @@ def check_every_part_of_combine(combine):
         check_combine(combine, y_ND, order, weight_TK=weight_TK, addend_TD=rows(9, triton.MAX_BLOCK + 5, dtype))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", GATHER_FAULTS)
-def test_a_fault_planted_in_gather_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *GATHER_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part_of_gather(faulty.gather_rows)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", COMBINE_FAULTS)
-def test_a_fault_planted_in_combine_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *COMBINE_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part_of_combine(faulty.combine_rows)
-
-
-def test_without_a_fault_the_same_checks_pass():
-    check_every_part_of_gather(triton.gather_rows)
-    check_every_part_of_combine(triton.combine_rows)
+test_a_fault_planted_in_gather_is_seen, test_in_gather_the_same_check_passes = planted_faults(
+    triton, lambda module: check_every_part_of_gather(module.gather_rows), GATHER_FAULTS
+)
+test_a_fault_planted_in_combine_is_seen, test_in_combine_the_same_check_passes = planted_faults(
+    triton, lambda module: check_every_part_of_combine(module.combine_rows), COMBINE_FAULTS
+)

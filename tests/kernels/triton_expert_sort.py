@@ -1,10 +1,5 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
+"""Tests of the Triton kernels of expert_sort, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
-``test_expert_sort.py`` runs them in the interpreter, ``tests/gpu/test_expert_rows_gpu.py`` on the device.
-"""
-
-import os
 from unittest import mock
 
 import pytest
@@ -12,9 +7,8 @@ import torch
 
 from lightning_fastft.kernels.expert_sort import reference, triton
 from tests.support.children import thinned
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TOKENS = (0, 1, 7, 64, 257)
 CHOICES = (1, 2, 4, 8)
 EXPERTS = (1, 2, 5, 8, 128)
@@ -138,60 +132,37 @@ def test_two_runs_are_bit_equal():
 
 
 FAULTS = {
-    "order inside a block reversed": ("other_lane[None, :] < lane[:, None]", "other_lane[None, :] > lane[:, None]"),
-    "a slot counts itself": ("other_lane[None, :] < lane[:, None]", "other_lane[None, :] <= lane[:, None]"),
-    "only the first tile of earlier slots": (
-        "range(0, BLOCK_SLOTS, BLOCK_EARLIER)",
-        "range(0, BLOCK_EARLIER, BLOCK_EARLIER)",
-    ),
-    "earlier blocks lost": ("place = begin + earlier + rank", "place = begin + rank"),
-    "sum includes the block itself": ("total + tl.cumsum(count, axis=0) - count", "total + tl.cumsum(count, axis=0)"),
-    "sum not carried to the next tile": ("earlier = total + tl.cumsum", "earlier = tl.cumsum"),
-    "total of the last tile only": ("total += tl.sum(count, axis=0)", "total = tl.sum(count, axis=0)"),
-    "mask of the sum lost": ("inside = offs < num_blocks", "inside = offs >= 0"),
-    "end without its own expert": ("tl.store(end_ptr + experts, end, ", "tl.store(end_ptr + experts, end - 1, "),
-    "last end lost": (
-        "tl.store(end_ptr + experts, end, mask=experts < num_experts)",
-        "tl.store(end_ptr + experts, end, mask=experts < num_experts - 1)",
-    ),
-    "begin of the expert after": (
-        "tl.gather(end, previous, axis=0)",
-        "tl.gather(end, tl.minimum(bin_of_slot, EXPERTS - 1), axis=0)",
-    ),
-    "ids above the last expert keep their order": (
-        "bin_of_slot = tl.where(is_known, expert, num_experts)",
-        "bin_of_slot = tl.where(is_known, expert, num_experts - 1)",
-    ),
-    "negative ids counted as expert 0": ("(expert >= 0) & (expert < num_experts)", "(expert < num_experts)"),
-    "slots behind the last one counted": (
-        "return tl.where(inside, bin_of_slot, num_experts + 1)",
-        "return tl.where(inside, bin_of_slot, 0)",
-    ),
-    "last slot lost": ("slot.to(tl.int32), mask=inside)", "slot.to(tl.int32), mask=slot < num_slots - 1)"),
-    "mask of the places lost": ("tl.store(place_ptr + slot, place, mask=inside)", "tl.store(place_ptr + slot, place)"),
-    "wrong strides": ("given = (num_slots, *expert_TK.stride(),", "given = (num_slots, num_choices, 1,"),
-    "choice dropped": ("(slot % K) * choice_stride", "0 * choice_stride"),
-    "last tile of bins lost": ("ceil_div(num_bins, BLOCK_BINS)", "ceil_div(num_bins - 2, BLOCK_BINS)"),
-    "last bin not counted": ("mask=bins <= num_experts)", "mask=bins < num_experts)"),
-    "mask of the bins lost": ("mask=bins <= num_experts)", "mask=bins >= 0)"),
+    "order inside a block reversed": "other_lane[None, :] {< => >} lane[:, None]",
+    "a slot counts itself": "other_lane[None, :] <{ => =} lane[:, None]",
+    "only the first tile of earlier slots": "range(0, {BLOCK_SLOTS => BLOCK_EARLIER}, BLOCK_EARLIER)",
+    "earlier blocks lost": "place = begin + {earlier + => } rank",
+    "sum includes the block itself": "total + tl.cumsum(count, axis=0) {- count => }",
+    "sum not carried to the next tile": "earlier = {total + => } tl.cumsum",
+    "total of the last tile only": "total {+ => }= tl.sum(count, axis=0)",
+    "mask of the sum lost": "inside = offs {< num_blocks => >= 0}",
+    "end without its own expert": "tl.store(end_ptr + experts, end{ => - 1},",
+    "last end lost": "tl.store(end_ptr + experts, end, mask=experts < num_experts{ => - 1})",
+    "begin of the expert after": "tl.gather(end, {previous => tl.minimum(bin_of_slot, EXPERTS - 1)}, axis=0)",
+    "ids above the last expert keep their order": "bin_of_slot = tl.where(is_known, expert, num_experts{ => - 1})",
+    "negative ids counted as expert 0": "{(expert >= 0) & => } (expert < num_experts)",
+    "slots behind the last one counted": "return tl.where(inside, bin_of_slot, {num_experts + 1 => 0})",
+    "last slot lost": "slot.to(tl.int32), mask={inside => slot < num_slots - 1})",
+    "mask of the places lost": "tl.store(place_ptr + slot, place{, mask=inside => })",
+    "wrong strides": "given = (num_slots, {*expert_TK.stride() => num_choices, 1},",
+    "choice dropped": "{(slot % K) => 0} * choice_stride",
+    "last tile of bins lost": "ceil_div(num_bins{ => - 2}, BLOCK_BINS)",
+    "last bin not counted": "mask=bins <{= => } num_experts)",
+    "mask of the bins lost": "mask=bins {<= num_experts => >= 0})",
 }
 
 
 def check_every_part(module):
     num_experts = triton.BLOCK_BINS + 1
     expert_TK = torch.randint(-1, num_experts + 2, (3 * triton.BLOCK_SLOTS // 2 - 9, 2))
-    check(module, strided(expert_TK, dtype=torch.int64, is_transposed=False), num_experts)
+    with mock.patch.multiple(module, BLOCK_BLOCKS=2):
+        check(module, strided(expert_TK, dtype=torch.int64, is_transposed=False), num_experts)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults write out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    faulty.BLOCK_BLOCKS = 2
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes(monkeypatch):
-    monkeypatch.setattr(triton, "BLOCK_BLOCKS", 2)
-    check_every_part(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)

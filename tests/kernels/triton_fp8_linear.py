@@ -1,11 +1,6 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_fp8_linear.py`` runs them in the interpreter, ``tests/gpu/test_fp8_gpu.py`` on the device.
-"""
+"""Tests of the Triton kernels of fp8_linear, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -16,9 +11,8 @@ from triton.runtime import interpreter
 from lightning_fastft.kernels.fp8_linear import reference, triton
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from tests.kernels.test_fp8_linear import check_nf4, check_rows, check_rows_both_ways, make_cases, make_rows, write_nf4
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -118,55 +112,45 @@ def test_the_plain_twin_writes_the_same_bits(is_transposed):
 
 
 ROW_FAULTS = {
-    "peak of the last tile": ("peaks = tl.maximum(peaks, tl.abs(value))", "peaks = tl.abs(value)"),
-    "signed peak": ("peaks = tl.maximum(peaks, tl.abs(value))", "peaks = tl.maximum(peaks, value)"),
-    "wrong stride": ("values_ptr + row * num_columns + cols", "values_ptr + row * (num_columns - 1) + cols"),
-    "scale upside down": ("scale = tl.div_rn(peak, largest)\n    inverse", "scale = peak * LARGEST\n    inverse"),
-    "tile before": ("tiles[index], factor_ptr, cols", "tiles[index - 1 if index else 0], factor_ptr, cols"),
-    "factors of the first tile": ("tiles[index], factor_ptr, cols,", "tiles[index], factor_ptr, tile_cols,"),
-    "rounded down": ("0x7FFFFF", "0x0"),
-    "inverse of another scale": ("inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale)", "pass"),
-    "last column lost": ("element_ty), mask=cols < num_columns)", "element_ty), mask=cols < num_columns - 1)"),
-    "rows next to each other": ("            x_TI.stride(0),\n", "            num_columns,\n"),
-    "no least peak": ("tl.maximum(tl.max(peaks, axis=0), LEAST_PEAK)", "tl.max(peaks, axis=0)"),
+    "peak of the last tile": "peaks = tl.{maximum(peaks, tl.abs(value) => abs(value})",
+    "signed peak": "peaks = tl.maximum(peaks, {tl.abs(value) => value})",
+    "wrong stride": "values_ptr + row * {num_columns => (num_columns - 1)} + cols",
+    "scale upside down": "scale = {tl.div_rn(peak, largest) => peak * LARGEST} inverse",
+    "tile before": "tiles[index{ => - 1 if index else 0}], factor_ptr, cols",
+    "factors of the first tile": "tiles[index], factor_ptr, {cols => tile_cols},",
+    "rounded down": "{0x7FFFFF => 0x0}",
+    "inverse of another scale": "{inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale) => pass}",
+    "last column lost": "element_ty), mask=cols < num_columns{ => - 1})",
+    "rows next to each other": "{x_TI.stride(0) => num_columns},",
+    "no least peak": "tl.{maximum(tl.max(peaks, axis=0), LEAST_PEAK => max(peaks, axis=0})",
 }
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", ROW_FAULTS)
-def test_a_planted_fault_in_rows_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *ROW_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_row(faulty)
 
 
 def check_every_row(module):
     check_rows_both_ways(module.quantise_rows, *make_rows(5, triton.TILE_COLUMNS + 5, torch.float32, device=DEVICE))
 
 
+test_a_planted_fault_in_rows_is_seen, test_in_rows_the_same_check_passes = planted_faults(
+    triton, check_every_row, ROW_FAULTS
+)
+
 NF4_FAULTS = {
-    "low half first": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
-    "one half twice": ("(pair & 15)", "(pair >> 4)"),
-    "peak of the last chunk": (
-        "peak = tl.maximum(peak, tl.max(tl.where(held",
-        "peak = tl.maximum(0.0, tl.max(tl.where(held",
-    ),
-    "scale of another row": ("rows * NUM_BLOCKS + place", "rows * 0 + place"),
-    "last chunk lost": ("tl.program_id(1),\n", "tl.program_id(1) * 0,\n"),
-    "first chunk twice": ("places = start + tl.arange(0, CHUNK)", "places = tl.arange(0, CHUNK)"),
-    "signed scales": ("tl.abs(scale), 0.0), axis=1", "-scale, 0.0), axis=1"),
-    "scales not inverted": ("inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)", "inverse = scale"),
-    "never transposed": (
-        "values_stride + rows[:, None] if IS_TRANSPOSED",
-        "values_stride + rows[:, None] if not IS_TRANSPOSED",
-    ),
-    "lost mask": ("cell, value, mask=inside[:, None]", "cell, value"),
-    "lost mask of scales": ("LARGEST, tl.float32))), mask=inside)", "LARGEST, tl.float32))))"),
-    "stride of the first weight": ("scales[index], num_rows[index]", "scales[0], num_rows[index]"),
-    "a weight starts one tile late": ("tile -= num_tiles", "tile -= num_tiles + 1"),
-    "last tile of a weight lost": ("(tile < num_tiles)", "(tile < num_tiles - 1)"),
-    "fifth weight lost": ("range(0, len(filled), MAX_WEIGHTS)", "range(0, MAX_WEIGHTS, MAX_WEIGHTS)"),
-    "outside counts": ("tl.where(held, tl.abs(scale), 0.0)", "tl.where(held, tl.abs(scale), 100.0)"),
+    "low half first": "tl.interleave({first, second => second, first})",
+    "one half twice": "(pair {& 15 => >> 4})",
+    "peak of the last chunk": "peak = tl.maximum({peak => 0.0}, tl.max(tl.where(held",
+    "scale of another row": "rows * {NUM_BLOCKS => 0} + place",
+    "last chunk lost": "tl.program_id(1){ => * 0},",
+    "first chunk twice": "places = {start + => } tl.arange(0, CHUNK)",
+    "signed scales": "{tl.abs(scale) => -scale}, 0.0), axis=1",
+    "scales not inverted": "inverse = {tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale) => scale}",
+    "never transposed": "values_stride + rows[:, None] if{ =>  not} IS_TRANSPOSED",
+    "lost mask": "cell, value{, mask=inside[:, None] => }",
+    "lost mask of scales": "LARGEST, tl.float32))){, mask=inside => })",
+    "stride of the first weight": "scales[{index => 0}], num_rows[index]",
+    "a weight starts one tile late": "tile -= num_tiles{ => + 1}",
+    "last tile of a weight lost": "(tile < num_tiles{ => - 1})",
+    "fifth weight lost": "range(0, {len(filled) => MAX_WEIGHTS}, MAX_WEIGHTS)",
+    "outside counts": "tl.where(held, tl.abs(scale), {0 => 100}.0)",
 }
 
 
@@ -181,15 +165,6 @@ def check_every_weight(module):
         check_nf4(run, cases, is_transposed=is_transposed, num_extra=64, margin=MARGIN)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", NF4_FAULTS)
-def test_a_planted_fault_in_nf4_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *NF4_FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_weight(faulty)
-
-
-@pytest.mark.fault
-def test_without_a_fault_the_same_checks_pass():
-    check_every_row(triton)
-    check_every_weight(triton)
+test_a_planted_fault_in_nf4_is_seen, test_in_nf4_the_same_check_passes = planted_faults(
+    triton, check_every_weight, NF4_FAULTS
+)

@@ -1,10 +1,4 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_grouped_mm.py`` runs them in the interpreter, ``tests/gpu/test_grouped_mm_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of grouped_mm, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import numpy as np
 import pytest
@@ -24,9 +18,8 @@ from tests.kernels.test_grouped_mm import (
     make_row_weights,
 )
 from tests.support.children import thinned
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Small enough that a handful of rows has tails along every axis.
 SMALL = Tiles(rows=16, inputs=16, outputs=16, num_warps=4, num_stages=2)
@@ -336,115 +329,63 @@ def test_addresses_beyond_two_to_the_31_elements_are_reached():
     assert torch.equal(*grads)
 
 
-ROW_LOSS = "for start in range(begin, stop, BLOCK_N):"
-X_LOAD = "mask=inside_rows[None, :] & inside_inputs[:, None], other=0.0)"
-D_LOAD = "mask=inside_rows[:, None] & inside_cols[None, :], other=0.0)\n        if HAS_WEIGHT"
-ON_X = "x = (x.to(tl.float32) * row_weight[None, :])"
 PRODUCT_STEP, GRAD_STEP = "_add_step(total, lost, x, weight,", "_add_step(total, lost, x, d,"
-FEW_BITS = ".to(tl.float16).to(tl.float32)"
-LOST = "lost = part - (new_total - total)"
 FAULTS = {
-    "lost mask on the input tail of x": (
-        "x_inside &= inputs[None, :] < num_inputs - start",
-        "x_inside &= inputs[None, :] >= 0",
+    "lost mask on the input tail of x": "x_inside &= inputs[None, :] {< num_inputs - start => >= 0}",
+    "lost mask on the input tail of the weight": "weight_inside &= inputs[:, None] {< num_inputs - start => >= 0}",
+    "tail taken for a whole tile": "IS_WHOLE={num_inputs % tiles.inputs == 0 => True}",
+    "last tile of inputs lost": "for start in range(0, num_inputs{ => - BLOCK_I}, BLOCK_I):",
+    "wrong expert at a border": "border // BLOCK_N + experts + 1 <{= => } row_tile",
+    "tiles of an expert shifted": "(row_tile - {start // BLOCK_N - => } expert)",
+    "rows of the next expert written": "inside_rows = rows < {stop => num_rows} inside_cols",
+    "last row lost": "inside_rows = rows < stop{ => - 1} inside_cols",
+    "last column lost": "inside_cols = cols < num_outputs{ => - 1} return",
+    "columns behind the last": "inside_cols = cols < num_outputs{ => + 1} return",
+    "tiles of the last group lost": "group_size = {tl.minimum(num_row_tiles - group * GROUP, GROUP) => GROUP}",
+    "too few programs": "(num_rows // tiles.rows {+ num_experts => }) *",
+    "scale lost": "total *= {low_scale => 1.0}",
+    "bias of the neighbour": "bias_ptr + {expert => (expert - 1)} * bias_stride",
+    "low-rank matrix of the first expert": "factor_row = {expert * RANK + => } ranks",
+    "lost mask on the rank": "inside_ranks = ranks < RANK{ => + 1}",
+    "second step of ranks lost": "ranks = {start + => } tl.arange(0, BLOCK_R)",
+    "input stride for a step of one": "weight_ptrs += {weight_step => BLOCK_I}",
+    "wrong stride of rows": "x_ptrs = x_ptr + sources[:, None] * {x_stride => num_inputs}",
+    "low precision": "_add_step(total{ => .to(tl.float16).to(tl.float32)}, lost, x, weight,",
+    "operands with the bits of TF32": "_add_step(total, lost, x{ => .to(tl.float16).to(tl.float32)}, weight,",
+    "gradient: operands with the bits of TF32": "_add_step(total, lost, x{ => .to(tl.float16).to(tl.float32)}, d,",
+    "narrow: low precision": "total = tl.dot(a, b, total{ => .to(tl.bfloat16).to(tl.float32)},",
+    "narrow: only the last step": "total = tl.dot(a, b,{ => 0.0 *} total,",
+    "fp32: one chain": "return {dtype is torch.float32 => False}",
+    "fp32: one chain by adding to the sum": "part = tl.dot(a, b, {lost => total},",
+    "fp32: a step added twice": "lost = part {- (new_total - total) => }",
+    "fp32: only the last step": "new_total = {total + => } part",
+    "fp32: what was lost forgotten": "lost = {part - (new_total - total) => 0.0 * part}",
+    "fp32: what was lost taken away": "lost = {part - => } (new_total - total){ => - part}",
+    "fp32: what was lost added twice": "part ={ => lost +} tl.dot(a, b, lost,",
+    "product: what was lost not passed on": "total, {lost => _} = _add_step(total, lost, x, weight,",
+    "gradient: what was lost not passed on": "total, {lost => _} = _add_step(total, lost, x, d,",
+    "low-rank product with the bits of TF32": "tl.dot(low{ => .to(tl.float16).to(tl.float32)}, factor,",
+    "sum without y": "total +={ => 0.0 *} tl.load(y_ptr",
+    "gradient: last tile of rows lost": "for start in range(begin, stop{ => - BLOCK_N}, BLOCK_N):",
+    "gradient: x of the next expert": "mask={inside_rows[None, :] & => } inside_inputs[:, None], other=0.0)",
+    "gradient: d of nobody": "mask={inside_rows[:, None] & => } inside_cols[None, :], other=0.0) if HAS_WEIGHT",
+    "gradient: rows from the first on": "for start in range({begin => 0}, stop, BLOCK_N):",
+    "gradient: low precision": "_add_step(total{ => .to(tl.float16).to(tl.float32)}, lost, x, d,",
+    "gradient: last column lost": "inside_cols = cols < num_outputs{ => - 1} begin",
+    "gradient: matrix of the first expert": "grad_row = {expert.to(tl.int64) * num_inputs + => } inputs",
+    "gradient: scale lost": "total *= {scale => 1.0}",
+    "gradient: scale before the sum ends": "IS_COMPENSATED) {total *= scale =>     total *= scale} grad_row",
+    "gradient: weights lost": "HAS_WEIGHT={row_weight_N is not None => False}",
+    "gradient: weight of the neighbour": "{rows => (rows + 1)} * row_weight_stride",
+    "gradient: stride of the weights lost": "{0 if row_weight_N is None else row_weight_N.stride(0) => 1}",
+    "gradient: weights of nobody": "row_weight_stride{, mask=inside_rows, other=0.0 => }",
+    "gradient: weight squared": "x = (x.to(tl.float32) * row_weight[None, :]{ => * row_weight[None, :]})",
+    "gradient: weighted rows with few bits": (
+        "x = (x.to(tl.float32) * row_weight[None, :]){ => .to(tl.float16).to(tl.float32)}"
     ),
-    "lost mask on the input tail of the weight": (
-        "weight_inside &= inputs[:, None] < num_inputs - start",
-        "weight_inside &= inputs[:, None] >= 0",
-    ),
-    "tail taken for a whole tile": ("IS_WHOLE=num_inputs % tiles.inputs == 0", "IS_WHOLE=True"),
-    "last tile of inputs lost": (
-        "for start in range(0, num_inputs, BLOCK_I):",
-        "for start in range(0, num_inputs - BLOCK_I, BLOCK_I):",
-    ),
-    "wrong expert at a border": (
-        "border // BLOCK_N + experts + 1 <= row_tile",
-        "border // BLOCK_N + experts + 1 < row_tile",
-    ),
-    "tiles of an expert shifted": ("(row_tile - start // BLOCK_N - expert)", "(row_tile - expert)"),
-    "rows of the next expert written": (
-        "inside_rows = rows < stop\n    inside_cols",
-        "inside_rows = rows < num_rows\n    inside_cols",
-    ),
-    "last row lost": ("inside_rows = rows < stop\n    inside_cols", "inside_rows = rows < stop - 1\n    inside_cols"),
-    "last column lost": (
-        "    inside_cols = cols < num_outputs\n    return",
-        "    inside_cols = cols < num_outputs - 1\n    return",
-    ),
-    "columns behind the last": (
-        "    inside_cols = cols < num_outputs\n    return",
-        "    inside_cols = cols < num_outputs + 1\n    return",
-    ),
-    "tiles of the last group lost": (
-        "group_size = tl.minimum(num_row_tiles - group * GROUP, GROUP)",
-        "group_size = GROUP",
-    ),
-    "too few programs": ("(num_rows // tiles.rows + num_experts) *", "(num_rows // tiles.rows) *"),
-    "scale lost": ("total *= low_scale", "total *= 1.0"),
-    "bias of the neighbour": ("bias_ptr + expert * bias_stride", "bias_ptr + (expert - 1) * bias_stride"),
-    "low-rank matrix of the first expert": ("factor_row = expert * RANK + ranks", "factor_row = ranks"),
-    "lost mask on the rank": ("inside_ranks = ranks < RANK", "inside_ranks = ranks < RANK + 1"),
-    "second step of ranks lost": ("ranks = start + tl.arange(0, BLOCK_R)", "ranks = tl.arange(0, BLOCK_R)"),
-    "input stride for a step of one": ("weight_ptrs += weight_step", "weight_ptrs += BLOCK_I"),
-    "wrong stride of rows": (
-        "x_ptrs = x_ptr + sources[:, None] * x_stride",
-        "x_ptrs = x_ptr + sources[:, None] * num_inputs",
-    ),
-    "low precision": (PRODUCT_STEP, PRODUCT_STEP.replace("total", "total" + FEW_BITS)),
-    "operands with the bits of TF32": (PRODUCT_STEP, PRODUCT_STEP.replace("x", "x" + FEW_BITS)),
-    "gradient: operands with the bits of TF32": (GRAD_STEP, GRAD_STEP.replace("x", "x" + FEW_BITS)),
-    "narrow: low precision": (
-        "total = tl.dot(a, b, total,",
-        "total = tl.dot(a, b, total.to(tl.bfloat16).to(tl.float32),",
-    ),
-    "narrow: only the last step": ("total = tl.dot(a, b, total,", "total = tl.dot(a, b, 0.0 * total,"),
-    "fp32: one chain": ("return dtype is torch.float32\n", "return False\n"),
-    "fp32: one chain by adding to the sum": ("part = tl.dot(a, b, lost,", "part = tl.dot(a, b, total,"),
-    "fp32: a step added twice": (LOST, "lost = part"),
-    "fp32: only the last step": ("new_total = total + part", "new_total = part"),
-    "fp32: what was lost forgotten": (LOST, "lost = 0.0 * part"),
-    "fp32: what was lost taken away": (LOST, "lost = (new_total - total) - part"),
-    "fp32: what was lost added twice": ("part = tl.dot(a, b, lost,", "part = lost + tl.dot(a, b, lost,"),
-    "product: what was lost not passed on": ("total, lost = " + PRODUCT_STEP, "total, _ = " + PRODUCT_STEP),
-    "gradient: what was lost not passed on": ("total, lost = " + GRAD_STEP, "total, _ = " + GRAD_STEP),
-    "low-rank product with the bits of TF32": (
-        "tl.dot(low, factor,",
-        "tl.dot(low.to(tl.float16).to(tl.float32), factor,",
-    ),
-    "sum without y": ("total += tl.load(y_ptr", "total += 0.0 * tl.load(y_ptr"),
-    "gradient: last tile of rows lost": (ROW_LOSS, ROW_LOSS.replace("stop,", "stop - BLOCK_N,")),
-    "gradient: x of the next expert": (X_LOAD, X_LOAD.replace("inside_rows[None, :] &", "")),
-    "gradient: d of nobody": (D_LOAD, D_LOAD.replace("inside_rows[:, None] &", "")),
-    "gradient: rows from the first on": (ROW_LOSS, ROW_LOSS.replace("begin,", "0,")),
-    "gradient: low precision": (GRAD_STEP, GRAD_STEP.replace("total", "total" + FEW_BITS)),
-    "gradient: last column lost": (
-        "    inside_cols = cols < num_outputs\n    begin",
-        "    inside_cols = cols < num_outputs - 1\n    begin",
-    ),
-    "gradient: matrix of the first expert": (
-        "grad_row = expert.to(tl.int64) * num_inputs + inputs",
-        "grad_row = inputs",
-    ),
-    "gradient: scale lost": ("total *= scale\n", "total *= 1.0\n"),
-    "gradient: scale before the sum ends": ("    total *= scale\n", "        total *= scale\n"),
-    "gradient: weights lost": ("HAS_WEIGHT=row_weight_N is not None", "HAS_WEIGHT=False"),
-    "gradient: weight of the neighbour": ("rows * row_weight_stride", "(rows + 1) * row_weight_stride"),
-    "gradient: stride of the weights lost": ("0 if row_weight_N is None else row_weight_N.stride(0)", "1"),
-    "gradient: weights of nobody": ("row_weight_stride, mask=inside_rows, other=0.0", "row_weight_stride"),
-    "gradient: weight squared": (
-        ON_X,
-        ON_X.replace("row_weight[None, :]", "row_weight[None, :] * row_weight[None, :]"),
-    ),
-    "gradient: weighted rows with few bits": (ON_X, ON_X + FEW_BITS),
-    "gradient: weights never on d": ("d = (d.to(tl.float32) * row_weight[:, None])", "d = (d.to(tl.float32))"),
-    "product: borders trusted": (
-        "stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n    first",
-        "stop = tl.load(end_ptr + expert)\n    first",
-    ),
-    "gradient: borders trusted": (
-        "stop = tl.minimum(tl.load(end_ptr + expert), num_rows)\n\n",
-        "stop = tl.load(end_ptr + expert)\n\n",
-    ),
+    "gradient: weights never on d": "d = (d.to(tl.float32) {* row_weight[:, None] => })",
+    "product: borders trusted": "stop = {tl.minimum( => }tl.load(end_ptr + expert){, num_rows) => } first",
+    "gradient: borders trusted": "begin = tl.load(end_ptr + expert - 1, mask=expert > 0, other=0) stop = {tl.minimum(tl.load(end_ptr + expert), num_rows) => tl.load(end_ptr + expert)}",
 }
 
 
@@ -464,16 +405,9 @@ def check_every_part(module):
         check_grad(grad(module), weighted, scale=1.75, row_weight_N=make_row_weights(weighted))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)
 
 
 def test_the_truth_itself_knows_every_part():

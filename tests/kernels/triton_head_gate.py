@@ -4,7 +4,6 @@ imported.
 ``test_interpreted.py`` runs them in the interpreter, ``tests/gpu/test_hybrid_layers_gpu.py`` on the device.
 """
 
-import os
 from unittest import mock
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 
 from lightning_fastft.kernels.head_gate import triton
 from tests.kernels.test_head_gate import DTYPES, FORMS, check
-from tests.support.truth import load_with_fault
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+from tests.support.kernel_harness import DEVICE, planted_faults
 
 
 def check_small(module, form, dtype=torch.float32):
@@ -44,28 +41,20 @@ def check_every_form(module):
 
 
 FAULTS = {
-    "last head lost": ("range(0, NUM_HEADS, BLOCK_H)", "range(0, NUM_HEADS - BLOCK_H, BLOCK_H)", "_backward_kernel"),
-    "groups side by side": ("heads // GROUP_SIZE * GROUP_STEP", "heads // GROUP_SIZE * (GROUP_SIZE * HEAD_WIDTH)", ""),
-    "head of the group lost": ("heads % GROUP_SIZE * HEAD_WIDTH", "heads % GROUP_SIZE", ""),
-    "slope of sigmoid": ("slope = activated + gate * slope", "slope = activated", ""),
-    "gate not multiplied": ("activated *= gate", "activated *= 1.0", ""),
-    "eps lost": ("/ HEAD_WIDTH + eps)", "/ HEAD_WIDTH)", ""),
-    "mean lost": ("d_x - normed * mean", "d_x", ""),
-    "weight of the gradient lost": ("d_x *= weight", "d_x *= 1.0", ""),
-    "gate's gradient without weight": ("scaled = normed * weight", "scaled = normed", ""),
-    "sum of the last head alone": ("weight_terms += d_x * normed", "weight_terms = d_x * normed", ""),
-    "stride of the gradient lost": ("d_gate_ptr + token * d_gate_stride", "d_gate_ptr + token", ""),
+    "last head lost": "while token < num_tokens: for start in range(0, NUM_HEADS{ => - BLOCK_H}, BLOCK_H)",
+    "groups side by side": "heads // GROUP_SIZE * {GROUP_STEP => (GROUP_SIZE * HEAD_WIDTH)}",
+    "head of the group lost": "heads % GROUP_SIZE {* HEAD_WIDTH => }",
+    "slope of sigmoid": "slope = activated {+ gate * slope => }",
+    "gate not multiplied": "activated *= {gate => 1.0}",
+    "eps lost": "/ HEAD_WIDTH {+ eps => })",
+    "mean lost": "d_x {- normed * mean => }",
+    "weight of the gradient lost": "d_x *= {weight => 1.0}",
+    "gate's gradient without weight": "scaled = normed {* weight => }",
+    "sum of the last head alone": "weight_terms {+= => =} d_x * normed",
+    "stride of the gradient lost": "d_gate_ptr + token {* d_gate_stride => }",
 }
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    old, new, kept = FAULTS[fault]
-    faulty = load_with_fault(triton, old, new, tmp_path, except_in=kept or None)
-    with pytest.raises(AssertionError):
-        check_every_form(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_form(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_form, FAULTS
+)

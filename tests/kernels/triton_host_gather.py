@@ -1,18 +1,12 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_host_gather.py`` runs them in the interpreter, ``tests/gpu/test_streaming_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of host_gather, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
 
 from lightning_fastft.kernels.host_gather import reference, triton
-from tests.support.truth import load_with_fault, poisoned
+from tests.support.kernel_harness import DEVICE, planted_faults
+from tests.support.truth import poisoned
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 COLUMNS = (
     1,
     2,
@@ -102,11 +96,11 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
 
 
 FAULTS = {
-    "last column not read": ("num_columns, 0)", "num_columns - 1, 0)"),
-    "last column not written": ("mask=cols < num_columns)", "mask=cols < num_columns - 1)"),
-    "wrong stride": ("weight_VD.stride(0),", "num_columns,"),
-    "only the first tile": ("tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"),
-    "row of the program": ("weight_ptr + token * weight_stride", "weight_ptr + row * weight_stride"),
+    "last column not read": "num_columns{ => - 1}, 0)",
+    "last column not written": "mask=cols < num_columns{ => - 1})",
+    "wrong stride": "{weight_VD.stride(0) => num_columns},",
+    "only the first tile": "{tl.program_id(1) * BLOCK + => } tl.arange(0, BLOCK)",
+    "row of the program": "weight_ptr + {token => row} * weight_stride",
 }
 
 
@@ -114,13 +108,6 @@ def check_every_part(gather):
     check(gather, make_table(9, triton.MAX_BLOCK + 5, torch.float32, is_strided=True), torch.tensor([8, 1, 1, 5]))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.gather_rows)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton.gather_rows)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, lambda module: check_every_part(module.gather_rows), FAULTS
+)

@@ -1,10 +1,4 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_low_rank_add.py`` runs them in the interpreter, ``tests/gpu/test_low_rank_add_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of low_rank_add, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
@@ -19,11 +13,9 @@ from tests.kernels.test_low_rank_add import (
     make_inputs,
 )
 from tests.support.children import thinned
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter multiplies the bits of bf16 where a kernel multiplies matrices.
-NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 PRODUCT_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else DTYPES
 ROWS, COLUMNS, RANKS = triton.BLOCK_ROWS, triton.BLOCK_COLUMNS, triton.MAX_BLOCK_RANKS
 
@@ -117,62 +109,46 @@ def test_rows_beyond_two_to_the_31_elements_are_reached(is_factor_transposed):
     assert torch.equal(ours, expected)
 
 
-EARLY_STORE = (
-    "    tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(out_ptr.dtype.element_ty), "
-    "mask=inside)\n"
-)
-ROUND = "    total = total.to(out_ptr.dtype.element_ty).to(tl.float32)\n"
-READ_RESIDUAL = "    if HAS_RESIDUAL:\n"
-STORE_MASK = "total.to(out_ptr.dtype.element_ty), mask=inside)"
 FAULTS = {
-    "residual lost": ("if HAS_RESIDUAL:", "if False:"),
-    "base in place of the residual": ("tl.load(residual_ptr + rows", "tl.load(base_ptr + rows"),
-    "base lost": ("tl.load(base_ptr + rows", "0.0 * tl.load(base_ptr + rows"),
-    "product rounded": ("if TRANSPOSED else product\n", "if TRANSPOSED else product\n" + ROUND),
-    "sum rounded before the residual": (READ_RESIDUAL, ROUND + READ_RESIDUAL),
-    "product of the last ranks only": ("tl.trans(low), product,", "tl.trans(low), tl.zeros_like(product),"),
-    "product of the first ranks only": (
-        "tl.range(0, num_ranks, BLOCK_R,",
-        "tl.range(0, min(num_ranks, BLOCK_R), BLOCK_R,",
+    "residual lost": "if {HAS_RESIDUAL => False}:",
+    "base in place of the residual": "tl.load({residual_ptr => base_ptr} + rows",
+    "base lost": "{ => 0.0 *}tl.load(base_ptr + rows",
+    "product rounded": (
+        "if TRANSPOSED else product{ => \n    total = total.to(out_ptr.dtype.element_ty).to(tl.float32)}"
     ),
-    "every step the first": ("ranks = first + tl.arange(0, BLOCK_R)", "ranks = tl.arange(0, BLOCK_R)"),
-    "last rank lost": ("inside_ranks = ranks < num_ranks", "inside_ranks = ranks < num_ranks - 1"),
-    "mask of the ranks lost": ("inside_ranks = ranks < num_ranks", "inside_ranks = ranks < num_ranks + 1"),
-    "rank mask of the low-rank rows lost": (
-        "inside_rows[:, None] & inside_ranks[None, :]",
-        "inside_rows[:, None] & (ranks < num_ranks + 1)[None, :]",
+    "sum rounded before the residual": (
+        "{if HAS_RESIDUAL: => total = total.to(out_ptr.dtype.element_ty).to(tl.float32)\n    if HAS_RESIDUAL:}"
     ),
-    "rank mask of the factor lost": (
-        "inside_ranks[:, None] & inside_cols",
-        "(ranks < num_ranks + 1)[:, None] & inside_cols",
-    ),
-    "mask of the columns lost": ("inside_cols = cols < num_columns", "inside_cols = cols < num_columns + 1"),
-    "last column lost": ("inside_cols = cols < num_columns", "inside_cols = cols < num_columns - 1"),
-    "mask of the rows lost": ("inside_rows = rows < num_rows", "inside_rows = rows < num_rows + 1"),
-    "last row lost": ("inside_rows = rows < num_rows", "inside_rows = rows < num_rows - 1"),
+    "product of the last ranks only": "tl.trans(low), {product => tl.zeros_like(product)},",
+    "product of the first ranks only": "tl.range(0, {num_ranks => min(num_ranks, BLOCK_R)}, BLOCK_R,",
+    "every step the first": "ranks = {first + => } tl.arange(0, BLOCK_R)",
+    "last rank lost": "inside_ranks = ranks < num_ranks{ => - 1}",
+    "mask of the ranks lost": "inside_ranks = ranks < num_ranks{ => + 1}",
+    "rank mask of the low-rank rows lost": "inside_rows[:, None] & {inside_ranks => (ranks < num_ranks + 1)}[None, :]",
+    "rank mask of the factor lost": "{inside_ranks => (ranks < num_ranks + 1)}[:, None] & inside_cols",
+    "mask of the columns lost": "inside_cols = cols < num_columns{ => + 1}",
+    "last column lost": "inside_cols = cols < num_columns{ => - 1}",
+    "mask of the rows lost": "inside_rows = rows < num_rows{ => + 1}",
+    "last row lost": "inside_rows = rows < num_rows{ => - 1}",
     "written beside the columns": (
-        STORE_MASK,
-        STORE_MASK.replace("inside", "inside_rows[:, None] & (cols < num_columns + 1)[None, :]"),
+        "total.to(out_ptr.dtype.element_ty), mask={inside => inside_rows[:, None] & (cols < num_columns + 1)[None, :]})"
     ),
-    "last tile of columns not written": (
-        "* ceil_div(num_columns, BLOCK_COLUMNS),)",
-        "* (num_columns // BLOCK_COLUMNS),)",
+    "last tile of columns not written": "* {ceil_div(num_columns, => (num_columns //} BLOCK_COLUMNS),)",
+    "tiles of columns counted short": "{tl.cdiv(num_columns, => (num_columns //} BLOCK_N)",
+    "every tile in the first columns": "{(tile % num_column_tiles) * BLOCK_N + => }",
+    "every tile in the first rows": "(tile // num_column_tiles).to(tl.int64) * {BLOCK_T => 0}",
+    "wrong stride of the base": "rows[:, None] * {base_stride => num_columns}",
+    "wrong stride of the residual": "rows[:, None] * {residual_stride => num_columns}",
+    "wrong stride of the low-rank rows": "rows * {low_stride => num_ranks}",
+    "wrong stride of the output": "rows[:, None] * {out_stride => num_columns}",
+    "factor taken for rows": "cols.to(tl.int64) {* factor_column_stride => }",
+    "factor taken for columns": "tl.int64)[:, None] {* factor_rank_stride => }",
+    "factor without distance": "tl.int64)[:, None] * {factor_rank_stride => num_columns}",
+    "memory that was given not used": "{if out is None else out => }",
+    "written before the residual is read": (
+        "{if HAS_RESIDUAL: => tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], "
+        "total.to(out_ptr.dtype.element_ty), mask=inside)\n    if HAS_RESIDUAL:}"
     ),
-    "tiles of columns counted short": ("tl.cdiv(num_columns, BLOCK_N)", "(num_columns // BLOCK_N)"),
-    "every tile in the first columns": ("(tile % num_column_tiles) * BLOCK_N + ", ""),
-    "every tile in the first rows": (
-        "(tile // num_column_tiles).to(tl.int64) * BLOCK_T",
-        "(tile // num_column_tiles).to(tl.int64) * 0",
-    ),
-    "wrong stride of the base": ("rows[:, None] * base_stride", "rows[:, None] * num_columns"),
-    "wrong stride of the residual": ("rows[:, None] * residual_stride", "rows[:, None] * num_columns"),
-    "wrong stride of the low-rank rows": ("rows * low_stride", "rows * num_ranks"),
-    "wrong stride of the output": ("rows[:, None] * out_stride", "rows[:, None] * num_columns"),
-    "factor taken for rows": ("cols.to(tl.int64) * factor_column_stride", "cols.to(tl.int64)"),
-    "factor taken for columns": ("tl.int64)[:, None] * factor_rank_stride", "tl.int64)[:, None]"),
-    "factor without distance": ("tl.int64)[:, None] * factor_rank_stride", "tl.int64)[:, None] * num_columns"),
-    "memory that was given not used": ("if out is None else out\n", "\n"),
-    "written before the residual is read": (READ_RESIDUAL, EARLY_STORE + READ_RESIDUAL),
 }
 
 
@@ -192,13 +168,6 @@ def check_every_part(functions):
         )
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)

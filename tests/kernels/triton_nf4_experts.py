@@ -1,20 +1,13 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_nf4_experts.py`` runs them in the interpreter, ``tests/gpu/test_expert_nf4_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of nf4_experts, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
 
 from lightning_fastft.kernels.nf4_experts import reference, triton
 from lightning_fastft.kernels.nf4_experts.reference import GROUP_BLOCKS
+from tests.support.kernel_harness import DEVICE, planted_faults
 from tests.support.nf4_stacks import check, make_truth
-from tests.support.truth import load_with_fault
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM = triton.TILE_BLOCKS * triton.TILES_PER_PROGRAM
 BLOCKS = (
@@ -59,23 +52,17 @@ def test_no_experts():
 
 
 FAULTS = {
-    "low half first": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
-    "one half twice": ("(pair & 15)", "(pair >> 4)"),
-    "scales not shifted": ("* nested + offset", "* nested"),
-    "first group for all": ("block // GROUP", "block * 0"),
-    "group of another expert": ("expert * num_groups", "0"),
-    "first expert's offset": ("offset_ptr + expert", "offset_ptr"),
-    "lost fp32": (
-        "tl.load(nested_quant_map_ptr + place) * nested",
-        "tl.load(nested_quant_map_ptr + place).to(tl.float16) * nested",
-    ),
-    "last block not written": (
-        "element_ty), mask=inside[:, None]",
-        "element_ty), mask=(block < num_blocks - 1)[:, None]",
-    ),
-    "lost mask": ("element_ty), mask=inside[:, None]", "element_ty)"),
-    "wrong stride": ("row[:, None] * BLOCK_BYTES", "row[:, None] * (BLOCK_BYTES - 1)"),
-    "only the first tile": ("(tl.program_id(0) * TILES + tile)", "(tl.program_id(0) * TILES)"),
+    "low half first": "tl.interleave({first, second => second, first})",
+    "one half twice": "(pair {& 15 => >> 4})",
+    "scales not shifted": "* nested {+ offset => }",
+    "first group for all": "block {// GROUP => * 0}",
+    "group of another expert": "{expert * num_groups => 0}",
+    "first expert's offset": "offset_ptr {+ expert => }",
+    "lost fp32": "tl.load(nested_quant_map_ptr + place){ => .to(tl.float16)} * nested",
+    "last block not written": "element_ty), mask={inside => (block < num_blocks - 1)}[:, None]",
+    "lost mask": "element_ty){, mask=inside[:, None] => }",
+    "wrong stride": "row[:, None] * {BLOCK_BYTES => (BLOCK_BYTES - 1)}",
+    "only the first tile": "(tl.program_id(0) * TILES {+ tile => })",
 }
 
 
@@ -83,13 +70,6 @@ def check_every_part(dequantise):
     check(dequantise, *make(2, GROUP_BLOCKS + 37, torch.float32))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.dequantise_stack)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton.dequantise_stack)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, lambda module: check_every_part(module.dequantise_stack), FAULTS
+)

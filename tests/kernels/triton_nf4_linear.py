@@ -1,10 +1,4 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_nf4_linear.py`` runs them in the interpreter, ``tests/gpu/test_nf4_linear_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of nf4_linear, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
@@ -12,9 +6,8 @@ import torch
 from lightning_fastft.kernels.nf4_linear import reference, triton
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from tests.kernels.test_nf4_linear import check, make_cases, make_truth
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # In blocks of 64: one, a prime, around a tile, around a group of scales, more than two groups.
 TILE_BLOCKS = triton.TILE_WORDS // 8
@@ -91,39 +84,32 @@ def test_bytes_at_an_odd_address():
 
 
 FAULTS = {
-    "low half first": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
-    "one half twice": ("(pair & 15)", "(pair >> 4)"),
-    "scales not shifted": ("* nested + tl.load(offset_ptr)", "* nested"),
-    "first group for all": ("block // GROUP", "block * 0"),
-    "one scale for two blocks": ("word // BLOCK_WORDS", "word // (2 * BLOCK_WORDS)"),
-    "scales never taken from their table": ("== tl.uint8", "== tl.int64"),
-    "lost fp32": ("tl.load(quant_map_ptr + (pair >> 4))", "tl.load(quant_map_ptr + (pair >> 4)).to(tl.float16)"),
-    "lost fp32 of a scale": ("scale.to(tl.int32)) * nested", "scale.to(tl.int32)).to(tl.float16) * nested"),
-    "last word not written": ("element_ty), mask=inside[:, None]", "element_ty), mask=(word < num_words - 1)[:, None]"),
-    "lost mask": ("element_ty), mask=inside[:, None]", "element_ty)"),
-    "wrong stride of the bytes": ("word.to(tl.int64) * 4", "word.to(tl.int64) * 3"),
-    "rows next to each other": ("* row_stride", "* (ROW_WORDS * 8)"),
-    "first word of each row": (" + word % ROW_WORDS * 8", ""),
-    "stride of the first weight": ("row_strides[index]", "row_strides[0]"),
-    "columns of the first weight": ("ROW_WORDS[index]", "ROW_WORDS[0]"),
-    "a weight starts one tile late": ("tile -= num_tiles", "tile -= num_tiles + 1"),
-    "a weight starts before its first tile": ("(tile >= 0) & (tile < num_tiles)", "tile < num_tiles"),
-    "last tile of a weight lost": ("(tile < num_tiles)", "(tile < num_tiles - 1)"),
-    "fifth weight lost": ("range(0, len(filled), MAX_WEIGHTS)", "range(0, MAX_WEIGHTS, MAX_WEIGHTS)"),
-}  # fmt: skip
+    "low half first": "tl.interleave({first, second => second, first})",
+    "one half twice": "(pair {& 15 => >> 4})",
+    "scales not shifted": "* nested {+ tl.load(offset_ptr) => }",
+    "first group for all": "block {// GROUP => * 0}",
+    "one scale for two blocks": "word // {BLOCK_WORDS => (2 * BLOCK_WORDS)}",
+    "scales never taken from their table": "== tl.{uint8 => int64}",
+    "lost fp32": "tl.load(quant_map_ptr + (pair >> 4)){ => .to(tl.float16)}",
+    "lost fp32 of a scale": "scale.to(tl.int32)){ => .to(tl.float16)} * nested",
+    "last word not written": "element_ty), mask={inside => (word < num_words - 1)}[:, None]",
+    "lost mask": "element_ty){, mask=inside[:, None] => }",
+    "wrong stride of the bytes": "word.to(tl.int64) * {4 => 3}",
+    "rows next to each other": "* {row_stride => (ROW_WORDS * 8)}",
+    "first word of each row": "{+ word % ROW_WORDS * 8 => }",
+    "stride of the first weight": "row_strides[{index => 0}]",
+    "columns of the first weight": "ROW_WORDS[{index => 0}]",
+    "a weight starts one tile late": "tile -= num_tiles{ => + 1}",
+    "a weight starts before its first tile": "{(tile >= 0) & (tile < num_tiles) => tile < num_tiles}",
+    "last tile of a weight lost": "(tile < num_tiles{ => - 1})",
+    "fifth weight lost": "range(0, {len(filled) => MAX_WEIGHTS}, MAX_WEIGHTS)",
+}
 
 
 def check_every_part(run):
     check(run, make([(70, 64), (5, 192), (101, 192), (1, 64), (2, 128)], torch.float32))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty.dequantise_many)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton.dequantise_many)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, lambda module: check_every_part(module.dequantise_many), FAULTS
+)

@@ -1,11 +1,6 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
+"""Tests of the Triton kernels of qk_rope, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
-``test_qk_rope.py`` runs them in the interpreter, ``tests/gpu/test_qk_rope_gpu.py`` on the device.
-"""
-
-import os
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -34,34 +29,18 @@ from tests.kernels.test_qk_rope import (
     run_ours,
 )
 from tests.support.children import thinned
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, NARROW, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-NARROW = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 # Every second form in fp32, the others in 16 bits; with more heads than a tile, NARROW meets every form.
 FORM_AND_DTYPE = thinned(FORMS, DTYPES, keep=lambda form, dtype: form % 2 == min(dtype, 1))
 
 
-@contextmanager
 def small_tiles(module, *, num_programs=3, num_values=1):
     """Every loop of the kernels makes more than one step, although the tensors are tiny; with one value a tile is
     one head.
     """
-    sizes = {
-        "MAX_PARTIALS": num_programs,
-        "BLOCK_PARTIALS": 2,
-        "BLOCK_COPY": 16,
-        "MAX_TILE": num_values,
-        "MAX_TILE_BACKWARD": num_values,
-    }
-    kept = {name: getattr(module, name) for name in sizes}
-    try:
-        for name, size in sizes.items():
-            setattr(module, name, size)
-        yield
-    finally:
-        for name, size in kept.items():
-            setattr(module, name, size)
+    tiles = {"MAX_TILE": num_values, "MAX_TILE_BACKWARD": num_values}
+    return mock.patch.multiple(module, MAX_PARTIALS=num_programs, BLOCK_PARTIALS=2, BLOCK_COPY=16, **tiles)
 
 
 @pytest.mark.parametrize(("form", "dtype"), FORM_AND_DTYPE)
@@ -189,179 +168,100 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
     assert torch.equal(far, expected[0])
 
 
-PAIR_READ = "(cols < NUM_PAIRS)[None, :]\n        ptrs = row_ptrs[:, None] + cols[None, :]\n        first"
-BARRIER = "            tl.debug_barrier()\n\n        if HAS_NORM"
-EARLY_STORE = (
-    "            _store_pairs(in_heads, second, first, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_P)\n"
-    "        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, BLOCK_H, BLOCK_P)\n\n      "
-    "  if HAS_NORM"
-)
-REST_STORE = "        tl.store(row_ptrs[:, None] + cols[None, :], rest.to(row_ptrs.dtype.element_ty), mask=inside)\n"
-COPY_LOOP = "    for start in range(0, NUM_COLUMNS, BLOCK):\n        cols = start + tl.arange(0, BLOCK)\n"
-VALUE_STORE = "tl.store(out_ptr + cols, tl.load(in_ptr + cols, mask=cols < NUM_COLUMNS), mask=cols < NUM_COLUMNS)"
-LAST_HEADS = "        out_heads = out_ptr + heads * HEAD_WIDTH\n        first, second"
-LAST_HEADS_LOST = LAST_HEADS.replace(
-    "        first", "        inside_heads = inside_heads & (start + BLOCK_H <= NUM_HEADS)\n        first"
-)
 FAULTS = {
-    "turned the wrong way": (
-        "tl.fma(first, cos_first, -(second * sin_first))",
-        "tl.fma(first, cos_first, second * sin_first)",
-    ),
+    "turned the wrong way": "tl.fma(first, cos_first, {-(second * sin_first) => second * sin_first})",
     "second column turned by the first one's angle": (
-        "tl.fma(second, cos_second, first * sin_second)",
-        "tl.fma(second, cos_first, first * sin_first)",
+        "tl.fma(second, {cos_second, first * sin_second => cos_first, first * sin_first})"
     ),
-    "gradient turned like the values": (
-        "cos_second, -(rotated_first * sin_first)",
-        "cos_second, rotated_first * sin_first",
-    ),
+    "gradient turned like the values": "cos_second, {-( => }rotated_first * sin_first{) => }",
     "gradient turned by the other column's angle": (
-        "tl.fma(rotated_first, cos_first, rotated_second * sin_second)",
-        "tl.fma(rotated_first, cos_first, rotated_second * sin_first)",
+        "tl.fma(rotated_first, cos_first, rotated_second * {sin_second => sin_first})"
     ),
-    "second half of the angles read by neighbours": ("    if not IS_INTERLEAVED:\n", "    if True:\n"),
-    "first half of the angles read by halves": ("row_ptr + NUM_PAIRS + cols", "row_ptr + cols"),
-    "neighbours swapped": ("first, second = tl.split(", "second, first = tl.split("),
-    "results of neighbours swapped": ("tl.interleave(first, second)", "tl.interleave(second, first)"),
-    "halves overlap": ("second = tl.load(ptrs + NUM_PAIRS,", "second = tl.load(ptrs + NUM_PAIRS - 1,"),
-    "half of the results one column early": (
-        "tl.store(ptrs + NUM_PAIRS, second",
-        "tl.store(ptrs + NUM_PAIRS - 1, second",
+    "second half of the angles read by neighbours": "if {not IS_INTERLEAVED => True}:",
+    "first half of the angles read by halves": "row_ptr + {NUM_PAIRS + => } cols",
+    "neighbours swapped": "{first, second => second, first} = tl.split(",
+    "results of neighbours swapped": "tl.interleave({first, second => second, first})",
+    "halves overlap": "second = tl.load(ptrs + NUM_PAIRS{ => - 1},",
+    "half of the results one column early": "tl.store(ptrs + NUM_PAIRS{ => - 1}, second",
+    "columns beyond the last pair are read": (
+        "(cols < NUM_PAIRS{ => + 1})[None, :] ptrs = row_ptrs[:, None] + cols[None, :] first"
     ),
-    "columns beyond the last pair are read": (PAIR_READ, PAIR_READ.replace("NUM_PAIRS)", "NUM_PAIRS + 1)")),
-    "last pair not written": (
-        "(cols < 2 * NUM_PAIRS)[None, :]\n        tl.store",
-        "(cols < 2 * NUM_PAIRS - 2)[None, :]\n        tl.store",
+    "last pair not written": "(cols < 2 * NUM_PAIRS{ => - 2})[None, :] tl.store",
+    "last half column not written": "tl.store(ptrs, first, mask=inside{ => & (cols < NUM_PAIRS - 1)[None, :]})",
+    "columns that are not rotated are not written": (
+        "{tl.store(row_ptrs[:, None] + cols[None, :], rest.to(row_ptrs.dtype.element_ty), mask=inside) => pass}"
     ),
-    "last half column not written": (
-        "tl.store(ptrs, first, mask=inside)",
-        "tl.store(ptrs, first, mask=inside & (cols < NUM_PAIRS - 1)[None, :])",
-    ),
-    "columns that are not rotated are not written": (REST_STORE, "        pass\n"),
-    "last column that is not rotated is lost": (
-        "(cols < HEAD_WIDTH)[None, :]\n        rest = ",
-        "(cols < HEAD_WIDTH - 1)[None, :]\n        rest = ",
-    ),
-    "next head's columns are read as not rotated": (
-        "(cols < HEAD_WIDTH)[None, :]\n        rest = ",
-        "(cols < HEAD_WIDTH + 1)[None, :]\n        rest = ",
-    ),
-    "mean without the columns that are not rotated": (
-        "        total += tl.sum(rest_terms, axis=1)\n",
-        "        total += 0.0\n",
-    ),
-    "mean over the padded head": (
-        "return total * (1.0 / HEAD_WIDTH)",
-        "return total * (1.0 / (pair_terms.shape[1] * 2))",
-    ),
-    "eps lost": (" + eps)\n", ")\n"),
+    "last column that is not rotated is lost": "(cols < HEAD_WIDTH{ => - 1})[None, :] rest =",
+    "next head's columns are read as not rotated": "(cols < HEAD_WIDTH{ => + 1})[None, :] rest =",
+    "mean without the columns that are not rotated": "total += {tl.sum(rest_terms, axis=1) => 0.0}",
+    "mean over the padded head": "return total * (1.0 / {HEAD_WIDTH => (pair_terms.shape[1] * 2)})",
+    "eps lost": "{+ eps => })",
     "heads beyond the last one divide by zero": (
-        "tl.where(inside_heads, tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root), 0.0)",
-        "tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)",
+        "{tl.where(inside_heads, => } tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root){, 0.0) => }"
     ),
-    "not rounded before the weight": ("values = values.to(dtype).to(tl.float32)", "values = values"),
-    "always rounded before the weight": ("if not IS_WEIGHT_WIDE:", "if True:"),
-    "offset of the weight lost": ("return first + weight_offset, second", "return first, second"),
-    "offset of the weight that is not rotated lost": (
-        "second + weight_offset, rest + weight_offset",
-        "second + weight_offset, rest",
-    ),
-    "weight of k is q's": ("k_out_stride, k_weight_ptr, cos_first", "k_out_stride, q_weight_ptr, cos_first"),
-    "keys of one token": ("k_out_ptr + token * k_out_stride", "k_out_ptr"),
-    "values of one token": ("v_out_ptr + token * v_out_stride", "v_out_ptr"),
-    "weight of k is q's in the gradient": (
-        "k_in_ptr, k_out_ptr, k_weight_ptr, k_first",
-        "k_in_ptr, k_out_ptr, q_weight_ptr, k_first",
-    ),
-    "weight not applied to the gradient": ("d_first *= weight_first", "d_first *= 1.0"),
-    "weight not applied to the gradient that is not rotated": ("d_rest *= weight_rest", "d_rest *= 1.0"),
-    "gradient without the norm's mean": (
-        "d_second = scale * (d_second - second * mean)",
-        "d_second = scale * d_second",
-    ),
-    "gradient without the norm's scale": (
-        "d_first = scale * (d_first - first * mean)",
-        "d_first = d_first - first * mean",
-    ),
-    "gradient's mean lost where nothing is rotated": (
-        "d_rest = scale * (d_rest - rest * mean)",
-        "d_rest = scale * d_rest",
-    ),
-    "weight's gradient of the last tile only": ("first_terms += d_first * first", "first_terms = d_first * first"),
-    "weight's gradient after the weight": (
-        "second_terms += d_second * second",
-        "second_terms += d_second * second * weight_second",
-    ),
-    "weight's gradient that is not rotated lost": ("rest_terms += d_rest * rest", "rest_terms += 0.0"),
+    "not rounded before the weight": "values = values{.to(dtype).to(tl.float32) => }",
+    "always rounded before the weight": "if {not IS_WEIGHT_WIDE => True}:",
+    "offset of the weight lost": "return first {+ weight_offset => }, second",
+    "offset of the weight that is not rotated lost": "second + weight_offset, rest {+ weight_offset => }",
+    "weight of k is q's": "k_out_stride, {k_weight_ptr => q_weight_ptr}, cos_first",
+    "keys of one token": "k_out_ptr {+ token * k_out_stride => }",
+    "values of one token": "v_out_ptr {+ token * v_out_stride => }",
+    "weight of k is q's in the gradient": "k_in_ptr, k_out_ptr, {k_weight_ptr => q_weight_ptr}, k_first",
+    "weight not applied to the gradient": "d_first *= {weight_first => 1.0}",
+    "weight not applied to the gradient that is not rotated": "d_rest *= {weight_rest => 1.0}",
+    "gradient without the norm's mean": "d_second = scale * {(d_second - second * mean) => d_second}",
+    "gradient without the norm's scale": "d_first = {scale * ( => }d_first - first * mean{) => }",
+    "gradient's mean lost where nothing is rotated": "d_rest = scale * {(d_rest - rest * mean) => d_rest}",
+    "weight's gradient of the last tile only": "first_terms {+ => }= d_first * first",
+    "weight's gradient after the weight": "second_terms += d_second * second{ => * weight_second}",
+    "weight's gradient that is not rotated lost": "rest_terms += {d_rest * rest => 0.0}",
     "sum in the narrow dtype": (
-        "second_terms += d_second * second",
-        "second_terms += (d_second * second).to(in_ptr.dtype.element_ty).to(tl.float32)",
+        "second_terms += {d_second * second => (d_second * second).to(in_ptr.dtype.element_ty).to(tl.float32)}"
     ),
-    "last tile of heads lost": (LAST_HEADS, LAST_HEADS_LOST),
-    "first of a program's tokens only": ("token += tl.num_programs(0)", "token += num_tokens"),
-    "k's sum written over q's": (
-        "_store_partial(q_partial_ptr + HEAD_WIDTH, k_first",
-        "_store_partial(q_partial_ptr, k_first",
+    "last tile of heads lost": (
+        "out_heads = out_ptr + heads * HEAD_WIDTH{ => \n        inside_heads = inside_heads & (start + BLOCK_H "
+        "<= NUM_HEADS)} first, second"
     ),
-    "last partial sum lost": ("inside = (rows < num_partials)[:, None]", "inside = (rows < num_partials - 1)[:, None]"),
-    "last partial sums only": ("terms += tl.load(", "terms = tl.load("),
-    "last column of the sum lost": (
-        "tl.sum(terms, axis=0), mask=cols < num_columns)",
-        "tl.sum(terms, axis=0), mask=cols < num_columns - 1)",
-    ),
-    "values not copied": ("COPY_VALUES=not _is_same_memory(out, qkv_TC)", "COPY_VALUES=False"),
-    "values of the gradient not copied": ("COPY_VALUES=not _is_same_memory(out, d_q)", "COPY_VALUES=False"),
+    "first of a program's tokens only": "token += {tl.num_programs(0) => num_tokens}",
+    "k's sum written over q's": "_store_partial(q_partial_ptr {+ HEAD_WIDTH => }, k_first",
+    "last partial sum lost": "inside = (rows < num_partials{ => - 1})[:, None]",
+    "last partial sums only": "terms {+ => }= tl.load(",
+    "last column of the sum lost": "tl.sum(terms, axis=0), mask=cols < num_columns{ => - 1})",
+    "values not copied": "COPY_VALUES={not _is_same_memory(out, qkv_TC) => False}",
+    "values of the gradient not copied": "COPY_VALUES={not _is_same_memory(out, d_q) => False}",
     "last tile of values not copied": (
-        f"{COPY_LOOP}        tl.store",
-        f"{COPY_LOOP.replace('NUM_COLUMNS,', 'NUM_COLUMNS - BLOCK,')}        tl.store",
+        "for start in range(0, NUM_COLUMNS{ => - BLOCK}, BLOCK): cols = start + tl.arange(0, BLOCK) tl.store"
     ),
     "last tile of values not added": (
-        f"{COPY_LOOP}        inside",
-        f"{COPY_LOOP.replace('NUM_COLUMNS,', 'NUM_COLUMNS - BLOCK,')}        inside",
+        "for start in range(0, NUM_COLUMNS{ => - BLOCK}, BLOCK): cols = start + tl.arange(0, BLOCK) inside"
     ),
     "last value not copied": (
-        VALUE_STORE,
-        VALUE_STORE.replace(", mask=cols < NUM_COLUMNS)", ", mask=cols < NUM_COLUMNS - 1)", 2),
+        "tl.store(out_ptr + cols, tl.load(in_ptr + cols, mask=cols < NUM_COLUMNS{ => - 1}), mask=cols < "
+        "NUM_COLUMNS{ => - 1})"
     ),
-    "wrong stride": ("        qkv_TC.stride(0),\n", "        form.num_columns,\n"),
-    "wrong stride of cos": (
-        "        *heads,\n        qkv_TC.stride(0),\n        cos_TW.stride(0),\n",
-        "        *heads,\n        qkv_TC.stride(0),\n        form.num_rotated,\n",
-    ),
-    "wrong stride of the gradient": ("            d_q.stride(0),\n", "            form.num_columns,\n"),
-    "wrong stride of the raw rows": ("            raw_TC.stride(0),\n", "            form.num_columns,\n"),
-    "wrong stride of the output": (
-        "            out_TC.stride(0),\n            num_tokens,",
-        "            form.num_columns,\n            num_tokens,",
-    ),
-    "first share of the first columns only": ("            rotated_first += share_first\n", ""),
-    "first share of the second columns only": ("            rotated_second += share_second\n", ""),
-    "first share of the rest only": (
-        "            d_rest += _load_rest",
-        "            d_rest = d_rest + 0.0 * _load_rest",
-    ),
-    "shares of other heads": (
-        "d_heads = d_ptr + heads * (NUM_SHARES * HEAD_WIDTH)",
-        "d_heads = d_ptr + heads * HEAD_WIDTH",
-    ),
-    "shares of other values": ("cols // HEAD_WIDTH * (NUM_SHARES * HEAD_WIDTH) + cols % HEAD_WIDTH", "cols"),
+    "wrong stride": "{qkv_TC.stride(0) => form.num_columns},",
+    "wrong stride of cos": "*heads, qkv_TC.stride(0), {cos_TW.stride(0) => form.num_rotated},",
+    "wrong stride of the gradient": "{d_q.stride(0) => form.num_columns},",
+    "wrong stride of the raw rows": "{raw_TC.stride(0) => form.num_columns},",
+    "wrong stride of the output": "{out_TC.stride(0) => form.num_columns}, num_tokens,",
+    "first share of the first columns only": "{rotated_first += share_first => }",
+    "first share of the second columns only": "{rotated_second += share_second => }",
+    "first share of the rest only": "d_rest {+= => = d_rest + 0.0 *} _load_rest",
+    "shares of other heads": "d_heads = d_ptr + heads * {(NUM_SHARES * HEAD_WIDTH) => HEAD_WIDTH}",
+    "shares of other values": "cols {// HEAD_WIDTH * (NUM_SHARES * HEAD_WIDTH) + cols % HEAD_WIDTH => }",
     "first share of the values only": (
-        "total += tl.load(ptrs + share * HEAD_WIDTH, mask=inside)",
-        "total += 0.0 * tl.load(ptrs, mask=inside)",
+        "total += {tl.load(ptrs + share * HEAD_WIDTH => 0.0 * tl.load(ptrs}, mask=inside)"
     ),
-    "wrong stride of the keys' gradient": ("            d_k.stride(0),\n", "            d_q.stride(0) + 1,\n"),
-    "wrong stride of the values' gradient": ("            d_v.stride(0),\n", "            d_q.stride(0) + 1,\n"),
-    "fp32 lost": (
-        "return first.to(tl.float32), second.to(tl.float32)",
-        "return first.to(tl.float32), second.to(tl.float32).to(tl.float16)",
+    "wrong stride of the keys' gradient": "{d_k.stride(0) => d_q.stride(0) + 1},",
+    "wrong stride of the values' gradient": "{d_v.stride(0) => d_q.stride(0) + 1},",
+    "fp32 lost": "return first.to(tl.float32), second.to(tl.float32){ => .to(tl.float16)}",
+    "written before it is read": (
+        "{tl.debug_barrier( => _store_pairs(in_heads, second, first, inside_heads, NUM_PAIRS, IS_INTERLEAVED, "
+        "BLOCK_P)\n        first, second = _load_pairs(in_heads, inside_heads, NUM_PAIRS, IS_INTERLEAVED, "
+        "BLOCK_H, BLOCK_P}) if HAS_NORM"
     ),
-    "written before it is read": (BARRIER, EARLY_STORE),
-    "gates read as queries": ("in_heads = in_ptr + heads * IN_STEP", "in_heads = in_ptr + heads * HEAD_WIDTH"),
-    "gradient of queries over the gates": (
-        "out_heads = out_ptr + heads * RAW_STEP",
-        "out_heads = out_ptr + heads * HEAD_WIDTH",
-    ),
+    "gates read as queries": "in_heads = in_ptr + heads * {IN_STEP => HEAD_WIDTH}",
+    "gradient of queries over the gates": "out_heads = out_ptr + heads * {RAW_STEP => HEAD_WIDTH}",
 }
 
 
@@ -378,13 +278,6 @@ def check_every_part(functions):
         check_gates(functions, 2, form, NARROW, device=DEVICE)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)

@@ -1,18 +1,11 @@
-"""Tests of the Triton kernel, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
-
-``test_repeat_heads.py`` runs them in the interpreter, ``tests/gpu/test_attention_gpu.py`` on the device.
-"""
-
-import os
+"""Tests of the Triton kernels of repeat_heads, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
 import pytest
 import torch
 
 from lightning_fastft.kernels.repeat_heads import reference, triton
-from tests.support.truth import load_with_fault, poisoned
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+from tests.support.kernel_harness import DEVICE, planted_faults
+from tests.support.truth import poisoned
 
 
 def check(repeat, shape, num_heads, *, dtype=torch.bfloat16):
@@ -38,13 +31,13 @@ def test_without_tokens_or_columns():
 
 
 FAULTS = {
-    "last tile lost": ("range(0, NUM_COLUMNS, BLOCK)", "range(0, NUM_COLUMNS - BLOCK, BLOCK)"),
-    "first tile again": ("start + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"),
-    "last column lost": ("inside = cols < NUM_COLUMNS", "inside = cols < NUM_COLUMNS - 1"),
-    "stride lost": ("token * in_stride", "token * NUM_COLUMNS"),
-    "last time lost": ("tl.static_range(NUM_TIMES)", "tl.static_range(NUM_TIMES - 1)"),
-    "heads side by side": ("cols // HEAD_WIDTH * (NUM_TIMES * HEAD_WIDTH) + cols % HEAD_WIDTH", "cols"),
-    "tokens too near": ("token * (NUM_TIMES * NUM_COLUMNS)", "token * NUM_COLUMNS"),
+    "last tile lost": "range(0, NUM_COLUMNS{ => - BLOCK}, BLOCK)",
+    "first tile again": "{start + => } tl.arange(0, BLOCK)",
+    "last column lost": "inside = cols < NUM_COLUMNS{ => - 1}",
+    "stride lost": "token * {in_stride => NUM_COLUMNS}",
+    "last time lost": "tl.static_range(NUM_TIMES{ => - 1})",
+    "heads side by side": "cols {// HEAD_WIDTH * (NUM_TIMES * HEAD_WIDTH) + cols % HEAD_WIDTH => }",
+    "tokens too near": "token * {(NUM_TIMES * NUM_COLUMNS) => NUM_COLUMNS}",
 }
 
 
@@ -52,13 +45,6 @@ def check_every_part(functions):
     check(functions.repeat_heads, (3, 9, 125), 18)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_every_part(faulty)
-
-
-def test_without_a_fault_the_same_check_passes():
-    check_every_part(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_every_part, FAULTS
+)

@@ -1,10 +1,6 @@
-"""Tests of the Triton kernels, run in a process of their own: TRITON_INTERPRET must be set before Triton is first
-imported.
+"""Tests of the Triton kernels of rms_norm, interpreted by test_interpreted.py and compiled by tests/gpu."""
 
-``test_rms_norm.py`` runs them in the interpreter, ``tests/gpu/test_rms_norm_gpu.py`` on the device.
-"""
-
-import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,9 +23,8 @@ from tests.kernels.test_rms_norm import (
     fresh_memory_is_nan,
     make_inputs,
 )
-from tests.support.truth import load_with_fault
+from tests.support.kernel_harness import DEVICE, planted_faults
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Rows of 130 columns share a program by so many.
 BLOCK_ROWS = triton._tile(130)[0]
 ROWS = (1, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 8 * BLOCK_ROWS + 1)
@@ -179,114 +174,82 @@ def test_rows_beyond_two_to_the_31_elements_are_reached():
     assert all(torch.equal(one, other) for one, other in zip(ours, expected))
 
 
-D_X_STORE = "d_x.to(out_ptr.dtype.element_ty), mask=inside)"
-PARTIAL_STORE = "tl.sum(weight_terms, axis=0), mask=inside_cols)"
-TERMS = "weight_terms += d_y * normed"
-BARRIER = (
-    "            # A value may be read by more than one thread: all have read before one of them writes.\n      "
-    " "
-    "     tl.debug_barrier()\n"
-)
-STORE_OF_THE_FIRST_TILE = (
-    "            tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], 0.0 * d_y, mask=inside)\n"
-)
-D_Y_LOAD = "d_y_stride + cols[None, :], mask=inside"
-ONE_COLUMN_MORE = "inside_rows[:, None] & (cols < num_columns + 1)[None, :]"
-LOAD_OF_D_SUM = "        if HAS_D_SUM:\n            d_sum = tl.load("
 FAULTS = {
-    "eps lost": ("* mean_scale + eps", "* mean_scale"),
-    "root of the sum": ("_sum_of_products(row, row) * mean_scale", "_sum_of_products(row, row)"),
-    "residual lost": ("row += tl.load(residual_ptr", "row += 0.0 * tl.load(residual_ptr"),
-    "the sum is normed before it is rounded": ("row = rounded.to(tl.float32)", "row = row"),
-    "offset of the weight lost": (
-        "other=0.0).to(tl.float32) + weight_offset\n\n    rstd",
-        "other=0.0).to(tl.float32)\n\n    rstd",
-    ),
-    "offset of the weight lost backward": ("+ weight_offset\n    if NEEDS_WEIGHT", "\n    if NEEDS_WEIGHT"),
-    "normed row not rounded": ("if not IS_WEIGHT_WIDE:", "if False:"),
-    "normed row rounded in the wide form": ("if not IS_WEIGHT_WIDE:", "if True:"),
-    "fp32 lost": ("row * rstd[:, None]\n    if not", "row * rstd.to(tl.float16).to(tl.float32)[:, None]\n    if not"),
+    "eps lost": "* mean_scale {+ eps => }",
+    "root of the sum": "_sum_of_products(row, row) {* mean_scale => }",
+    "residual lost": "row +={ => 0.0 *} tl.load(residual_ptr",
+    "the sum is normed before it is rounded": "row = {rounded.to(tl.float32) => row}",
+    "offset of the weight lost": "other=0.0).to(tl.float32) {+ weight_offset => } rstd",
+    "offset of the weight lost backward": "{+ weight_offset => } if NEEDS_WEIGHT",
+    "normed row not rounded": "if {not IS_WEIGHT_WIDE => False}:",
+    "normed row rounded in the wide form": "if {not IS_WEIGHT_WIDE => True}:",
+    "fp32 lost": "row * rstd{ => .to(tl.float16).to(tl.float32)}[:, None] if not",
     "squares in the narrow dtype": (
-        "_sum_of_products(row, row)",
-        "tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32)",
+        "{_sum_of_products(row, row => tl.sum((row * row).to(tl.float16), axis=1).to(tl.float32})"
     ),
-    "root of the first row": ("tl.load(rstd_ptr + rows, mask", "tl.load(rstd_ptr + rows * 0, mask"),
-    "root of the first row is saved": (
-        "tl.store(rstd_ptr + rows, rstd, mask",
-        "tl.store(rstd_ptr + rows, tl.max(rstd, axis=0), mask",
-    ),
-    "root taken for a constant": ("(d_normed - normed * along[:, None])", "d_normed"),
-    "second factor of the root lost": ("along[:, None]) * rstd[:, None]", "along[:, None])"),
-    "share along the row is the sum": (
-        "_sum_of_products(d_normed, row) * (mean_scale * rstd)",
-        "_sum_of_products(d_normed, row) * rstd",
-    ),
-    "weight not in the gradient": ("d_normed = d_y * weight[None, :]", "d_normed = d_y"),
-    "gradient of the sum lost": ("d_x += d_sum", "d_x += 0.0 * d_sum"),
-    "gradient rounded before it is added": (
-        "d_x += d_sum",
-        "d_x = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) + d_sum",
-    ),
-    "weight's gradient by the raw row": (TERMS, "weight_terms += d_y * row"),
+    "root of the first row": "tl.load(rstd_ptr + rows{ => * 0}, mask",
+    "root of the first row is saved": "tl.store(rstd_ptr + rows, {rstd => tl.max(rstd, axis=0)}, mask",
+    "root taken for a constant": "{(d_normed - normed * along[:, None]) => d_normed}",
+    "second factor of the root lost": "along[:, None]) {* rstd[:, None] => }",
+    "share along the row is the sum": "_sum_of_products(d_normed, row) * {(mean_scale * rstd) => rstd}",
+    "weight not in the gradient": "d_normed = d_y {* weight[None, :] => }",
+    "gradient of the sum lost": "d_x +={ => 0.0 *} d_sum",
+    "gradient rounded before it is added": "d_x {+= => = d_x.to(out_ptr.dtype.element_ty).to(tl.float32) +} d_sum",
+    "weight's gradient by the raw row": "weight_terms += d_y * {normed => row}",
     "weight's gradient by the rounded row": (
-        TERMS,
-        "weight_terms += d_y * normed.to(out_ptr.dtype.element_ty).to(tl.float32)",
+        "weight_terms += d_y * normed{ => .to(out_ptr.dtype.element_ty).to(tl.float32)}"
     ),
-    "weight's gradient of the last block only": (TERMS, "weight_terms = d_y * normed"),
-    "weight's gradient of the first block only": (TERMS, "weight_terms += tl.where(step == 0, d_y * normed, 0.0)"),
+    "weight's gradient of the last block only": "weight_terms {+ => }= d_y * normed",
+    "weight's gradient of the first block only": (
+        "weight_terms += {d_y * normed => tl.where(step == 0, d_y * normed, 0.0)}"
+    ),
     "weight's gradient summed in the narrow dtype": (
-        TERMS,
-        "weight_terms = (weight_terms + d_y * normed).to(tl.float16).to(tl.float32)",
+        "weight_terms {+= d_y * normed => = (weight_terms + d_y * normed).to(tl.float16).to(tl.float32)}"
     ),
-    "a program is left out of the weight's gradient": ("partial_PD.sum(dim=0)", "partial_PD[:-1].sum(dim=0)"),
-    "programs write into one partial sum": ("partial_ptr + program * num_columns", "partial_ptr + program * 0"),
+    "a program is left out of the weight's gradient": "partial_PD{ => [:-1]}.sum(dim=0)",
+    "programs write into one partial sum": "partial_ptr + program * {num_columns => 0}",
     "last column not in the weight's gradient": (
-        PARTIAL_STORE,
-        PARTIAL_STORE.replace("inside_cols", "cols < num_columns - 1"),
+        "tl.sum(weight_terms, axis=0), mask={inside_cols => cols < num_columns - 1})"
     ),
-    "last step lost": ("ceil_div(num_blocks, num_programs)", "num_blocks // num_programs"),
-    "programs take neighbouring blocks": ("(program + step * tl.num_programs(0))", "(program + step)"),
-    "last column not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (cols < num_columns - 1)[None, :]")),
-    "last row not written": (D_X_STORE, D_X_STORE.replace("=inside", "=inside & (rows < num_rows - 1)[:, None]")),
+    "last step lost": "{ceil_div(num_blocks, num_programs) => num_blocks // num_programs}",
+    "programs take neighbouring blocks": "(program + step {* tl.num_programs(0) => })",
+    "last column not written": (
+        "d_x.to(out_ptr.dtype.element_ty), mask=inside{ => & (cols < num_columns - 1)[None, :]})"
+    ),
+    "last row not written": "d_x.to(out_ptr.dtype.element_ty), mask=inside{ => & (rows < num_rows - 1)[:, None]})",
     "columns beyond the last are written": (
-        D_X_STORE,
-        D_X_STORE.replace("=inside", "=" + ONE_COLUMN_MORE.replace("1", "IN_PLACE")),
+        "d_x.to(out_ptr.dtype.element_ty), mask={inside => inside_rows[:, None] & (cols < num_columns + "
+        "IN_PLACE)[None, :]})"
     ),
-    "columns beyond the last are read": (D_Y_LOAD, D_Y_LOAD.replace("=inside", "=" + ONE_COLUMN_MORE)),
+    "columns beyond the last are read": (
+        "d_y_stride + cols[None, :], mask={inside => inside_rows[:, None] & (cols < num_columns + 1)[None, :]}"
+    ),
     "rows beyond the last are read": (
-        D_Y_LOAD,
-        D_Y_LOAD.replace("=inside", "=(rows < num_rows + 1)[:, None] & inside_cols[None, :]"),
+        "d_y_stride + cols[None, :], mask={inside => (rows < num_rows + 1)[:, None] & inside_cols[None, :]}"
     ),
-    "roots behind the last row": (
-        "tl.where(inside_rows, _reciprocal_root(row, mean_scale, eps), 0.0)",
-        "_reciprocal_root(row, mean_scale, eps)",
+    "roots behind the last row": "{tl.where(inside_rows, => } _reciprocal_root(row, mean_scale, eps){, 0.0) => }",
+    "wrong stride of x": "x_ptr + rows[:, None] * {x_stride => num_columns}",
+    "wrong stride of y": "y_ptr + rows[:, None] * {y_stride => num_columns}",
+    "wrong stride of the residual": "rows[:, None] * {residual_stride => num_columns}",
+    "wrong stride of d_y": "rows[:, None] * {d_y_stride => num_columns}",
+    "wrong stride of the sum": "rows[:, None] * {sum_stride => num_columns}",
+    "wrong stride of d_sum": "rows[:, None] * {d_sum_stride => num_columns}",
+    "wrong stride of the output": "rows[:, None] * {out_stride => num_columns}",
+    "written before it is read": (
+        "{if HAS_D_SUM: d_sum = tl.load( => if IN_PLACE:\n            tl.store(out_ptr + rows[:, None] * "
+        "out_stride + cols[None, :], 0.0 * d_y, mask=inside)\n        if HAS_D_SUM:\n            d_sum = "
+        "tl.load(}"
     ),
-    "wrong stride of x": ("x_ptr + rows[:, None] * x_stride", "x_ptr + rows[:, None] * num_columns"),
-    "wrong stride of y": ("y_ptr + rows[:, None] * y_stride", "y_ptr + rows[:, None] * num_columns"),
-    "wrong stride of the residual": ("rows[:, None] * residual_stride", "rows[:, None] * num_columns"),
-    "wrong stride of d_y": ("rows[:, None] * d_y_stride", "rows[:, None] * num_columns"),
-    "wrong stride of the sum": ("rows[:, None] * sum_stride", "rows[:, None] * num_columns"),
-    "wrong stride of d_sum": ("rows[:, None] * d_sum_stride", "rows[:, None] * num_columns"),
-    "wrong stride of the output": ("rows[:, None] * out_stride", "rows[:, None] * num_columns"),
-    "written before it is read": (LOAD_OF_D_SUM, "        if IN_PLACE:\n" + STORE_OF_THE_FIRST_TILE + LOAD_OF_D_SUM),
 }
 
 
 def check_with_few_programs(functions):
-    functions.MAX_PROGRAMS = 3
-    check_every_part(functions, device=DEVICE)
-    # Four and a half blocks for three programs.
-    check_against_truth(functions, 4 * BLOCK_ROWS + BLOCK_ROWS // 2, 130, torch.bfloat16, LLAMA, device=DEVICE)
+    with mock.patch.multiple(functions, MAX_PROGRAMS=3):
+        check_every_part(functions, device=DEVICE)
+        # Four and a half blocks for three programs.
+        check_against_truth(functions, 4 * BLOCK_ROWS + BLOCK_ROWS // 2, 130, torch.bfloat16, LLAMA, device=DEVICE)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="planted faults read out of bounds; they belong into the interpreter")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
-    faulty = load_with_fault(triton, *FAULTS[fault], tmp_path)
-    with pytest.raises(AssertionError):
-        check_with_few_programs(faulty)
-
-
-@pytest.mark.usefixtures("few_programs")
-def test_without_a_fault_the_same_check_passes():
-    check_with_few_programs(triton)
+test_a_planted_fault_is_seen, test_without_a_fault_the_same_check_passes = planted_faults(
+    triton, check_with_few_programs, FAULTS
+)

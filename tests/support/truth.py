@@ -1,13 +1,7 @@
-"""The bound of every kernel test, NaN-poisoned inputs, modules with one planted fault, and a watch on host waits
-and large tensors.
-"""
+"""The bound of every kernel test, NaN-poisoned inputs, and a watch on host syncs and large tensors."""
 
-import ast
-import importlib.util
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,37 +67,6 @@ def poisoned(tensor):
     inner = buffer[tuple(slice(1, -1) for _ in tensor.shape)]
     inner.copy_(tensor)
     return inner
-
-
-def load_with_fault(module, old, new, folder, *, except_in=None):
-    """A copy of a module in which one piece of text, present exactly once, is replaced; what one function holds
-    does not count. Text that the formatter wraps differently is found too.
-    """
-    source = Path(module.__file__).read_text()
-    functions = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == except_in
-    ]
-    (kept,) = [ast.get_source_segment(source, node) for node in functions] if except_in else [""]
-    before, after = source.split(kept) if kept else (source, "")
-    if old not in before + after:
-        old, new = _as_wrapped(old, new, before + kept + after)
-    assert before.count(old) + after.count(old) == 1, (
-        f"{old!r} stands {before.count(old) + after.count(old)} times in {module.__file__}"
-    )
-    path = Path(folder) / "faulty_module.py"
-    path.write_text(before.replace(old, new) + kept + after.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"faulty_{Path(folder).name}", path)
-    faulty = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(faulty)
-    return faulty
-
-
-def _as_wrapped(old, new, source):
-    """Return the text whose words equal those of old wherever its lines break, and new in its place."""
-    words = [r",?\s*\)" if word == ")" else re.escape(word) for word in re.findall(r"\w+|[^\w\s]", old)]
-    found = re.findall(r"\s*".join(words), source)
-    indent, end = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
-    return (found[0] if len(found) == 1 else old), new.removeprefix(indent).removesuffix(end)
 
 
 @contextmanager
