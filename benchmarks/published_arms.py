@@ -279,10 +279,10 @@ class CombinationCallback(ours.MeasuringCallback):
         wanted, context = self._combination, batch.context
         kind = BUILD_KINDS[wanted.attention]
         found, expected = context.num_builds.get(kind, 0), 1 if wanted.metadata == "once" else context.num_reads
-        if found != expected or set(context.backends_used) != {wanted.attention}:
+        if found != expected or set(context.reads) != {wanted.attention}:
             return (
                 f"{kind} was built {found} times in {context.num_reads} attention calls by "
-                f"{dict(context.backends_used)}, expected {expected}"
+                f"{dict(context.reads)}, expected {expected}"
             )
         engine = self._checkpointing.stacks[-1].engine
         num_slots = 0 if engine is None else len(engine.slots)
@@ -320,7 +320,7 @@ def compare_bits(tuner: FineTuner, batch: PackedBatch, path: Path) -> dict[str, 
     # Masks of these passes are no part of the step that follows.
     batch.context._built.clear()
     batch.context.num_builds.clear()
-    batch.context.num_reads, batch.context.backends_used = 0, {}
+    batch.context.reads.clear()
     is_repeatable = all(torch.equal(gradients[name], again[name]) for name in gradients)
     if not path.exists():
         if is_repeatable:

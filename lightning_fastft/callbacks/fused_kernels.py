@@ -82,6 +82,11 @@ class FusedKernels(ModelSwaps):
             *(graphs.status() for graphs in self._graphs),
         ]
 
+    @property
+    def num_recordings(self) -> int:
+        """Number of layer recordings so far, replaced ones included."""
+        return sum(graphs.num_recordings for graphs in self._graphs)
+
     def install(self, root: nn.Module, patcher: ModelPatcher) -> list[Status]:
         """Swap the decoder layers of every model inside root."""
         from lightning_fastft.fused.decoder import install_fp8_base, install_fused_layers

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_NAME = "layer graphs"
-# Reported for a micro-batch in which layers are recorded.
-_SET_UP = "layers were recorded as CUDA graphs"
 # Backends whose kernels read only offsets on the device and a bound on the document length.
 _BACKENDS = frozenset({"varlen"})
 # The number of documents of a pack is rounded up to a multiple of this.
@@ -112,7 +110,7 @@ class LayerGraphs:
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         self.reasons: Counter[str] = Counter()
-        self.num_replays = 0
+        self.num_recordings = self.num_replays = 0
         self._last_status: Status | None = None
 
     def install(self, patcher: ModelPatcher) -> None:
@@ -359,9 +357,7 @@ class _LayerGraph:
             self._graphs.layer_ran(kwargs.get("context"))
             return out
         hidden, context = args[0], kwargs["context"]
-        for backend, count in recording.backends.items():
-            for _ in range(count):
-                context.note_read(backend)
+        context.reads.update(recording.backends)
         self._graphs.num_replays += 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return _RankReplay.apply(hidden, Run(self._graphs, recording), *recording.trained)
@@ -394,7 +390,7 @@ class _LayerGraph:
     ) -> Recording | None:
         graphs, index = self._graphs, self._index
         recording = Recording(graphs, self.layer, index, args[0])
-        kwargs["context"].set_up = _SET_UP
+        graphs.num_recordings += 1
         kind.num_recordings[index] += 1
         reason = graphs.lasting_obstacle(self.layer, kwargs)
         if not reason and kind.num_recordings[index] > _MOST_RECORDINGS:

@@ -83,7 +83,7 @@ class Recording:
         self.constants: dict[str, Any] = {}
         self.plan: SegmentPlan | None = plan_of(layer)
         self.state = self._read_state()
-        self.backends: dict[str, int] = {}
+        self.backends: Counter[str] = Counter()
         self.graph_out: torch.Tensor | None = None
         self.open_run: weakref.ref[Run] | None = None
         self.forward: Callable[[], None] | None = None
@@ -133,7 +133,7 @@ class Recording:
     ) -> list[str]:
         """Record the forward; return the attention backends that cannot be recorded, which make it unusable."""
         context = kind.context
-        before = dict(context.backends_used)
+        before = context.reads.copy()
 
         def forward() -> None:
             with torch.enable_grad():
@@ -143,8 +143,7 @@ class Recording:
 
         self.run_forward = forward
         self.forward = graphs.record(forward, recording=self, what="The forward of a layer")
-        counts = {name: count - before.get(name, 0) for name, count in context.backends_used.items()}
-        self.backends = {name: count for name, count in counts.items() if count}
+        self.backends = context.reads - before
         return sorted(self.backends.keys() - graphs.backends)
 
     def is_current(self, layer: nn.Module) -> bool:

@@ -40,7 +40,7 @@ from lightning_fastft.monitor.report.findings import (
 )
 from lightning_fastft.monitor.report.losses import NUM_ENDS, StepLosses
 from lightning_fastft.monitor.report.sums import PackSums
-from lightning_fastft.monitor.report.timing import EPOCH_START, Batch, BatchTimes, Clock
+from lightning_fastft.monitor.report.timing import EPOCH_START, RECORDED, Batch, BatchTimes, Clock
 from lightning_fastft.monitor.report.verdict import judge, summarize
 from lightning_fastft.monitor.token_throughput import GIB, mark_time
 from lightning_fastft.strategies.packed_steps import collect_statuses, find_packed_batches
@@ -119,6 +119,7 @@ class RunReport(Callback):
         self._step = self._num_batches = self._first_step = self._last_global_step = 0
         self._source: str | None = None
         self._is_epoch_start = False
+        self._num_recordings = 0
         self._validation_copies = AsyncScalarReader()
         # Optimizer step and values of the last validation.
         self._validation: tuple[int, dict[str, float]] = (0, {})
@@ -192,6 +193,7 @@ class RunReport(Callback):
         """Count the batch; start the profiler or the detector if it is their step."""
         if self._is_own_detector and self._detector is not None:
             self._detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._num_recordings = _count_recordings(trainer)
         begin = mark_time(self._device)
         self._clock = Clock(self._describe(batch), is_counted=not self._begin_profile(trainer, batch_idx))
         if self._last_end is not None:
@@ -221,11 +223,9 @@ class RunReport(Callback):
         clock.begin("end", end)
         # Checked at the end, because a detector of the user may run after this callback.
         clock.is_counted &= not (self._detector is not None and self._detector.is_watching)
-        set_ups = [found.context.set_up for found in find_packed_batches(batch) if found.context.set_up]
+        is_recorded = _count_recordings(trainer) > self._num_recordings
         is_epoch_start, self._is_epoch_start = self._is_epoch_start, False
-        clock.batch = clock.batch._replace(
-            set_up=", ".join(dict.fromkeys(set_ups)) or (EPOCH_START if is_epoch_start else "")
-        )
+        clock.batch = clock.batch._replace(set_up=RECORDED if is_recorded else EPOCH_START if is_epoch_start else "")
         self._times.push(clock)
         # The time after a profiled or watched step is not time spent waiting for data.
         self._last_end = end if clock.is_counted else None
@@ -541,6 +541,11 @@ def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
     )
     stacks = getattr(activations, "stacks", ())
     return [(stack.cost, stack.plan) for stack in stacks if stack.cost is not None and stack.plan is not None]
+
+
+def _count_recordings(trainer: pl.Trainer) -> int:
+    """Return how many layers FusedKernels has recorded as CUDA graphs so far."""
+    return sum(getattr(callback, "num_recordings", 0) for callback in _callbacks(trainer))
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

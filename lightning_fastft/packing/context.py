@@ -43,6 +43,9 @@ class BatchContext:
     This is a plain class because Lightning and FSDP2 rebuild or cast dataclasses, dicts and tensor subclasses. Masks
     are built on first use, once per (kind, device, dtype, window), and cached in this object.
 
+    ``reads`` counts attention layers and mixers by backend. It is the only record of a step here, because the context
+    is all that a layer sees of the step: also in recomputation, in a replayed graph and under a foreign strategy.
+
     Args:
         lengths: Length of each document in tokens, in the order of the pack, pad documents last; each at least 1.
         label_T: Unshifted labels, shape (T,), int64, on the CPU; -100 where nothing is trained. The first token of
@@ -101,12 +104,9 @@ class BatchContext:
         self.attention_backend = "auto"
         # Loss heads return full logits when a user asks for them.
         self.output_logits = False
-        # Names one-time work done during this batch (compilation, graph recording); its step time is not reported.
-        self.set_up = ""
-        self.num_reads = 0
         # Set by a model of which more than the attention was prepared: its rotary angles, mixers and guards.
         self.is_model_prepared = False
-        self.backends_used: dict[str, int] = {}
+        self.reads: Counter[str] = Counter()
         self.num_builds: Counter[str] = Counter()
         self._built: dict[Hashable, Any] = {}
 
@@ -121,6 +121,11 @@ class BatchContext:
     def num_real_tokens(self) -> int:
         """Number of tokens of the pack that are not padding."""
         return self.num_tokens - self.num_pad_tokens
+
+    @property
+    def num_reads(self) -> int:
+        """Number of reads by attention layers and mixers."""
+        return self.reads.total()
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> BatchContext:
         """Return a context on a device, without cached masks; the same object if it is on that device already."""
@@ -182,8 +187,7 @@ class BatchContext:
 
     def note_read(self, backend: str) -> None:
         """Record that an attention layer read this context. A packed step without a read is an error."""
-        self.num_reads += 1
-        self.backends_used[backend] = self.backends_used.get(backend, 0) + 1
+        self.reads[backend] += 1
 
     def once(self, kind: str, key: Hashable, build: Callable[[], T]) -> T:
         """Return ``build()``, called at most once per (kind, key) for this batch.
@@ -292,9 +296,7 @@ class BatchContext:
         other.__dict__.update(self.__dict__)
         for name in self._DEVICE_TENSORS:
             setattr(other, name, move(getattr(self, name)))
-        other.backends_used = {}
-        other.set_up = ""
-        other.num_reads = 0
+        other.reads = Counter()
         other.num_builds = Counter()
         other._built = {}
         return other

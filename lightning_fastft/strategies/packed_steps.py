@@ -120,8 +120,7 @@ class PackedStep:
         self._steps = steps
         self._batches = batches
         # A batch may come twice (a loader that keeps its batches): only what this step adds counts.
-        self._num_reads = sum(batch.context.num_reads for batch in batches)
-        self._backends = [Counter(batch.context.backends_used) for batch in batches]
+        self._reads_before = [batch.context.reads.copy() for batch in batches]
         if steps.attention != "auto":
             for batch in batches:
                 batch.context.attention_backend = steps.attention
@@ -135,10 +134,12 @@ class PackedStep:
         Cost:
             Host integers only; no host sync.
         """
-        for batch, before in zip(self._batches, self._backends):
-            self._steps.backends_used.update(Counter(batch.context.backends_used) - before)
+        reads: Counter[str] = Counter()
+        for batch, before in zip(self._batches, self._reads_before):
+            reads += batch.context.reads - before
+        self._steps.backends_used.update(reads)
         is_trained = any(batch.context.num_labelled > 0 for batch in self._batches)
-        if is_trained and sum(batch.context.num_reads for batch in self._batches) == self._num_reads:
+        if is_trained and not reads:
             raise ContextError(_unread_message(module, where=where))
 
 

@@ -139,7 +139,7 @@ def test_backend_of_family_within_twice_the_error_of_plain_bf16(name, backend):
         truth = replay(call, dtype=torch.float32, backend="eager", context=contexts[0], weight=weight)
         plain = replay(call, dtype=torch.bfloat16, backend="eager", context=contexts[1], weight=weight)
         ours = replay(call, dtype=torch.bfloat16, backend=backend, context=contexts[2], weight=weight)
-        assert contexts[2].backends_used == {backend: 1}
+        assert contexts[2].reads == {backend: 1}
         call[0].float()
         for key, true in truth.items():
             if true is None or float(true.norm()) == 0:
@@ -209,7 +209,7 @@ def test_a_step_never_waits_for_the_device(name, recomputes):
         torch.cuda.set_sync_debug_mode(before)
     assert loss.isfinite()
     expected = "flex" if name == "gemma2" else "varlen"
-    assert batch.context.backends_used == {expected: 4 if recomputes else 2}
+    assert batch.context.reads == {expected: 4 if recomputes else 2}
     assert all(count == 1 for kind, count in batch.context.num_builds.items() if kind == "varlen")
     assert not batch.context.num_builds["dense_mask"]
 
@@ -235,7 +235,7 @@ def test_sinks_have_exact_gradients(dtype, window, backend):
     truth = run("reference", exact, weight.double())
     for ours, true in zip(given, truth):
         assert float((ours.double() - true).norm() / true.norm()) <= (6e-3 if dtype is torch.bfloat16 else 1e-3)
-    assert context.backends_used[backend] >= 1
+    assert context.reads[backend] >= 1
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex", "sdpa", "reference"])

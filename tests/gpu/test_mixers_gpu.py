@@ -39,7 +39,7 @@ def test_packed_documents_are_computed_as_each_alone(name, policy):
     batch.context.output_logits = True
     _, logits = run_packed(model, batch)
     gradients = take_gradients(model)
-    assert batch.context.backends_used[ON_KERNELS] > 0
+    assert batch.context.reads[ON_KERNELS] > 0
     patcher.undo()
     assert_close(logits, run_alone(model, num_items=batch.context.num_items), bound=BOUND)
     assert_close(gradients, take_gradients(model), bound=BOUND)

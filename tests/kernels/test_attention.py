@@ -139,7 +139,7 @@ def test_backend_agrees_with_the_definition(case, backend, dtype):
         inputs = tuple(x.detach() if x is not None else None for x in inputs)
     weight = torch.randn(context.num_tokens, 4, inputs[2].shape[2]).to(dtype) if needs_grad else None
     given = run(backend, inputs, context, window=window, softcap=softcap, weight=weight)
-    assert context.backends_used == {backend: 1}
+    assert context.reads == {backend: 1}
 
     exact = [x.detach().double().requires_grad_() if x is not None else None for x in inputs]
     out = one_by_one(*exact, lengths=lengths, window=window, softcap=softcap)

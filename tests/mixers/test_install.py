@@ -116,7 +116,7 @@ def test_every_layer_reads_the_context_once(name):
     model, batch = build_tiny(name), make_batch(LENGTHS)
     install_packed_training(model, ModelPatcher())
     model(**batch)
-    assert batch.context.backends_used[install.BY_DOCUMENT] == len(mixers_of(model)) > 0
+    assert batch.context.reads[install.BY_DOCUMENT] == len(mixers_of(model)) > 0
 
 
 @pytest.mark.parametrize("name", KINDS)

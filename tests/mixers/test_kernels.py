@@ -81,7 +81,7 @@ def test_one_call_on_packed_kernels_is_each_document_alone(name, monkeypatch):
     truth, true_gradients = run(mixer, x, context=context)
     monkeypatch.setattr(install, "find_kernels", lambda family: by_document(mixer, family.kind))
     value, gradients = run(mixer, x.as_subclass(OnGpu), context=context)
-    assert context.backends_used == {install.BY_DOCUMENT: 1, install.ON_KERNELS: 1}
+    assert context.reads == {install.BY_DOCUMENT: 1, install.ON_KERNELS: 1}
     assert_close(value, truth)
     assert_close(gradients, true_gradients)
 

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_fastft import HostWaitDetector, PackedDataModule, RunReport
+from lightning_fastft import FusedKernels, HostWaitDetector, PackedDataModule, RunReport
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import OptionError
@@ -249,12 +249,16 @@ def test_fill_is_the_share_of_max_tokens_that_the_data_module_tells(tmp_path, pa
     assert "Packs are only 83 % full." in data["outcome"]["verdict"]
 
 
-def test_what_was_made_once_in_a_batch_is_told_apart(tmp_path):
-    def note(trainer, pl_module, batch, batch_idx):
-        if batch_idx in (4, 6):
-            batch.context.set_up = "layers were recorded as CUDA graphs"
+def test_what_was_made_once_in_a_batch_is_told_apart(tmp_path, monkeypatch):
+    num_recordings = 0
 
-    fit(tmp_path, loader=packed_loader(10), callbacks=[LambdaCallback(on_train_batch_start=note)])
+    def record(trainer, pl_module, loss):
+        nonlocal num_recordings
+        num_recordings += trainer.global_step in (4, 6)
+
+    monkeypatch.setattr(FusedKernels, "num_recordings", property(lambda self: num_recordings))
+    callbacks = [FusedKernels(), LambdaCallback(on_before_backward=record)]
+    fit(tmp_path, loader=packed_loader(10), callbacks=callbacks)
     data, text = read(tmp_path)
     ((what, num_batches, ms),) = [tuple(made.values()) for made in data["times"]["set_ups"]]
     assert (what, num_batches) == ("layers were recorded as CUDA graphs", 2)

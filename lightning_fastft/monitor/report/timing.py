@@ -14,8 +14,9 @@ from lightning_fastft.monitor.report.sums import Curve, Spread
 # In the order of a micro-batch; "between" is what lies between the end of one and the start of the next: data,
 # transfer, other callbacks, logging.
 PARTS = ("between", "forward", "backward", "optimizer")
-# What Batch.set_up says of the first micro-batch of an epoch, beside which the loader begins.
+# Values of Batch.set_up: the loader starts in the first micro-batch of an epoch, and graphs are recorded in others.
 EPOCH_START = "an epoch and its data loader began"
+RECORDED = "layers were recorded as CUDA graphs"
 # Batches held until it is known whether there are others than those of the warm-up and the starts of epochs.
 _MOST_EARLY = 64
 
